@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_checkpoints
+from tiny_engine import engine_config
 
 from adapter_store.store import AdapterStore
 from api.batches.in_process import in_process_client
@@ -16,7 +17,6 @@ from api.batches.results import LineReply
 from api.config.settings import ServerSettings
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.services import Services
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.llm import LLM
 from lorasrv.offline.verify.verifier import Verifier
@@ -32,21 +32,13 @@ def line(custom_id: str, model: str, max_tokens: int) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": body})
 
 
-def config(model: Path, max_num_seqs: int = 16) -> EngineConfig:
-    return EngineConfig(
-        model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=4 << 20),
-        scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
-    )
-
-
 @pytest.fixture
-def expected(model: Path, tiny_store: AdapterStore) -> Iterator[dict[str | None, str]]:
+def expected(model: Path, tiny_store: AdapterStore) -> dict[str | None, str]:
     """Greedy texts by adapter, each computed alone; then the store is free."""
     root = tiny_store.root
     tiny_store.close()
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    with LLM(str(model), config(model), root) as llm:
+    with LLM(str(model), engine_config(model), root) as llm:
         names = (None, "one", "two", "three")
         texts = {name: llm.generate([PROMPT], greedy, [name])[0].text for name in names}
     assert len(set(texts.values())) == 4, "each adapter says something else"
@@ -74,45 +66,41 @@ def test_the_command_with_an_engine_of_its_own(cli, model, tiny_store, expected,
     assert json.loads(done.out)["already"] == 20
 
 
-def test_online_requests_go_first(model: Path, tiny_store: AdapterStore, tmp_path: Path) -> None:
-    """Two seats, sixteen batch lines that want them. An online request comes and is over after those that run and
-    what fits beside it: were it one of them, all that wait would be before it."""
-    ended: list[str] = []
+@pytest.mark.anyio
+async def test_online_requests_go_first(model: Path, tiny_store: AdapterStore, tmp_path: Path) -> None:
+    """Two request slots and sixteen waiting batch lines: an online request waits for those that run only."""
+    ended, begun = 0, asyncio.Event()
+    engine = AsyncEngine.build(engine_config(model, max_num_seqs=2), tiny_store)
+    settings = ServerSettings()
+    limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
+    ask = in_process_client(Services.create(engine, tiny_store, settings, limits, Verifier()))
 
-    async def scenario() -> None:
-        engine = AsyncEngine.build(config(model, max_num_seqs=2), tiny_store)
-        settings = ServerSettings()
-        limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
-        services = Services.create(engine, tiny_store, settings, limits, Verifier())
-        ask, begun = in_process_client(services), asyncio.Event()
+    async def counted(url: str, body: Mapping[str, Any]) -> LineReply:
+        nonlocal ended
+        reply = await ask(url, body)
+        assert reply.status == 200, reply
+        ended += 1
+        if ended == 4:
+            begun.set()
+        return reply
 
-        async def counted(url: str, body: Mapping[str, Any]) -> LineReply:
-            reply = await ask(url, body)
-            assert reply.status == 200, reply
-            ended.append("batch")
-            if len(ended) == 4:
-                begun.set()
-            return reply
-
-        await engine.start()
-        keeper = BatchManager(tmp_path, lambda _: counted)
-        try:
-            data = "\n".join(line(f"r{i}", engine.model_name, 8) for i in range(60)).encode()
-            async with keeper.files.receiving(len(data)) as place:
-                place.write(data)
-                file = await keeper.files.keep(place, "in.jsonl", "batch")
-            batch = await keeper.create(file.id, URL, ("24h", 86400))
-            await begun.wait()
-            at = len(ended)
-            sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-            async for _ in engine.generate(PROMPT, sampling):
-                pass
-            assert len(ended) - at <= 6
-            while not keeper.records[batch.id].state.is_over:
-                await asyncio.sleep(0.01)
-            assert keeper.records[batch.id].completed == 60
-        finally:
-            await keeper.close()
-            await engine.shutdown()
-
-    asyncio.run(scenario())
+    await engine.start()
+    batches = BatchManager(tmp_path, lambda _: counted)
+    try:
+        data = "\n".join(line(f"r{i}", engine.model_name, 8) for i in range(60)).encode()
+        async with batches.files.receiving(len(data)) as place:
+            place.write(data)
+            file = await batches.files.keep(place, "in.jsonl", "batch")
+        batch = await batches.create(file.id, URL, ("24h", 86400))
+        await begun.wait()
+        before = ended
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        async for _ in engine.generate(PROMPT, sampling):
+            pass
+        assert ended - before <= 6
+        while not batches.records[batch.id].state.is_over:
+            await asyncio.sleep(0.01)
+        assert batches.records[batch.id].completed == 60
+    finally:
+        await batches.close()
+        await engine.shutdown()

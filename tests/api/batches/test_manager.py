@@ -14,9 +14,10 @@ from typing import Any
 import fake_serve
 import httpx2
 import pytest
+from clock import Clock
 
 from adapter_store.errors import StoreUnusable
-from api.auth.principal import Caller
+from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds
 from api.batches.input_lines import scan
 from api.batches.manager import BatchManager
@@ -25,22 +26,31 @@ from api.batches.results import LineReply
 from api.errors import ApiError
 from lorasrv.errors import EngineDead
 
+pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
-DAY = 86400
+DAY = ("24h", 86400)
 ANN, BOB = Caller("ann", frozenset()), Caller("bob", frozenset())
 
 
+async def hang(_: int) -> None:
+    await asyncio.Event().wait()
+
+
 class Asked:
-    """Answers every body with its number; tests hook in before an answer."""
+    """Answers every body with its number; `before` is awaited with the count before each answer from `start` on."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.before: Callable[[int], Awaitable[object]] | None = None
+        self.start = 0
+
+    def hook(self, before: Callable[[int], Awaitable[object]] | None, start: int = 0) -> None:
+        self.before, self.start = before, start
 
     async def __call__(self, url: str, body: Mapping[str, Any]) -> LineReply:
         assert url == URL
         self.numbers.append(body["n"])
-        if self.before is not None:
+        if self.before is not None and len(self.numbers) >= self.start:
             await self.before(len(self.numbers))
         await asyncio.sleep(0)
         return LineReply(400 if body["n"] % 10 == 3 else 200, {"n": body["n"]}, "req-1")
@@ -57,35 +67,46 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.fixture
+def manager(root: Path, ask: Asked) -> Callable[..., BatchManager]:
+    """manager(...): a server's batches, which `ask` answers; again: those of its next start."""
+    return lambda *bounds, **how: BatchManager(root, lambda _: ask, *bounds, **how)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 def content(count: int) -> bytes:
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": URL, "body": {"n": n}} for n in range(count)]
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-async def put(keeper: BatchManager, data: bytes) -> FileRecord:
-    async with keeper.files.receiving(len(data)) as place:
+async def put(batches: BatchManager, data: bytes, caller: Caller = ANYBODY) -> FileRecord:
+    async with batches.files.receiving(len(data), caller) as place:
         await asyncio.to_thread(place.write, data)
-        return await keeper.files.keep(place, "in.jsonl", "batch")
+        return await batches.files.keep(place, "in.jsonl", "batch", None, caller.principal)
 
 
-async def begin(keeper: BatchManager, count: int) -> BatchRecord:
-    file = await put(keeper, content(count))
-    return await keeper.create(file.id, URL, ("24h", DAY))
+async def begin(batches: BatchManager, count: int) -> BatchRecord:
+    file = await put(batches, content(count))
+    return await batches.create(file.id, URL, DAY)
 
 
-async def over(keeper: BatchManager, batch_id: str) -> BatchRecord:
-    async with asyncio.timeout(20):
-        while not keeper.records[batch_id].state.is_over:
-            await asyncio.sleep(0.002)
-    return keeper.records[batch_id]
+async def over(batches: BatchManager, batch_id: str) -> BatchRecord:
+    await until(lambda: batches.records[batch_id].state.is_over)
+    return batches.records[batch_id]
 
 
-def check_whole(keeper: BatchManager, record: BatchRecord, count: int) -> None:
-    """Every line has one result, in the right file, and the counts say so."""
+async def finish(batches: BatchManager, batch_id: str, count: int) -> None:
+    """Wait for its end; every line has one result, in the right file, and the counts say so."""
+    record = await over(batches, batch_id)
     found = {}
     for file_id, ok in ((record.output_file, True), (record.error_file, False)):
-        path = keeper.files.path(file_id)
-        assert keeper.files.records[file_id].bytes == path.stat().st_size
+        path = batches.files.path(file_id)
+        assert batches.files.records[file_id].bytes == path.stat().st_size
         for line in path.read_bytes().splitlines():
             one = json.loads(line)
             assert one["custom_id"] not in found
@@ -93,338 +114,235 @@ def check_whole(keeper: BatchManager, record: BatchRecord, count: int) -> None:
             found[one["custom_id"]] = one["response"]["body"]["n"]
     assert found == {f"r{n}": n for n in range(count)}
     failed = sum(n % 10 == 3 for n in range(count))
-    assert (record.status, record.total, record.completed, record.failed) == (
-        "completed",
-        count,
-        count - failed,
-        failed,
-    )
+    counts = (record.status, record.total, record.completed, record.failed)
+    assert counts == ("completed", count, count - failed, failed)
+    await batches.close()
 
 
-def test_killed_at_any_moment(root: Path, ask: Asked, tmp_path: Path) -> None:
+async def test_killed_at_any_moment(root: Path, ask: Asked, manager, tmp_path: Path) -> None:
     """What a disk holds at any moment is enough to end the batch: each copy is a server that was killed then."""
-    count = 40
+    count, copies, states = 40, [], set()
+    live = manager(concurrency=4)
+    write = live._folder.write_batch
 
-    async def live() -> tuple[str, list[Path]]:
-        copies: list[Path] = []
-        keeper = BatchManager(root, lambda _: ask, concurrency=4)
-        write = keeper._folder.write_batch
+    def copied() -> None:
+        copies.append(tmp_path / f"copy{len(copies)}")
+        shutil.copytree(root, copies[-1])
 
-        def copied() -> None:
-            copies.append(tmp_path / f"copy{len(copies)}")
-            shutil.copytree(root, copies[-1])
+    def write_and_copy(record: BatchRecord) -> None:
+        copied()
+        write(record)
+        copied()
 
-        def write_and_copy(record: BatchRecord) -> None:
-            copied()
-            write(record)
-            copied()
+    async def copy_some(number: int) -> None:
+        if number % 9 == 0:
+            await asyncio.to_thread(copied)
 
-        async def copy_some(number: int) -> None:
-            if number % 9 == 0:
-                await asyncio.to_thread(copied)
-
-        keeper._folder.write_batch = write_and_copy
-        ask.before = copy_some
-        record = await begin(keeper, count)
-        check_whole(keeper, await over(keeper, record.id), count)
-        await keeper.close()
-        return record.id, copies
-
-    batch_id, copies = asyncio.run(live())
-    ask.before = None
-    states = set()
-
-    async def go_on(copy: Path) -> None:
-        keeper = BatchManager(copy, lambda _: ask, concurrency=4)
-        if batch_id not in keeper.records:
-            return
-        before = keeper.records[batch_id]
-        states.add(before.status)
-        done = keeper._found(before).keys.size
-        ask.numbers.clear()
-        await keeper.start()
-        check_whole(keeper, await over(keeper, batch_id), count)
-        assert len(ask.numbers) == (0 if before.state.is_over else count - done)
-        await keeper.close()
-
+    live._folder.write_batch = write_and_copy
+    ask.hook(copy_some)
+    batch_id = (await begin(live, count)).id
+    await finish(live, batch_id, count)
+    ask.hook(None)
     for number, copy in enumerate(copies):
-        if number % 2:
-            for file in (copy / "batches" / "files").glob("*"):
-                # As a power failure may leave a file that is being written.
-                if file.suffix != ".json" and file.read_bytes()[:17] == b'{"id":"batch_req_':
-                    file.write_bytes(file.read_bytes() + b'{"id":"batch_req_77", "cus')
-        asyncio.run(go_on(copy))
+        for file in (copy / "batches" / "files").glob("*") if number % 2 else ():
+            # As a power failure may leave a file that is being written.
+            if file.suffix != ".json" and file.read_bytes()[:17] == b'{"id":"batch_req_':
+                file.write_bytes(file.read_bytes() + b'{"id":"batch_req_77", "cus')
+        batches = BatchManager(copy, lambda _: ask, concurrency=4)
+        if before := batches.records.get(batch_id):
+            states.add(before.status)
+            done = batches._found(before).keys.size
+            ask.numbers.clear()
+            await batches.start()
+            await finish(batches, batch_id, count)
+            assert len(ask.numbers) == (0 if before.state.is_over else count - done)
     assert states >= {"validating", "in_progress", "finalizing", "completed"}
 
 
 @pytest.mark.parametrize("moment", [5, 17, 33])
-def test_stopped_and_started(root: Path, ask: Asked, moment: int) -> None:
-    async def first() -> str:
-        reached = asyncio.Event()
-
-        async def hang(number: int) -> None:
-            if number >= moment:
-                reached.set()
-                await asyncio.Event().wait()
-
-        ask.before = hang
-        keeper = BatchManager(root, lambda _: ask)
-        record = await begin(keeper, 40)
-        await reached.wait()
-        await keeper.close()
-        assert keeper.records[record.id].status == "in_progress"
-        return record.id
-
-    async def second(batch_id: str) -> None:
-        ask.before = None
-        keeper = BatchManager(root, lambda _: ask)
-        await keeper.start()
-        check_whole(keeper, await over(keeper, batch_id), 40)
-        await keeper.close()
-
-    asyncio.run(second(asyncio.run(first())))
+async def test_stopped_and_started(ask: Asked, manager, moment: int) -> None:
+    ask.hook(hang, moment)
+    batches = manager()
+    record = await begin(batches, 40)
+    await until(lambda: len(ask.numbers) >= moment)
+    await batches.close()
+    assert batches.records[record.id].status == "in_progress"
+    ask.hook(None)
+    batches = manager()
+    await batches.start()
+    await finish(batches, record.id, 40)
     assert len(ask.numbers) < 40 + 16 + 1
 
 
-def test_expired(root: Path, ask: Asked) -> None:
-    now = [1_000_000.0]
-
-    async def scenario() -> None:
-        async def hang(number: int) -> None:
-            if number > 20:
-                await asyncio.Event().wait()
-
-        ask.before = hang
-        keeper = BatchManager(root, lambda _: ask, clock=lambda: now[0])
-        record = await begin(keeper, 40)
-        while len(ask.numbers) < 36:
-            await asyncio.sleep(0.002)
-        await keeper.close()
-        now[0] += DAY + 1
-        keeper = BatchManager(root, lambda _: ask, clock=lambda: now[0])
-        await keeper.start()
-        ended = await over(keeper, record.id)
-        assert (ended.status, ended.expired_at, ended.completed + ended.failed) == ("expired", int(now[0]), 40)
-        errors = map(json.loads, keeper.files.path(ended.error_file).read_bytes().splitlines())
-        late = [one["custom_id"] for one in errors if one["error"] and one["error"]["code"] == "batch_expired"]
-        assert len(late) == 20
-        await keeper.close()
-
-    asyncio.run(scenario())
+async def test_expired(ask: Asked, manager) -> None:
+    clock = Clock(1_000_000.0)
+    ask.hook(hang, 21)
+    batches = manager(clock=clock)
+    record = await begin(batches, 40)
+    await until(lambda: len(ask.numbers) >= 36)
+    await batches.close()
+    clock.now += DAY[1] + 1
+    batches = manager(clock=clock)
+    await batches.start()
+    ended = await over(batches, record.id)
+    assert (ended.status, ended.expired_at, ended.completed + ended.failed) == ("expired", int(clock.now), 40)
+    errors = map(json.loads, batches.files.path(ended.error_file).read_bytes().splitlines())
+    late = [one["custom_id"] for one in errors if one["error"] and one["error"]["code"] == "batch_expired"]
+    assert len(late) == 20
+    await batches.close()
 
 
-def test_a_cancelled_one_that_was_killed(root: Path, ask: Asked) -> None:
-    async def scenario() -> None:
-        async def hang(number: int) -> None:
-            if number > 5:
-                await asyncio.Event().wait()
-
-        ask.before = hang
-        keeper = BatchManager(root, lambda _: ask)
-        record = await begin(keeper, 40)
-        while len(ask.numbers) < 20:
-            await asyncio.sleep(0.002)
-        publish = keeper.files.publish
-
-        async def killed(*_: object) -> None:
-            await asyncio.Event().wait()
-
-        keeper.files.publish = killed
-        await keeper.cancel(record.id)
-        await keeper.close()
-        keeper.files.publish = publish
-        keeper = BatchManager(root, lambda _: ask)
-        assert keeper.records[record.id].status == "cancelling"
-        await keeper.start()
-        ended = await over(keeper, record.id)
-        assert (ended.status, ended.completed + ended.failed) == ("cancelled", 5)
-        await keeper.close()
-
-    asyncio.run(scenario())
+async def test_killed_while_it_is_cancelled(ask: Asked, manager) -> None:
+    ask.hook(hang, 6)
+    batches = manager()
+    record = await begin(batches, 40)
+    await until(lambda: len(ask.numbers) >= 20)
+    batches.files.publish = hang
+    await batches.cancel(record.id)
+    await batches.close()
+    batches = manager()
+    assert batches.records[record.id].status == "cancelling"
+    await batches.start()
+    ended = await over(batches, record.id)
+    assert (ended.status, ended.completed + ended.failed) == ("cancelled", 5)
+    await batches.close()
 
 
-def test_cancelled_while_results_of_what_is_late_are_written(root: Path, ask: Asked) -> None:
-    """What is published is whole: nobody writes to it any more."""
+async def test_cancelled_while_expired_results_are_written(manager) -> None:
+    """A published file is complete: nothing is written to it any more."""
+    writing, go_on = threading.Event(), threading.Event()
+    batches = manager()
+    write = batches._write_expired
 
-    async def scenario() -> None:
-        writing, go_on = threading.Event(), threading.Event()
-        keeper = BatchManager(root, lambda _: ask)
-        write = keeper._write_expired
+    def slowly(record: BatchRecord) -> None:
+        writing.set()
+        go_on.wait(10)
+        write(record)
 
-        def slowly(record: BatchRecord) -> None:
-            writing.set()
-            go_on.wait(10)
-            write(record)
-
-        keeper._write_expired = slowly  # type: ignore[method-assign]
-        file = await put(keeper, content(20))
-        record = await keeper.create(file.id, URL, ("0h", 0))
-        await asyncio.to_thread(writing.wait, 10)
-        cancelling = asyncio.create_task(keeper.cancel(record.id))
-        await asyncio.sleep(0.05)
-        go_on.set()
-        await cancelling
-        ended = await over(keeper, record.id)
-        assert (ended.status, ended.failed) == ("cancelled", 20)
-        path = keeper.files.path(ended.error_file)
-        assert keeper.files.records[ended.error_file].bytes == path.stat().st_size > 0
-        await keeper.close()
-
-    asyncio.run(scenario())
+    batches._write_expired = slowly
+    file = await put(batches, content(20))
+    record = await batches.create(file.id, URL, ("0h", 0))
+    await asyncio.to_thread(writing.wait, 10)
+    cancelling = asyncio.create_task(batches.cancel(record.id))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await cancelling
+    ended = await over(batches, record.id)
+    assert (ended.status, ended.failed) == ("cancelled", 20)
+    path = batches.files.path(ended.error_file)
+    assert batches.files.records[ended.error_file].bytes == path.stat().st_size > 0
+    await batches.close()
 
 
-def test_a_file_is_in_use_before_its_batch_is_on_the_disk(root: Path, ask: Asked) -> None:
-    async def scenario() -> None:
-        bounds = BatchBounds(max_open_batches=1)
-        keeper = BatchManager(root, lambda _: ask, bounds)
-        file = await put(keeper, content(5))
-        creating = asyncio.create_task(keeper.create(file.id, URL, ("24h", DAY)))
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="needs the file"):
-            await keeper.delete_file(file.id)
-        with pytest.raises(ApiError, match="open already"):
-            await keeper.create(file.id, URL, ("24h", DAY))
-        check_whole(keeper, await over(keeper, (await creating).id), 5)
-        await keeper.close()
-
-    asyncio.run(scenario())
+async def test_a_file_is_in_use_before_its_batch_is_on_the_disk(manager) -> None:
+    batches = manager(BatchBounds(max_open_batches=1))
+    file = await put(batches, content(5))
+    creating = asyncio.create_task(batches.create(file.id, URL, DAY))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="needs the file"):
+        await batches.delete_file(file.id)
+    with pytest.raises(ApiError, match="open already"):
+        await batches.create(file.id, URL, DAY)
+    await finish(batches, (await creating).id, 5)
 
 
-def test_a_key_that_must_wait_holds_up_no_other(root: Path, ask: Asked) -> None:
-    """Lines that a key's limits refuse wait for hours; more batches than may run at a time are all of one key."""
+async def test_a_key_over_its_limits_delays_no_other(root: Path, ask: Asked) -> None:
+    """More batches than may run at a time belong to a key whose lines are refused for hours."""
 
     async def wait(url: str, body: Mapping[str, Any]) -> LineReply:
         return LineReply(429, {}, "req-1", 5.0)
 
-    async def scenario() -> None:
-        keeper = BatchManager(root, lambda caller: ask if caller.principal == "bob" else wait)
-        file = await put(keeper, content(50))
-        waiting = [await keeper.create(file.id, URL, ("24h", DAY), caller=ANN) for _ in range(5)]
-        async with asyncio.timeout(20):
-            while keeper.records[waiting[0].id].state is not BatchStatus.IN_PROGRESS:
-                await asyncio.sleep(0.002)
-        await asyncio.sleep(0.1)
-        record = await keeper.create(file.id, URL, ("24h", DAY), caller=BOB)
-        check_whole(keeper, await over(keeper, record.id), 50)
-        await keeper.close()
-
-    asyncio.run(scenario())
+    batches = BatchManager(root, lambda caller: ask if caller.principal == "bob" else wait)
+    file = await put(batches, content(50))
+    waiting = [await batches.create(file.id, URL, DAY, caller=ANN) for _ in range(5)]
+    await until(lambda: batches.records[waiting[0].id].state is BatchStatus.IN_PROGRESS)
+    await asyncio.sleep(0.1)
+    record = await batches.create(file.id, URL, DAY, caller=BOB)
+    await finish(batches, record.id, 50)
 
 
-def test_one_key_leaves_room_for_others(root: Path, ask: Asked) -> None:
-    """Of files, their bytes and open batches a key has half at most, and is not told what others have."""
-
-    async def keep(keeper: BatchManager, size: int, caller: Caller) -> FileRecord:
-        async with keeper.files.receiving(size, caller) as place:
-            await asyncio.to_thread(place.write, b"x" * size)
-            return await keeper.files.keep(place, "in.jsonl", "batch", None, caller.principal)
-
-    async def scenario() -> None:
-        bounds = BatchBounds(max_files=6, max_total_bytes=1000, max_open_batches=4)
-        keeper = BatchManager(root, lambda _: ask, bounds)
-        files = [await keep(keeper, 10, ANN) for _ in range(3)]
-        with pytest.raises(ApiError, match="3 files already"):
-            await keep(keeper, 1, ANN)
-        with pytest.raises(ApiError, match="files have 0 bytes, and 500 are allowed"):
-            await keep(keeper, 501, BOB)
-        await keep(keeper, 500, BOB)
-        with pytest.raises(ApiError, match="507: there is no room among the files of all keys; delete"):
-            await keep(keeper, 480, Caller("cid", frozenset()))
-        creating = [asyncio.create_task(keeper.create(files[0].id, URL, ("24h", DAY), caller=ANN)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="2 batches are open already"):
-            await keeper.create(files[0].id, URL, ("24h", DAY), caller=ANN)
-        await keeper.create(files[0].id, URL, ("24h", DAY), caller=BOB)
-        await asyncio.gather(*creating)
-        await keeper.close()
-
-    asyncio.run(scenario())
+async def test_one_key_leaves_room_for_others(manager) -> None:
+    """A key has at most half of files, bytes and open batches, and is not told what others have."""
+    batches = manager(BatchBounds(max_files=6, max_total_bytes=1000, max_open_batches=4))
+    files = [await put(batches, b"x" * 10, ANN) for _ in range(3)]
+    with pytest.raises(ApiError, match="3 files already"):
+        await put(batches, b"x", ANN)
+    with pytest.raises(ApiError, match="files have 0 bytes, and 500 are allowed"):
+        await put(batches, b"x" * 501, BOB)
+    await put(batches, b"x" * 500, BOB)
+    with pytest.raises(ApiError, match="507: there is no room among the files of all keys; delete"):
+        await put(batches, b"x" * 480, Caller("cid", frozenset()))
+    creating = [asyncio.create_task(batches.create(files[0].id, URL, DAY, caller=ANN)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="2 batches are open already"):
+        await batches.create(files[0].id, URL, DAY, caller=ANN)
+    await batches.create(files[0].id, URL, DAY, caller=BOB)
+    await asyncio.gather(*creating)
+    await batches.close()
 
 
-def test_one_that_the_disk_refuses_is_not_there(root: Path, ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        keeper = BatchManager(root, lambda _: ask)
-        file = await put(keeper, content(5))
+async def test_a_batch_that_the_disk_refuses_does_not_exist(manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: BatchRecord) -> None:
+        raise StoreUnusable("no disk")
 
-        def refuse(_: BatchRecord) -> None:
-            raise StoreUnusable("no disk")
-
-        monkeypatch.setattr(keeper._folder, "write_batch", refuse)
-        with pytest.raises(StoreUnusable):
-            await keeper.create(file.id, URL, ("24h", DAY))
-        assert not keeper.records
-        await keeper.delete_file(file.id)
-        await keeper.close()
-
-    asyncio.run(scenario())
+    batches = manager()
+    file = await put(batches, content(5))
+    monkeypatch.setattr(batches._folder, "write_batch", refuse)
+    with pytest.raises(StoreUnusable):
+        await batches.create(file.id, URL, DAY)
+    assert not batches.records
+    await batches.delete_file(file.id)
+    await batches.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
-def test_cancelled_ones_leave_no_open_file(root: Path, ask: Asked) -> None:
-    async def scenario() -> None:
-        async def hang(_: int) -> None:
-            await asyncio.Event().wait()
-
-        ask.before = hang
-        keeper = BatchManager(root, lambda _: ask)
-        before = None
-        for number in range(40):
-            record = await begin(keeper, 3)
-            while keeper.records[record.id].status == "validating":
-                await asyncio.sleep(0)
-            for _ in range(number):
-                await asyncio.sleep(0.0002)
-            await keeper.cancel(record.id)
-            await over(keeper, record.id)
-            before = before or len(os.listdir("/proc/self/fd"))
-        assert len(os.listdir("/proc/self/fd")) <= before + 1
-        await keeper.close()
-
-    asyncio.run(scenario())
+async def test_cancelled_batches_leave_no_open_file(ask: Asked, manager) -> None:
+    ask.hook(hang)
+    batches, before = manager(), None
+    for number in range(40):
+        record = await begin(batches, 3)
+        await until(lambda batch=record.id: batches.records[batch].status != "validating")
+        for _ in range(number):
+            await asyncio.sleep(0.0002)
+        await batches.cancel(record.id)
+        await over(batches, record.id)
+        before = before or len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    await batches.close()
 
 
-def test_a_dead_engine_leaves_it_for_the_next_start(root: Path, ask: Asked) -> None:
-    async def scenario() -> None:
-        async def die(number: int) -> None:
-            if number > 10:
-                raise EngineDead("the engine died: Test")
+async def test_a_batch_of_a_dead_engine_continues_at_the_next_start(ask: Asked, manager) -> None:
+    async def die(_: int) -> None:
+        raise EngineDead("the engine died: Test")
 
-        ask.before = die
-        keeper = BatchManager(root, lambda _: ask)
-        record = await begin(keeper, 30)
-        await asyncio.wait(keeper._tasks.values())
-        assert keeper.records[record.id].status == "in_progress"
-        await keeper.close()
-        ask.before = None
-        keeper = BatchManager(root, lambda _: ask)
-        await keeper.start()
-        check_whole(keeper, await over(keeper, record.id), 30)
-        await keeper.close()
-
-    asyncio.run(scenario())
+    ask.hook(die, 11)
+    batches = manager()
+    record = await begin(batches, 30)
+    await asyncio.wait(batches._tasks.values())
+    assert batches.records[record.id].status == "in_progress"
+    await batches.close()
+    ask.hook(None)
+    batches = manager()
+    await batches.start()
+    await finish(batches, record.id, 30)
 
 
-def test_old_files_and_batches_are_forgotten(root: Path, ask: Asked) -> None:
-    now = [1_000_000.0]
-
-    async def scenario() -> None:
-        keeper = BatchManager(root, lambda _: ask, BatchBounds(max_age_s=10, max_batches=2), clock=lambda: now[0])
-        ids = [(await over(keeper, (await begin(keeper, 20)).id)).id for _ in range(3)]
-        await keeper.tidy()
-        assert list(keeper.records) == ids[1:]
-        assert len(keeper.files.records) == 9
-        now[0] += 10
-        await keeper.tidy()
-        assert (keeper.files.records, list(keeper.records)) == ({}, ids[1:])
-        now[0] += 10
-        await keeper.tidy()
-        assert [path for path in root.rglob("*") if path.is_file()] == []
-
-    asyncio.run(scenario())
+async def test_old_files_and_batches_are_forgotten(root: Path, manager) -> None:
+    clock = Clock(1_000_000.0)
+    batches = manager(BatchBounds(max_age_s=10, max_batches=2), clock=clock)
+    ids = [(await over(batches, (await begin(batches, 20)).id)).id for _ in range(3)]
+    await batches.tidy()
+    assert list(batches.records) == ids[1:]
+    assert len(batches.files.records) == 9
+    clock.now += 10
+    await batches.tidy()
+    assert (batches.files.records, list(batches.records)) == ({}, ids[1:])
+    clock.now += 10
+    await batches.tidy()
+    assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
-def test_files_that_are_looked_through_keep_nobody_else_waiting(root: Path, ask: Asked, monkeypatch) -> None:
-    """Online requests are admitted in asyncio's own threads."""
+async def test_validation_leaves_asyncios_threads_to_others(manager, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def slow_scan(*arguments: Any) -> Any:
@@ -432,45 +350,37 @@ def test_files_that_are_looked_through_keep_nobody_else_waiting(root: Path, ask:
         go_on.wait(20)
         return scan(*arguments)
 
-    async def scenario() -> None:
-        keeper = BatchManager(root, lambda _: ask)
-        monkeypatch.setattr("api.batches.manager.scan", slow_scan)
-        batches = [await begin(keeper, 2) for _ in range(10)]
-        try:
-            assert await asyncio.to_thread(begun.wait, 20)
-            async with asyncio.timeout(10):
-                await asyncio.gather(*(asyncio.to_thread(int) for _ in range(20)))
-                # There is room for other disk work of batches, too.
-                await put(keeper, b"x")
-        finally:
-            go_on.set()
-        for batch in batches:
-            await over(keeper, batch.id)
-        assert {record.status for record in keeper.records.values()} == {"completed"}
-        await keeper.close()
-
-    asyncio.run(scenario())
+    batches = manager()
+    monkeypatch.setattr("api.batches.manager.scan", slow_scan)
+    records = [await begin(batches, 2) for _ in range(10)]
+    try:
+        assert await asyncio.to_thread(begun.wait, 20)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(asyncio.to_thread(int) for _ in range(20)))
+            # There is room for other disk work of batches, too.
+            await put(batches, b"x")
+    finally:
+        go_on.set()
+    assert {(await over(batches, record.id)).status for record in records} == {"completed"}
+    await batches.close()
 
 
-def test_a_damaged_record_is_told(root: Path, ask: Asked) -> None:
-    async def scenario() -> None:
-        keeper = BatchManager(root, lambda _: ask)
-        record = await begin(keeper, 1)
-        await over(keeper, record.id)
-        await keeper.close()
-        (root / "batches" / f"{record.id}.json").write_text("{")
-
-    asyncio.run(scenario())
+async def test_a_damaged_record_is_reported(root: Path, manager) -> None:
+    batches = manager()
+    record = await begin(batches, 1)
+    await over(batches, record.id)
+    await batches.close()
+    (root / "batches" / f"{record.id}.json").write_text("{")
     with pytest.raises(StoreUnusable, match="is damaged"):
-        BatchManager(root, lambda _: ask)
+        manager()
 
 
-def test_what_no_record_names_goes(root: Path, ask: Asked) -> None:
+def test_files_without_a_record_are_deleted(root: Path, manager) -> None:
     for name in ("files/file-lost", "tmp/upload"):
         path = root / "batches" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
-    BatchManager(root, lambda _: ask)
+    manager()
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
@@ -485,10 +395,8 @@ def test_a_server_killed_in_the_middle(tmp_path: Path, eventually: Callable[...,
         url = json.loads(process.stdout.readline())["url"]
         return process, httpx2.Client(base_url=f"{url}/v1", trust_env=False, timeout=20)
 
-    lines = [
-        {"custom_id": f"r{n}", "method": "POST", "url": URL, "body": {"model": "tiny-base", "prompt": "hi"}}
-        for n in range(60)
-    ]
+    asked = {"method": "POST", "url": URL, "body": {"model": "tiny-base", "prompt": "hi"}}
+    lines = [{"custom_id": f"r{n}", **asked} for n in range(60)]
     process, http = start(30)
     try:
         data = "\n".join(map(json.dumps, lines)).encode()
