@@ -1,27 +1,29 @@
-"""A server that is about to end: who is told what, and that what it has begun goes on. The engine is the fake one."""
+"""A server that is about to end: what it refuses and what it still answers. The engine is the fake one.
+
+That a stream continues to its end: tests/api/process/test_failures.py.
+"""
 
 import asyncio
 import signal
+from types import SimpleNamespace
 
 import pytest
 from clock import Clock
-from fake_engine import say
-from starlette.testclient import TestClient
 
 from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.limits import ConnectionLimits
 from api.server import GRACE_S, _Uvicorn
 from lorasrv.engine.watchdog import Watchdog
 
+pytestmark = pytest.mark.anyio
+
 
 def test_time_is_shortened_never_lengthened() -> None:
     clock = Clock()
     draining = Draining(clock)
-    assert not draining.is_on
-    assert not draining.is_over
+    assert (draining.is_on, draining.is_over) == (False, False)
     draining.begin(25.0)
-    assert draining.is_on
-    assert not draining.is_over
+    assert (draining.is_on, draining.is_over) == (True, False)
     clock.now += 10
     draining.begin(25.0)
     clock.now += 15
@@ -40,7 +42,7 @@ def draining(server, dispatcher) -> Draining:
     return found
 
 
-def test_new_requests_are_refused_and_whoever_watches_is_told(server, draining, engine) -> None:
+def test_new_requests_are_refused_and_monitoring_is_answered(server, draining, engine) -> None:
     assert server.http.get("/ready").status_code == 200
     draining.begin(25.0)
     ready = server.http.get("/ready")
@@ -58,75 +60,50 @@ def test_new_requests_are_refused_and_whoever_watches_is_told(server, draining, 
     assert not engine.added
 
 
-def test_what_has_begun_goes_on(server, draining, engine) -> None:
-    engine.script = say("x" * 40)
-    body = {"model": "tiny-base", "prompt": "hi", "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        draining.begin(25.0)
-        rest = list(lines)
-    assert rest[-2:] == ["data: [DONE]", ""]
-    assert "error" not in "".join(rest)
-
-
-def test_other_messages_pass() -> None:
+async def test_lifespan_messages_pass() -> None:
     passed = []
 
     async def app(scope, receive, send) -> None:
         passed.append(scope["type"])
-        if scope["type"] == "lifespan":
-            for phase in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{phase}.complete"})
 
     draining = Draining()
     draining.begin(1.0)
-    with TestClient(DrainMiddleware(app, draining)):
-        pass
+    await DrainMiddleware(app, draining)({"type": "lifespan"}, None, None)
     assert passed == ["lifespan"]
 
 
-class _Batches:
-    closed = 0
-
-    async def close(self) -> None:
-        self.closed += 1
-
-
 @pytest.mark.parametrize(("first", "seconds"), [(signal.SIGTERM, 25.0), (signal.SIGINT, GRACE_S)])
-def test_signals(make_server, dispatcher, engine, first: signal.Signals, seconds: float) -> None:
-    """The first drains, batches stand still meanwhile; the second ends; the third does not even wait for the engine."""
+async def test_signals(make_server, dispatcher, engine, first: signal.Signals, seconds: float) -> None:
+    """The first drains and pauses batches; the second ends; the third does not even wait for the engine."""
     make_server()
-    app = dispatcher[0].app
-    clock = Clock()
+    app, clock, closed = dispatcher[0].app, Clock(), []
     draining = app.state.services.draining
     draining._clock = clock
-    app.state.batches = batches = _Batches()
+
+    async def close() -> None:
+        closed.append(clock.now)
+
+    app.state.batches = SimpleNamespace(close=close)
     server = _Uvicorn(app, ConnectionLimits(), lambda: None, Watchdog(engine, 0.0))
-
-    async def main() -> None:
-        busy = asyncio.create_task(asyncio.sleep(60))
-        server.server_state.tasks.add(busy)
-        assert not await server.on_tick(1)
-        server.handle_exit(first, None)
-        assert draining.is_on
-        for _ in range(3):
-            assert not await server.on_tick(1), "somebody still has an answer to come"
-            await asyncio.sleep(0)
-        assert batches.closed == 1
-        clock.now += seconds - 0.1
-        assert not await server.on_tick(1)
-        server.server_state.tasks.clear()
-        assert await server.on_tick(1), "nobody has"
-        server.server_state.tasks.add(busy)
-        assert not await server.on_tick(1)
-        server.handle_exit(signal.SIGTERM, None)
-        assert await server.on_tick(1)
-        assert not server.force_exit
-        server.handle_exit(signal.SIGTERM, None)
-        assert server.force_exit
-        busy.cancel()
-
-    asyncio.run(main())
+    busy = asyncio.create_task(asyncio.sleep(60))
+    server.server_state.tasks.add(busy)
+    assert not await server.on_tick(1)
+    server.handle_exit(first, None)
+    assert draining.is_on
+    for _ in range(3):
+        assert not await server.on_tick(1), "a request still runs"
+        await asyncio.sleep(0)
+    assert len(closed) == 1
+    clock.now += seconds - 0.1
+    assert not await server.on_tick(1)
+    server.server_state.tasks.clear()
+    assert await server.on_tick(1), "no request runs"
+    server.server_state.tasks.add(busy)
+    assert not await server.on_tick(1)
+    server.handle_exit(signal.SIGTERM, None)
+    assert await server.on_tick(1)
+    assert not server.force_exit
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+    busy.cancel()
     assert server._captured_signals == [first, signal.SIGTERM, signal.SIGTERM]

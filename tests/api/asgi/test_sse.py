@@ -1,7 +1,7 @@
-"""Streams byte by byte, as they stood when they were last looked at: clients parse them with less care than JSON.
+"""Streams byte by byte, as snapshots: clients parse them with less care than JSON.
 
-A snapshot whose file is not there is written, and the test fails once; look at the file before it is committed. Names
-of requests and times, which differ from run to run, are zeros there.
+A missing snapshot is written, and the test fails once; look at the file before it is committed. Request ids and times,
+which differ from run to run, are zeros there.
 """
 
 import re
@@ -61,7 +61,7 @@ def check(name: str, stream: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_as_it_was(server, name) -> None:
+def test_snapshots(server, name) -> None:
     path, body = STREAMS[name]
     response = server.http.post(path, json=body)
     assert response.status_code == 200

@@ -48,27 +48,37 @@ def requests(out: io.StringIO, eventually: Any, count: int = 1) -> list[dict[str
 
 
 class TestRequestLines:
-    def test_everything_about_an_answer(self, server, make_adapter, lines, eventually) -> None:
+    def test_a_request_line(self, server, make_adapter, lines, eventually) -> None:
         digest = server.upload(make_adapter(), "mia").json()["digest"]
         headers = {"x-request-id": "my-id", "authorization": f"Bearer {SECRET}"}
         body = {"model": "mia", "messages": [{"role": "user", "content": PROMPT}], "n": 2}
         answer = server.http.post("/v1/chat/completions", json=body, headers=headers)
         said = answer.json()["choices"][0]["message"]["content"]
         line = requests(lines, eventually, 3)[-1]
-        assert (line["request_id"], line["level"], line["logger"]) == ("my-id", "info", "api.observability.logs")
-        assert (line["method"], line["route"], line["status"]) == ("POST", "/v1/chat/completions", 200)
-        assert (line["adapter_id"], line["adapter_version"], line["adapter_digest"]) == ("mia", "1", digest)
-        assert (line["principal"], line["adapter_tier"], line["finish_reason"]) == ("anonymous", "disk", "stop")
         usage = answer.json()["usage"]
-        assert {name: line[name] for name in ("prompt_tokens", "completion_tokens")}.items() <= usage.items()
-        assert (line["queue_ms"], line["load_ms"]) == (1.5, 2.5)
+        expected = {
+            "request_id": "my-id",
+            "level": "info",
+            "logger": "api.observability.logs",
+            "method": "POST",
+            "route": "/v1/chat/completions",
+            "status": 200,
+            "principal": "anonymous",
+            "finish_reason": "stop",
+            "adapter_id": "mia",
+            "adapter_version": "1",
+            "adapter_digest": digest,
+            "adapter_tier": "disk",
+            "queue_ms": 1.5,
+            "load_ms": 2.5,
+            **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},
+        }
+        assert {name: line[name] for name in expected} == expected
         assert line["ms"] >= 0
         assert line["timestamp"].endswith("Z")
-        assert PROMPT not in lines.getvalue()
-        assert said not in lines.getvalue()
-        assert SECRET not in lines.getvalue()
+        assert not [secret for secret in (PROMPT, said, SECRET) if secret in lines.getvalue()]
 
-    def test_a_stream_is_told_when_it_is_over(self, server, lines, eventually) -> None:
+    def test_a_stream_is_logged_at_its_end(self, server, lines, eventually) -> None:
         with server.http.stream("POST", "/v1/completions", json=STREAM) as answer:
             answer.read()
         [line] = requests(lines, eventually)
@@ -102,29 +112,29 @@ class TestRequestLines:
         raw = RequestInfo({"method": "GET", "headers": [], "raw_path": "/a\n\x1b\u2028é".encode()})
         assert logs.facts(raw)["path"] == "/a\\n\\x1b\\xe2\\x80\\xa8\\xc3\\xa9"
 
-    def test_a_surprise_has_the_request_id_and_no_variables(self, server, engine, lines, eventually) -> None:
+    def test_an_unexpected_exception_has_the_request_id_and_no_variables(
+        self, server, engine, lines, eventually
+    ) -> None:
         engine.breaks(0, ZeroDivisionError())
-        answer = server.http.post(
-            "/v1/completions", json={"model": "tiny-base", "prompt": PROMPT}, headers={"x-request-id": "broken-1"}
-        )
-        assert answer.status_code == 500
+        body, headers = {"model": "tiny-base", "prompt": PROMPT}, {"x-request-id": "broken-1"}
+        assert server.http.post("/v1/completions", json=body, headers=headers).status_code == 500
         requests(lines, eventually)
-        [surprise] = [line for line in parsed(lines) if line["level"] == "error"]
-        assert surprise["request_id"] == "broken-1"
-        assert "ZeroDivisionError" in surprise["exception"]
+        [error] = [line for line in parsed(lines) if line["level"] == "error"]
+        assert error["request_id"] == "broken-1"
+        assert "ZeroDivisionError" in error["exception"]
         assert PROMPT not in lines.getvalue()
 
-    def test_prompts_if_they_are_asked_for(self, make_server, lines, eventually) -> None:
+    def test_prompts_with_log_prompts(self, make_server, lines, eventually) -> None:
         server = make_server(log_prompts=True)
         server.chat(PROMPT, user="x" * 5000)
         server.http.get("/v1/adapters")
         told = requests(lines, eventually, 2)
         assert PROMPT in told[0]["request_text"]
         assert "Hello w" in told[0]["answer_text"]
-        assert all(len(told[0][name]) == logs.MAX_SHOWN for name in ("request_text",))
+        assert len(told[0]["request_text"]) == logs.MAX_SHOWN
         assert "request_text" not in told[1]
 
-    def test_a_client_that_left(self, server, engine, lines, eventually) -> None:
+    def test_a_disconnect(self, server, engine, lines, eventually) -> None:
         engine.breaks(1, HANG)
         with server.http.stream("POST", "/v1/completions", json=STREAM):
             pass
@@ -157,7 +167,7 @@ class TestForm:
         assert SECRET not in out.getvalue()
 
     @pytest.mark.parametrize("form", ["text", "json"])
-    def test_nobody_forges_a_line(self, form: str) -> None:
+    def test_client_data_forges_no_line(self, form: str) -> None:
         out = io.StringIO()
         evil = "x\n2026-11-22T09:00:00 [info     ] forged\r\x1b[2J\u2028\x85"
         with logs.written(form, "info", out):
@@ -190,7 +200,7 @@ class TestForm:
         assert (line["logger"], line["level"]) == ("py.warnings", "warning")
         assert line["event"].startswith("UserWarning: old (")
 
-    def test_afterwards_all_is_as_it_was(self) -> None:
+    def test_logging_is_restored(self) -> None:
         root = logging.getLogger()
         before = list(root.handlers), root.level, logging.getLogger("api").level, warnings.showwarning
         with logs.written("json", "debug", io.StringIO()):
@@ -198,7 +208,7 @@ class TestForm:
         assert (root.handlers, root.level, logging.getLogger("api").level, warnings.showwarning) == before
 
 
-def test_whoever_looks_on_cannot_hurt(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_raises_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[RequestInfo] = []
 
     def broken(_: RequestInfo) -> None:
@@ -215,8 +225,8 @@ def test_whoever_looks_on_cannot_hurt(caplog: pytest.LogCaptureFixture) -> None:
     assert "observing request" in caplog.text
 
 
-def test_what_runs_on_in_its_context_is_no_part_of_a_request() -> None:
-    """A batch does, for hours."""
+def test_answers_after_the_end_are_no_part_of_a_request() -> None:
+    """A batch runs on in the context of the request that made it, for hours."""
     seen = RequestInfo({"method": "POST", "headers": []})
     token = REQUEST_LISTENER.set(seen.ended)
     traffic = RequestStats()
