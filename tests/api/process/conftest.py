@@ -28,6 +28,6 @@ def served(process: Served) -> Iterator[Served]:
     process.calm_down()
     assert process.lives
     answers()
-    assert "Traceback" not in process.log
+    assert "Traceback" not in process.log, process.log
     # The client's own connection may have been made anew.
     process.until(lambda: process.open_files <= files + 1)
