@@ -50,5 +50,5 @@ class SortedItems(Generic[T]):
     def remove(self, item: T) -> None:
         """Remove an item."""
         at = bisect.bisect_left(self._entries, (self._ranks.pop(item),))
-        assert self._entries[at][1] is item, "two items share a rank"
+        assert self._entries[at][1] == item, "two items share a rank"
         del self._entries[at]
