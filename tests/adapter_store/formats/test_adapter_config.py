@@ -32,7 +32,6 @@ from adapter_store.formats.adapter_config import (
     read_adapter_config,
 )
 from adapter_store.formats.peft_dir import read_peft_dir
-from adapter_store.formats.tensor_names import KNOWN_FORMS
 from adapter_store.formats.weights import load_weights
 from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import CheckedAdapter, check_adapter, check_files, max_names
@@ -49,12 +48,6 @@ def accepted(config: Any) -> AdapterConfig:
     adapter_config = read_adapter_config(config, problems)
     assert adapter_config is not None, problems.problems()
     return adapter_config
-
-
-def test_a_config_as_peft_saves_it() -> None:
-    adapter_config = accepted(build.config())
-    facts = (adapter_config.r, adapter_config.lora_alpha, adapter_config.scaling("model.layers.0.mlp.up_proj"))
-    assert facts == (4, 8, 2.0)
 
 
 def test_scaling_of_rslora_and_patterns() -> None:
@@ -115,7 +108,8 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str) -> None:
         ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_16"), ("init_lora_weights", "olora"),
         ("init_lora_weights", "corda"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "loftq"),
         ("init_lora_weights", "next_year"), ("init_lora_weights", 3),
-        ("rank_pattern", [1]), ("alpha_pattern", "x"), ("peft_version", 2**70)
+        ("rank_pattern", [1]), ("alpha_pattern", "x"), ("peft_version", 2**70),
+        ("future_strength", 7)
     ]
 )  # fmt: skip
 def test_bad_values_name_the_field(field: str, value: Any) -> None:
@@ -139,10 +133,6 @@ def test_bad_values_name_the_field(field: str, value: Any) -> None:
 )  # fmt: skip
 def test_harmless_values(field: str, value: Any) -> None:
     accepted(build.config(**{field: value}))
-
-
-def test_unknown_key_is_named() -> None:
-    assert "= 7" in refusals(build.config(future_strength=7))["future_strength"]
 
 
 @pytest.mark.parametrize("key", [r"(.*a){20}x", "q_proj|v_proj", r"layers\.[01]\.mlp"])
@@ -317,12 +307,7 @@ def test_ranks_scalings_and_deltas_are_pefts(case: str, tmp_path: Path) -> None:
     assert result.report.modules_matched == len(theirs)
     assert not result.report.warnings
     assert result.report.modules_expected == len(theirs)
-
-
-def test_scalings_of_the_pattern_cases_vary(tmp_path: Path) -> None:
-    save(tmp_path, **CASES["patterns"])
-    result, _ = checked(tmp_path)
-    assert len({(m.rank, m.scaling) for m in result.spec.modules}) > 3
+    assert case != "patterns" or len({(m.rank, m.scaling) for m in result.spec.modules}) > 3
 
 
 def test_every_field_of_pefts_config_has_a_decision() -> None:
@@ -446,12 +431,6 @@ def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(tmp_path: Path) 
 def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text("utf-8")
     assert up_to_date(page) == page, "run: python tests/support/adapter_page.py"
-
-
-def test_it_names_every_field_and_every_refusal() -> None:
-    page = PAGE.read_text("utf-8")
-    assert [name for name in FIELD_RULES if f"`{name}`" not in page] == []
-    assert [code for _, code, _ in KNOWN_FORMS if f"`{code}`" not in page] == []
 
 
 def test_a_changed_table_is_noticed() -> None:

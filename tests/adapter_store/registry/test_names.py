@@ -1,13 +1,10 @@
 import difflib
-import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from store_kit import add, build, put
 
 from adapter_store.errors import AdapterNotFound
-from adapter_store.registry.names import Names
 from adapter_store.registry.near_names import NUM_COMPARED, near_names
 from adapter_store.store import AdapterStore
 
@@ -50,34 +47,6 @@ def test_unknown_references_name_their_neighbours(store: AdapterStore) -> None:
             assert len(caught.value.near) <= 3
     with pytest.raises(AdapterNotFound):
         store.get("nobody")
-
-
-def test_resolve_is_fast_among_thousands(store: AdapterStore) -> None:
-    digest = put(store, build.file())
-    key = store.register("seed", build.config(), digest).ref.key
-    db = store._index._db
-    db.execute("BEGIN")
-    for i in range(5000):
-        db.execute("INSERT INTO adapters VALUES (?, 1, 0.0)", (f"persona-{i:04}",))
-        db.execute("INSERT INTO versions VALUES (?, 1, ?, 0.0)", (f"persona-{i:04}", key))
-        db.execute(
-            "INSERT INTO uploads SELECT ?, 1, report, config FROM uploads WHERE adapter_id = 'seed'",
-            (f"persona-{i:04}",),
-        )
-    db.execute("COMMIT")
-    store._names = Names(store._index.records(), random.random)
-    started = time.perf_counter()
-    for _ in range(1000):
-        store.resolve("persona-2500")
-    assert (time.perf_counter() - started) / 1000 < 1e-4
-    started = time.perf_counter()
-    assert len(store.list_adapters()) == 5001
-    assert time.perf_counter() - started < 0.05
-    started = time.perf_counter()
-    with pytest.raises(AdapterNotFound) as caught:
-        store.resolve("persona-25000")
-    assert len(caught.value.near) == 3
-    assert time.perf_counter() - started < 0.5
 
 
 def test_resolving_never_waits_for_a_writer(store: AdapterStore) -> None:
