@@ -7,7 +7,6 @@
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,9 @@ def open_page(browser: Any, served: Served) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def eventually() -> Callable[..., None]:
+def eventually(served: Served) -> Callable[..., None]:
     """eventually(condition): waits until it is true."""
-
-    def wait(condition: Callable[[], object], within_s: float = 20.0) -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.05)
-
-    return wait
+    return served.until
 
 
 @pytest.fixture

@@ -93,18 +93,6 @@ def test_a_deadline(server, name: str, stream: bool) -> None:
     assert (error["code"], error["param"]) == ("timeout", "timeout_s")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("priority", 1001), ("priority", -1001), ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", 1e9)],
-)
-def test_out_of_range(server, field: str, value: float) -> None:
-    async def work(client: httpx2.AsyncClient) -> Any:
-        return await ask(client, BASE, 2, **{field: value})
-
-    answer = run(server, work)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-
-
 def test_lower_goes_first(server) -> None:
     """All seats are taken while others come; when they are free, those of higher rank begin, though they came last."""
 

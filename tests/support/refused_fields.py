@@ -232,17 +232,19 @@ ROUTES: dict[str, tuple[dict[str, Any], list[Row]]] = {
     "POST /v1/adapters/mia:verify": ({}, VERIFY),
 }
 # Refused by the engine, of which the double has no part.
-BIAS: list[Row] = [
+OF_BOTH: list[Row] = [
+    *wrong("priority", 1001, -1001),
+    *wrong("timeout_s", 0, -1, 1e9),
     *wrong("logit_bias", *({str(token): 1} for token in (VOCAB, 2**40, 2**70)), param="logit_bias*"),
     *wrong("logit_bias", {str(token): -100 for token in range(VOCAB)}),
 ]
 ENGINE: dict[str, list[Row]] = {
     "/v1/completions": [
-        *BIAS,
+        *OF_BOTH,
         *wrong("prompt", ["hi", ""]),
         *wrong("prompt_logprobs", 1, use_beam_search=True),
         *wrong("seed", 1, use_beam_search=True),
         *wrong("stop", "x", use_beam_search=True),
     ],
-    "/v1/chat/completions": BIAS,
+    "/v1/chat/completions": OF_BOTH,
 }
