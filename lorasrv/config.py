@@ -58,10 +58,21 @@ LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
 PAGE_SIZE_TOKENS = 16
+MIN_MODEL_LEN = 2
 POOL_FRACTION = 0.25
 """Share of free host memory that a pool without `pool_bytes` takes."""
 CUDA_POOL_FRACTION = 0.85
 """Share of a CUDA device's free memory that such a pool takes once the weights are loaded."""
+
+
+def size(num_bytes: int) -> str:
+    """Format a number of bytes."""
+    value = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
 
 
 def default_store_dir() -> Path:
@@ -99,7 +110,11 @@ class ModelOptions:
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--bf16-linears", self.bf16_linears, BF16_LINEARS)
-        _positive("--max-model-len", self.max_model_len)
+        if self.max_model_len is not None and self.max_model_len < MIN_MODEL_LEN:
+            raise ConfigError(
+                f"--max-model-len must be at least {MIN_MODEL_LEN}, a token each of prompt and answer, "
+                f"not {self.max_model_len}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,8 @@ class MemoryOptions:
 
     # None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`).
     pool_bytes: int | None = None
+    # Share of all memory that base, pool and steps may fill together, in place of `pool_bytes`.
+    gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
@@ -119,6 +136,11 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         _one_of("--kv-cache-dtype", self.kv_cache_dtype, ("auto", *KV_FORMATS))
         _positive("--pool-bytes", self.pool_bytes)
+        _positive("--gpu-memory-utilization", self.gpu_memory_utilization)
+        if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
+            raise ConfigError(f"--gpu-memory-utilization must be at most 1, not {self.gpu_memory_utilization}")
+        if self.gpu_memory_utilization is not None and self.pool_bytes is not None:
+            raise ConfigError("--gpu-memory-utilization and --pool-bytes exclude each other: give one of them")
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
         if self.swap_bytes < 0:

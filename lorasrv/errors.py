@@ -9,6 +9,7 @@
     │   ├── UnsupportedFormat (ValueError) unknown weight format or group, or not for this model or device
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
+    ├── NotEnoughMemory                    the options need more memory than the machine has; has the numbers
     ├── InvalidLimits (ValueError)         a limit or weight of an adapter is out of range; names it
     ├── InvalidTrace (ValueError)          a line of recorded traffic is malformed; names the line and the field
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
@@ -85,6 +86,10 @@ class CorruptModel(ModelError, ValueError):
 
 class ConfigError(LorasrvError, ValueError):
     """Report a wrong server option. The message names the option, the value and the choices."""
+
+
+class NotEnoughMemory(LorasrvError):
+    """Report that the machine has less free memory than the options need. The message has the numbers."""
 
 
 class InvalidLimits(LorasrvError, ValueError):

@@ -179,6 +179,13 @@ class ServerSettings(BaseModel):
             default=f"{100 * POOL_FRACTION:.0f} % of free memory, {100 * CUDA_POOL_FRACTION:.0f} % on CUDA",
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _memory(
+            "Fraction of the device's memory that base, pool and steps fill, in place of --pool-bytes",
+            default="off",
+        ),
+    ] = None
     host_cache_bytes: Annotated[ByteSize, _memory("Size of the adapter cache in host memory")] = ByteSize(
         _MEMORY.host_cache_bytes
     )

@@ -1,22 +1,17 @@
 """Factory: build an engine's parts (model, memory, pool, scheduler) from options."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
-from lorasrv.config import (
-    CUDA_POOL_FRACTION,
-    PAGE_SIZE_TOKENS,
-    POOL_FRACTION,
-    EngineConfig,
-    MemoryOptions,
-    ModelOptions,
-)
+from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.core import EngineParts
 from lorasrv.engine.input_processor import InputProcessor
+from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -30,7 +25,7 @@ from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.decoder import DecoderLimits
-from lorasrv.worker.device import activation_dtype, free_device_bytes, resolve_device
+from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.executor import InProcessExecutor
 from lorasrv.worker.host_memory import free_bytes
@@ -39,9 +34,9 @@ from lorasrv.worker.weights import load_weights
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
-MIN_POOL_PAGES = 4
 PROBED_WIDTH = 2048
 """Narrower models gain less from bf16 copies of their linears than was measured (`linear_autotune`)."""
 MAX_COPIES_SHARE = 0.2
@@ -90,6 +85,7 @@ def build(
     Raises:
         ModelError: the checkpoint cannot be served.
         ConfigError: an option does not fit this model or machine.
+        NotEnoughMemory: the model, the pool or a step is too large for this machine.
     """
     spec = checkpoint.spec
     device = resolve_device(config.model.device)
@@ -103,8 +99,15 @@ def build(
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
+    plan = MemoryPlan.of(config, spec, fmt.name, device)
+    plan.check()
+    if warning := plan.warning():
+        logger.warning(warning)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
-    geometry = _geometry(config.memory, spec, kv_format, device)
+    plan = _measured(plan, config.memory, weights.nbytes, device)
+    plan.check()
+    page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
+    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
@@ -178,20 +181,7 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or spec.max_position
 
 
-def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolLayout:
-    pool_bytes = pool_size(options, device)
-    page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    geometry = PoolLayout.of_bytes(pool_bytes, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
-    if geometry.num_pages < MIN_POOL_PAGES:
-        raise ConfigError(
-            f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "
-            f"and at least {MIN_POOL_PAGES} pages are needed"
-        )
-    return geometry
-
-
-def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:
-    """Return the bytes of a pool that is built now: of CUDA memory on CUDA, else of host memory."""
-    if device is not None and device.type == "cuda":
-        return options.pool_bytes or int(free_device_bytes(device) * CUDA_POOL_FRACTION)
-    return options.pool_bytes or int(free_bytes() * POOL_FRACTION)
+def _measured(plan: MemoryPlan, options: MemoryOptions, weight_bytes: int, device: torch.device) -> MemoryPlan:
+    """Return the plan with the numbers of the loaded base."""
+    memory = DeviceMemory.of(device)
+    return replace(plan, free=memory.free + weight_bytes, base=weight_bytes, pool=pool_size(options, memory, plan.step))

@@ -6,9 +6,12 @@ moment, and a step of hundreds of small products takes four times as long (docs/
 models or adapters compute alone.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from lorasrv.errors import ConfigError
+from lorasrv.worker.host_memory import free_bytes, total_bytes
 from sgmv_kernels.ops import Ops
 
 ENGINE_THREADS = torch.get_num_threads()
@@ -54,8 +57,18 @@ def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of a CUDA device, without torch's cached blocks."""
-    torch.cuda.empty_cache()
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Hold the bytes of a device's memory, which on a CPU is the host's."""
+
+    free: int
+    total: int
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> "DeviceMemory":
+        """Measure now; torch's cached blocks count as free."""
+        if device.type != "cuda":
+            return cls(free_bytes(), total_bytes())
+        torch.cuda.empty_cache()
+        return cls(*torch.cuda.mem_get_info(device), on_gpu=True)

@@ -4,12 +4,15 @@ The same page id names a block in every layer's slab, so neighbouring ids are ne
 pages. No raw pointer leaves this module; views are valid for one step.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lorasrv.config import size
+from lorasrv.errors import NotEnoughMemory
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
@@ -113,7 +116,15 @@ class DevicePool:
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     """Return zeros; on the CPU through numpy's calloc, which commits memory on first write, so a large pool costs
-    nothing until used."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
+    nothing until used.
+
+    Raises: NotEnoughMemory.
+    """
+    try:
+        if device.type == "cpu":
+            return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise NotEnoughMemory(
+            f"the pool of {size(math.prod(shape))} cannot be allocated; choose a smaller --pool-bytes"
+        ) from None

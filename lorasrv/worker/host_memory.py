@@ -1,4 +1,4 @@
-"""Host memory: free and peak bytes, and what the C library keeps."""
+"""Host memory: free, total and peak bytes, and what the C library keeps."""
 
 import ctypes
 import os
@@ -7,16 +7,24 @@ import resource
 import sys
 from pathlib import Path
 
+_GROUP = Path("/sys/fs/cgroup")
+
 
 def free_bytes() -> int:
     """Return the memory that can be taken without swapping: the kernel's estimate, within the container's limit."""
     available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
     if available is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    group = Path("/sys/fs/cgroup")
-    limit, used = (_figure(group / name, r"(\d+)") for name in ("memory.max", "memory.current"))
+    limit, used = (_figure(_GROUP / name, r"(\d+)") for name in ("memory.max", "memory.current"))
     free = available * 1024
     return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def total_bytes() -> int:
+    """Return the memory of the machine, or the container's limit."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _figure(_GROUP / "memory.max", r"(\d+)")
+    return machine if limit is None else min(machine, limit)
 
 
 def peak_bytes() -> int:

@@ -16,13 +16,12 @@ from api.cli.common.formatting import (
     found_lines,
     limits_line,
     report_lines,
-    size,
     target_text,
     verdict_line,
 )
 from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
-from lorasrv.config import BUILTIN_MODEL
+from lorasrv.config import BUILTIN_MODEL, size
 
 MIB = 2**20
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adapter_store.registry.near_names import near_names
-from api.cli.common.formatting import size
 from api.cli.common.options import JsonOption, duration
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, say
-from lorasrv.config import default_store_dir
+from lorasrv.config import default_store_dir, size
 
 if TYPE_CHECKING:
     from api.auth.key_store import KeyStore

@@ -6,10 +6,10 @@ import typer
 
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.commands import adapters
-from api.cli.common import formatting
 from api.cli.common.formatting import ClosedStoreOption
 from api.cli.common.options import JsonOption, ServerOption
 from api.cli.common.terminal import CliError, ExitCode, out, print_json, print_table, say, short_digest
+from lorasrv.config import size
 
 if TYPE_CHECKING:
     from adapter_store.registry.records import AdapterRecord
@@ -50,5 +50,5 @@ def _cells(record: "AdapterRecord") -> tuple[str, ...]:
     assert current is not None
     return (
         *(record.adapter_id, str(record.current_version), short_digest(record.key)),
-        *(str(current.rank_max), formatting.size(current.bytes)),
+        *(str(current.rank_max), size(current.bytes)),
     )

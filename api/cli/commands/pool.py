@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.formatting import size
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, out, print_json, say, short_digest
+from lorasrv.config import size
 
 if TYPE_CHECKING:
     from rich.text import Text

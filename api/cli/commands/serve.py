@@ -8,7 +8,7 @@ import typer
 from api.cli.common.options import ConfigOption, JsonOption
 from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, note, print_json, progress, say
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
     from api.server import Ready
@@ -60,8 +60,8 @@ def serve(
     try:
         with written(settings.log_format, settings.log_level), progress() as step:
             run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
-    except ConfigError as error:
-        raise ConfigError(sources.reworded(str(error))) from None
+    except (ConfigError, NotEnoughMemory) as error:
+        raise type(error)(sources.reworded(str(error))) from None
     except ModulesRefused as error:
         raise CliError(str(error), details=error.reasons) from None
     except CannotListen as error:

@@ -11,10 +11,9 @@ import typer
 
 from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
-from api.cli.common.formatting import size
 from api.cli.common.options import JsonOption, duration
 from api.cli.common.terminal import CliError, note, print_json, print_table, progress, say
-from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir
+from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir, size
 
 if TYPE_CHECKING:
     from adapter_store.maintenance.archive import ArchiveSummary

@@ -7,16 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from adapter_store.formats.peft_dir import PeftDir
-
-
-def size(num_bytes: int) -> str:
-    """Format a number of bytes."""
-    value = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
+from lorasrv.config import size
 
 
 def found_lines(peft: PeftDir) -> list[str]:

@@ -16,7 +16,10 @@ from lorasrv.errors import ConfigError, LorasrvError
 if TYPE_CHECKING:
     from api.cli.doctor.machine import Check
 
-SERVER_SETTINGS = ("model", "store", "host", "port", "device", "pool_bytes")
+SERVER_SETTINGS = (
+    *("model", "store", "host", "port", "device", "max_num_batched_tokens"),
+    *("pool_bytes", "gpu_memory_utilization", "host_cache_bytes", "swap_bytes"),
+)
 """Options of `serve` that a check can be given."""
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 

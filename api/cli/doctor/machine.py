@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from api.cli.common.formatting import size
 from api.config.settings import ServerSettings
+from lorasrv.config import size
 
 Status = Literal["ok", "warn", "fail"]
 NEEDED = (

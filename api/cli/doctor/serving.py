@@ -6,16 +6,16 @@ import os
 import shutil
 import socket
 import stat
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapter_store.errors import AdapterError
-from api.cli.common.formatting import size
 from api.cli.doctor.machine import Check
 from api.config.settings import ServerSettings
-from lorasrv.config import CUDA_POOL_FRACTION, PAGE_SIZE_TOKENS, POOL_FRACTION
-from lorasrv.errors import ConfigError, LorasrvError
+from lorasrv.config import PAGE_SIZE_TOKENS, size
+from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFound
 
 if TYPE_CHECKING:
     from api.config.sources import Sources
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 ASK_S = 2.0
 LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
-MIN_PAGES = 4
 _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
-# Approximate bits per weight, scales included; embedding and head keep eight bits where layers have fewer.
-_BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
-_FOUR_BITS = 0.7
-"""Bytes per weight below which a file contains 4-bit weights."""
 
 
 def configuration(sources: "Sources") -> Check:
@@ -55,43 +50,38 @@ def model(settings: ServerSettings) -> Check:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
         return Check("fail", text, install or "give another --model, or repair the file")
+    from lorasrv.engine.memory_plan import linear_weights, table_weights
+
     spec = shape.spec
-    text = f"{shape.name}: {spec.family}, {_weights(shape) / 1e6:.0f} M weights, {spec.num_layers} layers"
+    weights = linear_weights(spec) + table_weights(spec)
+    text = f"{shape.name}: {spec.family}, {weights / 1e6:.0f} M weights, {spec.num_layers} layers"
     return Check("ok", f"{text}, context {spec.max_position}")
 
 
 def memory(settings: ServerSettings, rank: int) -> Check:
-    """Compare base, pool and host cache with the free memory, and count the adapters of a rank that fit."""
-    from lorasrv.worker.device import free_device_bytes, resolve_device
+    """Compare what serve plans with the free memory, and count the adapters of a rank that fit."""
+    from lorasrv.engine.memory_plan import MemoryPlan
+    from lorasrv.worker.device import resolve_device
     from lorasrv.worker.host_memory import free_bytes
 
     try:
         shape = _shape(settings.model)
     except LorasrvError:
         return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
-    where = resolve_device(settings.device)
-    on_gpu = where.type == "cuda"
-    options = settings.engine_config().memory
-    base = _base_bytes(settings, shape)
-    free = free_device_bytes(where) if on_gpu else free_bytes()
-    # As in serve: a share of what is free after loading the base.
-    share = CUDA_POOL_FRACTION if on_gpu else POOL_FRACTION
-    pool = options.pool_bytes or int(max(0, free - base) * share)
-    block, pages, packed = _adapter(settings, shape, rank)
-    fit = pool // block // pages
+    config, device = settings.engine_config(), resolve_device(settings.device)
+    plan = MemoryPlan.of(config, shape.spec, _quantization(settings), device)
+    pages, packed = _adapter(settings, shape, rank)
+    fit = plan.pool // plan.block // pages
     text = (
-        f"{size(free)} free: base about {size(base)}, pool {size(pool)} ({pool // block} pages of {size(block)}), "
-        f"host cache {size(options.host_cache_bytes)}, swap {size(options.swap_bytes)}; adapters of rank {rank} "
-        f"({size(packed)}): {fit} in an empty pool, {options.host_cache_bytes // packed} on the host"
+        f"{size(plan.free)} free: base about {size(plan.base)}, pool {size(plan.pool)} ({plan.pool // plan.block} "
+        f"pages of {size(plan.block)}), steps {size(plan.step)}, host cache {size(plan.host_cache)}, "
+        f"swap {size(plan.swap)}; adapters of rank {rank} "
+        f"({size(packed)}): {fit} in an empty pool, {plan.host_cache // packed} on the host"
     )
-    if pool // block < MIN_PAGES:
-        return Check("fail", text, f"--pool-bytes must be {size(MIN_PAGES * block)} or more")
-    host = options.host_cache_bytes + options.swap_bytes
-    needed = base + pool if on_gpu else base + pool + host
-    if base + pool > free:
-        return Check("fail", text, f"base and pool need {size(base + pool)}: a smaller --pool-bytes or --model")
-    if needed > free:
-        return Check("warn", text, f"together they may grow to {size(needed)}: a smaller --host-cache-bytes or pool")
+    if problem := plan.too_small() or plan.too_large():
+        return Check("fail", text, problem)
+    if warning := plan.warning():
+        return Check("warn", text, warning)
     if fit < 1:
         return Check("warn", text, f"not even one adapter of rank {rank} fits in the pool: a larger --pool-bytes")
     return Check("ok", text)
@@ -164,37 +154,24 @@ def _shape(name: str) -> "ModelShape":
     return read_model_shape(name)
 
 
-def _weights(shape: "ModelShape") -> int:
-    return _linear_weights(shape) + _table_weights(shape)
-
-
-def _linear_weights(shape: "ModelShape") -> int:
-    spec = shape.spec
-    return spec.num_layers * sum(site.in_features * sum(site.out_features) for site in spec.sites())
-
-
-def _table_weights(shape: "ModelShape") -> int:
-    """Count the weights of the embedding, and of the head if it is separate."""
-    spec = shape.spec
-    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
-
-
-def _base_bytes(settings: ServerSettings, shape: "ModelShape") -> int:
+def _quantization(settings: ServerSettings) -> str:
+    """Return the weight format that serve will choose; int8 if the weights are not there yet."""
+    from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import locate
+    from lorasrv.models.quantization import StoredWeights, select_format
 
-    linear, table = _linear_weights(shape), _table_weights(shape)
-    fmt = settings.quantization
-    if fmt == "auto":
-        path, _ = locate(settings.model)
-        is_small = path.is_file() and path.stat().st_size < _FOUR_BITS * (linear + table)
-        fmt = "int4" if is_small else "int8"
-    if fmt not in _BITS:
-        return (linear + table) * (4 if settings.dtype == "float32" else 2)
-    return int((linear * _BITS[fmt] + table * max(8.5, _BITS[fmt])) / 8)
+    if settings.quantization != "auto":
+        return settings.quantization
+    try:
+        path, _ = locate(settings.model, download=False)
+        with closing(open_checkpoint(str(path), settings.load_format, settings.quantized_weights)) as checkpoint:
+            return select_format(StoredWeights.of(checkpoint))[0]
+    except (ModelNotFound, CorruptModel):
+        return "int8"
 
 
-def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int, int]:
-    """Return bytes of a page in all layers, and pages and packed bytes of an adapter of this rank on every linear."""
+def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int]:
+    """Return pages and packed bytes of an adapter of this rank on every linear."""
     from lorasrv.models.lora_sites import site_dims
     from sgmv_kernels.formats.adapter_panels import AdapterLayout
     from sgmv_kernels.formats.kv_format import get_kv_format
@@ -206,7 +183,7 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
     sites = site_dims(spec)
     layer = tuple(tuple(rank for _ in site.out_features) for site in sites)
     layout = AdapterLayout(sites, (layer,) * spec.num_layers, itemsize)
-    return page * spec.num_layers, layout.num_pages(page), layout.nbytes
+    return layout.num_pages(page), layout.nbytes
 
 
 def _adapter_weights(shape: "ModelShape", rank: int) -> int:

@@ -166,10 +166,11 @@ def _server(
 ) -> tuple["SimServer", str]:
     """Return the simulated server, and the source of its costs."""
     from lorasrv.config import PAGE_SIZE_TOKENS
-    from lorasrv.engine.factory import MIN_POOL_PAGES, pool_size
+    from lorasrv.engine.memory_plan import MIN_POOL_PAGES, pool_size
     from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.offline.planner.simulator import SimServer
+    from lorasrv.worker.device import DeviceMemory, resolve_device
     from sgmv_kernels.formats.kv_format import get_kv_format
 
     checkpoint = open_checkpoint(options.config.model.model)
@@ -181,7 +182,8 @@ def _server(
     itemsize = 4 if options.config.model.dtype == "float32" else 2
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    layout = PoolLayout.of_bytes(pool_size(memory), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
+    free = DeviceMemory.of(resolve_device(options.config.model.device))
+    layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(options, spec, itemsize, trace)

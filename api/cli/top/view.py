@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from api.cli.common.formatting import size
 from api.cli.top.stats import PARTS
+from lorasrv.config import size
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -64,6 +64,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "accept_base_change": ("true", True, ""),
     "kv_cache_dtype": ("float32", "float32", "memory.kv_cache_dtype"),
     "pool_bytes": ("1MiB", 1 << 20, "memory.pool_bytes"),
+    "gpu_memory_utilization": ("0.9", 0.9, "memory.gpu_memory_utilization"),
     "host_cache_bytes": ("2MiB", 2 << 20, "memory.host_cache_bytes"),
     "swap_bytes": ("3KiB", 3072, "memory.swap_bytes"),
     "enable_prefix_caching": ("false", False, "memory.enable_prefix_caching"),

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lorasrv.config import MemoryOptions
-from lorasrv.engine import factory as build
 from lorasrv.errors import ConfigError
-from lorasrv.worker.device import activation_dtype, resolve_device
+from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from sgmv_kernels.metadata.h2d import upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -28,12 +26,13 @@ def test_activations() -> None:
     assert activation_dtype(CUDA, torch.float32) == torch.float32
 
 
-def test_a_pool_on_cuda_takes_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
-    assert build.pool_size(MemoryOptions(), CUDA) == 850
-    assert build.pool_size(MemoryOptions(pool_bytes=70), CUDA) == 70
-    assert build.pool_size(MemoryOptions(pool_bytes=70), CPU) == 70
+    assert DeviceMemory.of(CUDA) == DeviceMemory(1000, 4000, on_gpu=True)
+    host = DeviceMemory.of(CPU)
+    assert 0 < host.free <= host.total
+    assert not host.on_gpu
 
 
 def test_uploaded_numbers() -> None:

@@ -4,6 +4,7 @@ The engine of the processes is the fake one.
 """
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import fake_serve
 import httpx2
 import pytest
 from answers import failed
+
+from tests.support.served import serve
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -176,6 +179,37 @@ def test_stopped_while_loading(start: Start) -> None:
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "smaller"),
+    [
+        (("--pool-bytes", "1000GiB"), "--pool-bytes"),
+        (("--max-num-batched-tokens", 10**9), "--max-num-batched-tokens"),
+        (("--gpu-memory-utilization", 0.0001), "--pool-bytes must be 24.0 KiB or more"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_loading_as_doctor_does(cli, tmp_path, model, options, smaller: str) -> None:
+    flags = ("--model", model, "--store", tmp_path / "store", "--port", 0, *options)
+    done = cli("serve", "--kernels", "torch", *flags)
+    told = done.err.splitlines()[-1]
+    assert (done.out, told.startswith("lorasrv: "), "loading the model: 25 %" in done.err) == ("", True, False)
+    assert told.endswith(smaller)
+    assert done.code == (2 if "must be" in smaller else 1)
+    memory = next(
+        check for check in json.loads(cli("doctor", "--json", *flags).out)["checks"] if check["name"] == "memory"
+    )
+    # What is free changes from one moment to the next.
+    numbers = re.compile(r"[\d.]+ \w?i?B|[\d.]+ bytes")
+    assert (memory["status"], numbers.sub("N", memory["fix"])) == ("fail", numbers.sub("N", told[9:]))
+
+
+def test_what_may_not_fit_is_a_warning_of_both(cli, tmp_path, model) -> None:
+    flags = ("--model", model, "--pool-bytes", "1MiB", "--host-cache-bytes", "1000GiB", "--swap-bytes", "2000GiB")
+    says = "may grow to 1000.0 GiB (--host-cache-bytes) and 2000.0 GiB (--swap-bytes), but "
+    with serve("--kernels", "torch", *flags) as served:
+        assert says in served.log
+    assert says in cli("doctor", "--port", 0, *flags).out
 
 
 @pytest.mark.long

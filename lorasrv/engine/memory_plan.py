@@ -1,0 +1,155 @@
+"""Plan the memory of a server before it takes any: refuse what cannot fit, warn of what may grow too large.
+
+Building an engine enforces the plan, `lorasrv doctor` shows it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lorasrv.config import (
+    CUDA_POOL_FRACTION,
+    PAGE_SIZE_TOKENS,
+    POOL_FRACTION,
+    EngineConfig,
+    MemoryOptions,
+    size,
+)
+from lorasrv.errors import ConfigError, NotEnoughMemory
+from lorasrv.models.spec import ModelSpec
+from lorasrv.worker.device import DeviceMemory, activation_dtype
+from lorasrv.worker.host_memory import free_bytes
+from sgmv_kernels.formats.kv_format import get_kv_format
+
+MIN_POOL_PAGES = 4
+_LOGIT_BYTES = 4
+# Approximate bits per weight, scales included; embedding and head keep eight bits where layers have fewer.
+_BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
+
+
+def linear_weights(spec: ModelSpec) -> int:
+    """Count the weights of all layers' linears."""
+    return spec.num_layers * sum(site.in_features * sum(site.out_features) for site in spec.sites())
+
+
+def table_weights(spec: ModelSpec) -> int:
+    """Count the weights of the embedding, and of the head if it is separate."""
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
+
+
+def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
+    """Estimate the bytes of a base in a weight format."""
+    linear, table = linear_weights(spec), table_weights(spec)
+    if quantization not in _BITS:
+        return (linear + table) * dtype.itemsize
+    bits = _BITS[quantization]
+    return int((linear * bits + table * max(8.5, bits)) / 8)
+
+
+def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -> int:
+    """Estimate the bytes of the largest step: inputs and outputs of one layer's linears, and logits."""
+    row = spec.hidden_size + sum(site.in_features + sum(site.out_features) for site in spec.sites())
+    rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    return rows * row * activation.itemsize + samples * spec.vocab_size * _LOGIT_BYTES
+
+
+def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Return the bytes of a page in all layers."""
+    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
+    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS) * spec.num_layers
+
+
+def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> int:
+    """Return the bytes of a pool that is built while this memory is free, beside steps of `step` bytes."""
+    if options.pool_bytes is not None:
+        return options.pool_bytes
+    if options.gpu_memory_utilization is not None:
+        return max(0, memory.free - step - int((1 - options.gpu_memory_utilization) * memory.total))
+    return int(memory.free * (CUDA_POOL_FRACTION if memory.on_gpu else POOL_FRACTION))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Hold the bytes of what a server will have in memory."""
+
+    # Free now, where base, pool and steps will be.
+    free: int
+    # Free on the host, where the host cache and swap space will be.
+    free_on_host: int
+    on_gpu: bool
+    base: int
+    step: int
+    pool: int
+    # A page in all layers.
+    block: int
+    host_cache: int
+    swap: int
+    max_num_batched_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: ModelSpec, quantization: str, device: torch.device) -> "MemoryPlan":
+        """Plan for this machine as it is now, before the base is loaded in format `quantization`."""
+        dtype = getattr(torch, config.model.dtype)
+        memory = DeviceMemory.of(device)
+        base = base_bytes(spec, quantization, dtype)
+        step = step_bytes(spec, config, activation_dtype(device, dtype))
+        return cls(
+            free=memory.free,
+            free_on_host=free_bytes(),
+            on_gpu=memory.on_gpu,
+            base=base,
+            step=step,
+            pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step),
+            block=block_bytes(spec, config),
+            host_cache=config.memory.host_cache_bytes,
+            swap=config.memory.swap_bytes,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+
+    @property
+    def needed(self) -> int:
+        """Return the bytes without which no server can run."""
+        return self.base + self.pool + self.step
+
+    def too_small(self) -> str:
+        """Return by how much the pool is too small; "" if it is not."""
+        if self.pool // self.block >= MIN_POOL_PAGES:
+            return ""
+        return (
+            f"a pool of {size(self.pool)} is too small for {MIN_POOL_PAGES} pages of {size(self.block)}; --pool-bytes "
+            f"must be {size(MIN_POOL_PAGES * self.block)} or more"
+        )
+
+    def too_large(self) -> str:
+        """Return what does not fit, in one line with the option to change; "" if all does."""
+        if self.needed <= self.free:
+            return ""
+        options = {"--model": self.base, "--pool-bytes": self.pool, "--max-num-batched-tokens": self.step}
+        largest = max(options, key=lambda option: options[option])
+        return (
+            f"{size(self.free)} of memory are free, but the base needs about {size(self.base)}, the pool "
+            f"{size(self.pool)} and a step of {self.max_num_batched_tokens} tokens {size(self.step)}; choose a smaller "
+            f"{largest}"
+        )
+
+    def warning(self) -> str:
+        """Return what may grow beyond the memory, in one line with the options to change; "" if nothing."""
+        rest = self.free_on_host - (0 if self.on_gpu else self.needed)
+        if self.host_cache + self.swap <= rest:
+            return ""
+        return (
+            f"adapters and requests in host memory may grow to {size(self.host_cache)} (--host-cache-bytes) and "
+            f"{size(self.swap)} (--swap-bytes), but {size(max(0, rest))} are left"
+        )
+
+    def check(self) -> None:
+        """Refuse a plan that cannot work.
+
+        Raises:
+            ConfigError: the pool is too small.
+            NotEnoughMemory: the whole is too large.
+        """
+        if problem := self.too_small():
+            raise ConfigError(problem)
+        if problem := self.too_large():
+            raise NotEnoughMemory(problem)

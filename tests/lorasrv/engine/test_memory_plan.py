@@ -1,0 +1,95 @@
+"""The memory plan: what is refused or warned of before a base is loaded."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lorasrv.config import EngineConfig, MemoryOptions, SchedulerOptions
+from lorasrv.engine import memory_plan
+from lorasrv.engine.memory_plan import MemoryPlan, pool_size
+from lorasrv.errors import ConfigError, NotEnoughMemory
+from lorasrv.models.loader.locate import read_model_shape
+from lorasrv.worker.device import DeviceMemory
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "pool"),
+    [
+        ({}, False, 4 * GIB),
+        ({}, True, int(0.85 * 16 * GIB)),
+        ({"pool_bytes": 70}, True, 70),
+        # 8 GiB of 24 are in use already, by others and the base.
+        ({"gpu_memory_utilization": 0.75}, False, 10 * GIB),
+        ({"gpu_memory_utilization": 0.75}, True, 10 * GIB),
+        ({"gpu_memory_utilization": 0.25}, True, 0),
+    ],
+)
+def test_the_size_of_the_pool(options: dict[str, Any], on_gpu: bool, pool: int) -> None:
+    assert pool_size(MemoryOptions(**options), DeviceMemory(16 * GIB, 24 * GIB, on_gpu)) == pool
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """plan(on_gpu=, max_num_batched_tokens=, memory options) -> the built-in base beside 16 GiB of free memory."""
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 16 * GIB)
+
+    def make(on_gpu: bool = False, max_num_batched_tokens: int = 512, **memory: Any) -> MemoryPlan:
+        monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(16 * GIB, 24 * GIB, on_gpu))
+        scheduler = SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens)
+        config = EngineConfig(memory=MemoryOptions(**memory), scheduler=scheduler)
+        return MemoryPlan.of(config, read_model_shape("smollm2-135m").spec, "int4", torch.device("cpu"))
+
+    return make
+
+
+def test_its_parts(plan: Any) -> None:
+    """Against what a server took when measured: 35.3 KiB for each further token of a step, 92.1 MiB of weights."""
+    one, more = plan(max_num_batched_tokens=512), plan(max_num_batched_tokens=1512)
+    assert (more.step - one.step) / 1000 == pytest.approx(35.3 * 1024, rel=0.05)
+    assert one.base == pytest.approx(92.1 * (1 << 20), rel=0.1)
+    assert one.block == 360 << 10
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({}, None, ""),
+        ({"pool_bytes": 15 * GIB}, None, ""),
+        ({"pool_bytes": 16 * GIB}, NotEnoughMemory, "16.0 GiB of memory are free, .* smaller --pool-bytes"),
+        ({"gpu_memory_utilization": 1.0}, None, ""),
+        ({"max_num_batched_tokens": 10**8}, NotEnoughMemory, "100000000 tokens 3361.* --max-num-batched-tokens"),
+        (
+            {"pool_bytes": 4 * (360 << 10) - 1},
+            ConfigError,
+            "for 4 pages .* --pool-bytes must be 1.4 MiB or more",
+        ),
+        ({"gpu_memory_utilization": 0.2}, ConfigError, "a pool of 0 bytes is too small"),
+    ],
+)
+def test_what_is_refused(plan: Any, options: dict[str, Any], error: type[Exception] | None, says: str) -> None:
+    if error is None:
+        plan(**options).check()
+    else:
+        with pytest.raises(error, match=says):
+            plan(**options).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, None),
+        ({"host_cache_bytes": 11 * GIB}, None),
+        ({"host_cache_bytes": 12 * GIB}, "11.9 GiB"),
+        ({"swap_bytes": 12 * GIB}, "11.9 GiB"),
+        ({"pool_bytes": 15 * GIB}, "908.7 MiB"),
+        ({"pool_bytes": 15 * GIB, "on_gpu": True}, None),
+        ({"host_cache_bytes": 16 * GIB, "on_gpu": True}, "16.0 GiB"),
+    ],
+)
+def test_what_is_warned_of(plan: Any, options: dict[str, Any], left: str | None) -> None:
+    found = re.search(r"but ([\d.]+ \w+) are left", plan(**options).warning())
+    assert (found and found[1]) == left
