@@ -70,34 +70,24 @@ def keys(digests: list[str]) -> list[AdapterKey]:
 
 
 class TestBlobs:
-    def test_new_then_known(self, server) -> None:
-        response = put(server, b"some bytes")
-        assert (response.status_code, response.json()["bytes"]) == (201, 10)
-        assert put(server, b"some bytes").status_code == 200
-
-    def test_uploading_again_repairs(self, server, tmp_path: Path) -> None:
-        put(server, b"some bytes")
-        [file] = stored_files(tmp_path)
-        file.write_bytes(b"some bytez")
-        assert put(server, b"some bytes").status_code == 200
-        assert file.read_bytes() == b"some bytes"
-
-    def test_many_chunks(self, server, store: AdapterStore, tmp_path: Path, monkeypatch) -> None:
+    def test_new_known_and_repaired(self, server, store: AdapterStore, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr(store, "max_blob_bytes", 1 << 30)
-        data = bytes(range(256)) * (20 << 10)
-        assert put(server, data).status_code == 201
-        assert [file.stat().st_size for file in stored_files(tmp_path)] == [len(data)]
+        data = bytes(range(256)) * (20 << 10)  # many chunks
+        response = put(server, data)
+        assert (response.status_code, response.json()["bytes"]) == (201, len(data))
+        [file] = stored_files(tmp_path)
+        file.write_bytes(data[:-1] + b"z")
+        for _ in range(2):
+            assert put(server, data).status_code == 200
+            assert file.read_bytes() == data
 
-    @pytest.mark.parametrize("digest", ["0" * 64, hashlib.sha256(b"other").hexdigest()])
-    def test_wrong_digest(self, server, tmp_path: Path, digest: str) -> None:
-        response = put(server, b"bytes", digest)
-        assert coded(response) == (400, "digest_mismatch")
-        assert all(d in error_of(response)["message"] for d in (digest, hashlib.sha256(b"bytes").hexdigest()))
-        assert stored_files(tmp_path) == []
-
-    @pytest.mark.parametrize("digest", ["0" * 63, "0" * 65, "A" * 64, "..%2F" * 4, "%00" * 64])
-    def test_malformed_digest(self, server, tmp_path: Path, digest: str) -> None:
-        assert put(server, b"bytes", digest).status_code in (400, 404)
+    def test_wrong_and_malformed_digests(self, server, tmp_path: Path) -> None:
+        for digest in ("0" * 64, hashlib.sha256(b"other").hexdigest()):
+            response = put(server, b"bytes", digest)
+            assert coded(response) == (400, "digest_mismatch")
+            assert all(d in error_of(response)["message"] for d in (digest, hashlib.sha256(b"bytes").hexdigest()))
+        for digest in ("0" * 63, "0" * 65, "A" * 64, "..%2F" * 4, "%00" * 64):
+            assert put(server, b"bytes", digest).status_code in (400, 404)
         assert stored_files(tmp_path) == []
 
     def test_lengths(self, server, store: AdapterStore, tmp_path: Path) -> None:
@@ -131,7 +121,7 @@ class TestRegister:
         assert body["digest"].startswith("sha256:")
         assert {"modules_matched": 4, "rank_max": 3, "warnings": []}.items() <= body["report"].items()
 
-    def test_versions(self, server, make_adapter) -> None:
+    def test_versions(self, server, engine, make_adapter) -> None:
         first = server.upload(make_adapter("a", seed=1), "mia").json()
         assert server.upload(make_adapter("a", seed=1), "mia").status_code == 200
         second = server.upload(make_adapter("b", seed=2), "mia")
@@ -144,9 +134,6 @@ class TestRegister:
         assert listed(server) == [{name: value for name, value in shown.items() if name not in of_one}]
         assert shown["tier"] == "resident"
         assert shown["traffic"] == {"requests": 0, "tokens": 0, "tokens_per_s": 0.0}
-
-    def test_the_tier_is_left_out_if_the_engine_is_dead(self, server, engine, make_adapter) -> None:
-        server.upload(make_adapter(), "mia")
         engine.ask_error = EngineDead("the engine died")
         assert show(server)["tier"] is None
 
@@ -184,16 +171,14 @@ class TestRegister:
         assert all(set(problem) == {"code", "field", "message"} for problem in details)
         assert (stored_files(tmp_path), listed(server)) == ([], [])
 
-    @pytest.mark.parametrize("weights", [b"\x80\x04pickle", b"\xff" * 8 + b"{}", b"", b"x" * 100])
-    def test_what_is_no_safetensors(self, server, make_adapter, tmp_path: Path, weights: bytes) -> None:
+    def test_weights_that_are_none(self, server, make_adapter, tmp_path: Path) -> None:
         folder = make_adapter()
-        (folder / WEIGHTS).write_bytes(weights)
-        assert server.upload(folder, "mia").status_code == 422
-        assert stored_files(tmp_path) == []
-
-    def test_weights_that_were_never_sent(self, server) -> None:
-        body = {"id": "mia", "config": {}, "weights": f"sha256:{'0' * 64}"}
-        assert named(server.http.post("/v1/adapters", json=body)) == (404, "weights")
+        for weights in (b"\x80\x04pickle", b"\xff" * 8 + b"{}", b"", b"x" * 100):
+            (folder / WEIGHTS).write_bytes(weights)
+            assert server.upload(folder, "mia").status_code == 422
+            assert stored_files(tmp_path) == []
+        never_sent = {"id": "mia", "config": {}, "weights": f"sha256:{'0' * 64}"}
+        assert named(server.http.post("/v1/adapters", json=never_sent)) == (404, "weights")
 
     def test_a_partial_adapter(self, server, make_adapter) -> None:
         folder = make_adapter(target_modules=["q_proj", "v_proj", "down_proj"])
@@ -301,7 +286,7 @@ class TestDelete:
 
 @pytest.mark.usefixtures("digests")
 class TestAliases:
-    def test_set_ask_move_remove(self, server, engine, digests: list[str]) -> None:
+    def test_set_ask_move_remove(self, server, engine, make_adapter, digests: list[str]) -> None:
         aliases = {"prod": 1, "next": 3}
         done = server.patch(aliases=aliases).json()
         assert done == {"object": "adapter", "id": "mia", "digest": digests[2], "aliases": aliases}
@@ -315,8 +300,6 @@ class TestAliases:
         assert server.chat(adapter_id="mia:prod").headers["x-adapter-version"] == "2"
         assert coded(server.chat(model="mia:next")) == UNKNOWN
         assert server.http.get("/v1/models/mia:prod").json()["root"] == digests[1]
-
-    def test_an_upload_moves_one(self, server, make_adapter) -> None:
         body = server.upload(make_adapter("4", seed=4), "mia", alias="prod").json()
         assert (body["version"], body["alias"], show(server)["aliases"]) == (4, "prod", {"prod": 4})
 
@@ -424,6 +407,9 @@ class TestLimits:
         assert done == {"object": "adapter", "id": "mia", "digest": digests[2], "limits": LIMITS}
         assert (self.shown(server), engine.limits, engine.asked) == (LIMITS, {"mia": Limits(**LIMITS)}, [])
         assert list(LimitsBody.model_fields) == [field.name for field in fields(Limits)]
+        engine.limits.clear()
+        assert "limits" not in server.patch(pinned=False).json(), "a pin alone leaves them"
+        assert (self.shown(server), engine.limits) == (LIMITS, {})
 
     @pytest.mark.parametrize(
         ("limits", "kept"),
@@ -441,12 +427,6 @@ class TestLimits:
         assert self.shown(server) == {"max_running": 9}
         server.patch(limits={})
         assert engine.limits == {"mia": None}
-
-    def test_a_pin_alone_leaves_them(self, server, engine) -> None:
-        server.patch(limits=LIMITS)
-        engine.limits.clear()
-        assert "limits" not in server.patch(pinned=False).json()
-        assert (self.shown(server), engine.limits) == (LIMITS, {})
 
     @pytest.mark.parametrize("was_pinned", [True, False])
     @pytest.mark.parametrize("pinned", [True, False])
@@ -475,10 +455,10 @@ class TestLimits:
         assert (self.shown(server), engine.limits) == ({"weight": 7}, {"mia": Limits(weight=7)})
         assert coded(server.patch("mio", limits=LIMITS)) == UNKNOWN
 
-    @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-    def test_no_number(self, server, engine, number: str) -> None:
-        content, kind = f'{{"limits": {{"tokens_per_s": {number}}}}}', {"content-type": "application/json"}
-        assert server.http.patch("/v1/adapters/mia", content=content, headers=kind).status_code == 400
+    def test_no_number(self, server, engine) -> None:
+        for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+            content, kind = f'{{"limits": {{"tokens_per_s": {number}}}}}', {"content-type": "application/json"}
+            assert server.http.patch("/v1/adapters/mia", content=content, headers=kind).status_code == 400
         assert engine.limits == {}
 
     def test_what_the_disk_refuses_does_not_reach_the_engine(self, server, engine, store, monkeypatch) -> None:

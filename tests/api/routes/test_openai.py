@@ -46,17 +46,14 @@ class TestWholeAnswers:
         engine.script = say(reason=FinishReason.ABORT)
         assert server.chat().json()["choices"][0]["finish_reason"] == "abort"
 
-    def test_content_parts_and_developer_role(self, server, engine) -> None:
+    def test_content_parts_developer_role_and_no_template(self, server, engine) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
         body = {"model": "tiny-base", "messages": messages}
         assert server.http.post("/v1/chat/completions", json=body).status_code == 200
         assert bytes(engine.added[0].prompt) == b"system:be kind\nuser:a\nb"
-
-    def test_a_base_without_chat_template(self, server, engine) -> None:
         engine.chat_template = None
-        assert named(server.chat()) == (400, "messages")
-        assert server.complete().status_code == 200
+        assert (named(server.chat()), server.complete().status_code) == ((400, "messages"), 200)
 
     def test_sampling_reaches_the_engine(self, server, engine) -> None:
         fields = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 3, "stop": ["a", "b"]}
@@ -252,17 +249,14 @@ class TestNaming:
 
 
 class TestFields:
-    def test_over_the_context_has_the_numbers(self, server) -> None:
+    def test_over_the_context(self, server, engine) -> None:
         response = server.complete("x" * 500, max_tokens=13)
         assert coded(response) == (400, "context_length_exceeded")
         assert [n for n in ("500", "512") if n not in error_of(response)["message"]] == []
         assert server.complete("x" * 500, max_tokens=12).status_code == 200
-
-    def test_a_prompt_that_is_too_long_is_named_by_its_field(self, server, engine) -> None:
         engine.add_error = ContextLengthExceeded("shorten {param}", param="prompt")
         for response, param in ((server.chat(), "messages"), (server.complete(), "prompt")):
-            error = error_of(response)
-            assert (error["message"], error["param"]) == (f"shorten {param}", param)
+            assert (named(response), error_of(response)["message"]) == ((400, param), f"shorten {param}")
 
     @pytest.mark.parametrize(
         "fields",

@@ -145,6 +145,8 @@ def test_adapters_are_seeded(flags: tuple[str, ...], tmp_path: Path) -> None:
         ((), "", "smollm2-135m"),
     ],
 )
-def test_whose_adapters(flags: tuple[str, ...], variable: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_the_adapters(
+    flags: tuple[str, ...], variable: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LORASRV_MODEL", variable)
     assert bench_server._value(flags, "model", "smollm2-135m") == model

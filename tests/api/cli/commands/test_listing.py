@@ -1,13 +1,12 @@
-"""`lorasrv list --store` and `check --store`: a store that no server uses, through the real command line."""
+"""`lorasrv list --store` and `check --store`: a store that no server uses."""
 
 import contextlib
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
 
-import cli_process
 import pytest
+from answers import failed
 from shaped_base import TINY_LLAMA, write_adapter
 
 from adapter_store.formats.peft_dir import read_peft_dir
@@ -16,10 +15,6 @@ from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.models.lora_sites import base_shapes
 
 NOBODY = "http://127.0.0.1:1"
-
-
-def run(*arguments: object, **environment: str) -> Any:
-    return cli_process.run(*arguments, env={"LORASRV_SERVER": NOBODY, **environment})
 
 
 def base_of(folder: Path, **changes: int) -> Path:
@@ -54,48 +49,44 @@ def opened(root: Path, base: Path) -> AdapterStore:
     return AdapterStore(root, base_shapes(shape.spec, shape.name))
 
 
-def refused(done: Any, *says: str) -> None:
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert [words for words in says if words not in done.stderr] == [], done.stderr
-
-
-def test_list(filled: Path, base: Path) -> None:
-    done = run("list", "--store", filled)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [row.split("\t")[:2] for row in done.stdout.splitlines()] == [["mia", "1"], ["zoe", "1"]]
-    [mia, zoe] = json.loads(run("list", "--store", filled, "--json").stdout)
+def test_list(cli, filled: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = cli("list", "--store", filled)
+    assert (done.code, done.err) == (0, "")
+    assert [row.split("\t")[:2] for row in done.out.splitlines()] == [["mia", "1"], ["zoe", "1"]]
+    [mia, zoe] = json.loads(cli("list", "--store", filled, "--json").out)
     with opened(filled, base) as store:
         record = store.get("mia")
     assert (mia["id"], mia["digest"], mia["etag"]) == ("mia", f"sha256:{record.key}", record.etag)
     assert (mia["versions"][0]["rank"], zoe["id"]) == (2, "zoe")
-    assert run("list", LORASRV_STORE=str(filled)).returncode == 3, "the environment of serve is not meant"
-    both = run("list", "--store", filled, "--server", NOBODY)
-    assert (both.returncode, "give one of them" in both.stderr) == (2, True)
+    failed(cli("list", "--store", filled, "--server", NOBODY), 2, "give one of them")
+    monkeypatch.setenv("LORASRV_STORE", str(filled))
+    assert cli("list", "--server", NOBODY).code == 3, "the environment of serve is not meant"
 
 
-def test_check(filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
-    done = run("check", mia, "--model", base, "--store", filled)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("  in the store already: mia@1, zoe@1\n")
-    as_json = run("check", mia, "--model", base, "--store", filled, "--json")
-    assert json.loads(as_json.stdout)["in_store"] == ["mia@1", "zoe@1"]
+def test_check(cli, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
+    done = cli("check", mia, "--model", base, "--store", filled)
+    assert done.code == 0, done.err
+    assert done.out.endswith("  in the store already: mia@1, zoe@1\n")
+    as_json = cli("check", mia, "--model", base, "--store", filled, "--json")
+    assert json.loads(as_json.out)["in_store"] == ["mia@1", "zoe@1"]
     other = base_of(tmp_path / "other", hidden_size=32)
     fits_other = write_adapter(tmp_path / "tom", 2, 32, 32)
-    assert run("check", fits_other, "--model", other).returncode == 0
+    assert cli("check", fits_other, "--model", other).code == 0
     says = f"lorasrv: {filled} belongs to a base of other shapes than other; name that base with --model\n"
-    refused(run("check", fits_other, "--model", other, "--store", filled), says)
+    failed(cli("check", fits_other, "--model", other, "--store", filled), 1, says)
 
 
-@pytest.mark.parametrize("command", ["list", pytest.param("check", marks=pytest.mark.long)])
-def test_refused_in_one_line(command: str, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
-    more = (mia, "--model", base) if command == "check" else ()
+@pytest.mark.parametrize("command", ["list", "check"])
+def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
+    arguments = (command, *((mia, "--model", base) if command == "check" else ()), "--store")
     with opened(filled, base):
-        refused(run(command, *more, "--store", filled), "in use by another server")
-    refused(run(command, *more, "--store", tmp_path / "nothing"), "there is no adapter store in it")
-    assert not (tmp_path / "nothing").exists()
-
-
-def test_a_damaged_index_is_one_line(filled: Path, base: Path, mia: Path) -> None:
+        in_use = cli(*arguments, filled)
+    nothing = cli(*arguments, tmp_path / "nothing")
     with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
         index.execute("UPDATE base SET fingerprint = 'none'")
-    refused(run("check", mia, "--model", base, "--store", filled), "damaged in the index")
+    damaged = cli(*arguments, filled)
+    says = {"in use by another server": in_use, "there is no adapter store in it": nothing}
+    for words, done in {**says, **({"damaged in the index": damaged} if command == "check" else {})}.items():
+        failed(done, 1, words)
+        assert done.err.count("\n") == 1
+    assert not (tmp_path / "nothing").exists()

@@ -91,6 +91,8 @@ class TestStore:
         (tmp_path / "store").chmod(0o755)
         found = doctor_serving.store(settings(tmp_path))
         assert (found.status, found.fix) == ("warn", f"chmod 700 {tmp_path / 'store'}")
+        (tmp_path / "file").write_text("x")
+        assert doctor_serving.store(settings(tmp_path, store=tmp_path / "file")).status == "fail"
 
     def test_the_server_that_answers_has_it(self, server, tmp_path: Path, store: AdapterStore) -> None:
         given = ServerSettings(store=tmp_path / "store", port=server.port)
@@ -98,12 +100,8 @@ class TestStore:
         found = doctor_serving.port(given)
         assert (found.status, "lorasrv" in found.text, "tiny-base" in found.text) == ("ok", True, True)
 
-    def test_what_is_no_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "store").write_text("x")
-        assert doctor_serving.store(settings(tmp_path)).status == "fail"
-
     @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-    def test_what_cannot_be_made(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
         assert doctor_serving.store(settings(tmp_path)).status == "fail"
 
@@ -138,27 +136,25 @@ class TestMemory:
 
 
 class TestMachine:
-    def test_missing_libraries(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        known = doctor_machine._version
-        monkeypatch.setattr(doctor_machine, "_version", lambda name: None if name in ("gguf", "rich") else known(name))
-        found = doctor_machine.libraries()
-        assert (found.status, found.fix) == ("fail", "pip install gguf rich")
-
-    def test_more_threads_than_the_container_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture(autouse=True)
+    def machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One without some libraries, with one processor for four threads, a read-only cache and no CUDA."""
+        version = doctor_machine._version
+        missing = ("gguf", "rich")
+        monkeypatch.setattr(doctor_machine, "_version", lambda name: None if name in missing else version(name))
         monkeypatch.setattr(doctor_machine, "_quota", lambda: 1.0)
         monkeypatch.setenv("OMP_NUM_THREADS", "4")
-        found = doctor_machine.threads()
-        assert (found.status, found.fix.endswith("set OMP_NUM_THREADS=1")) == ("warn", True)
-
-    def test_kernels_that_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sgmv_kernels.cpu_runtime.kernel_cache.cache_directory", lambda: None)
-        assert doctor_machine.kernels(ServerSettings()).status == "warn"
-        assert doctor_machine.kernels(ServerSettings(kernels="torch")).status == "ok"
-
-    def test_no_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        found = doctor_machine.device(ServerSettings(device="cuda"))
-        assert (found.status, found.text.startswith("--device cuda: ")) == ("fail", True)
+
+    def test_findings(self) -> None:
+        libraries, threads = doctor_machine.libraries(), doctor_machine.threads()
+        assert (libraries.status, libraries.fix) == ("fail", "pip install gguf rich")
+        assert (threads.status, threads.fix.endswith("set OMP_NUM_THREADS=1")) == ("warn", True)
+        kernels = [doctor_machine.kernels(ServerSettings(kernels=name)).status for name in ("auto", "torch")]
+        assert kernels == ["warn", "ok"]
+        device = doctor_machine.device(ServerSettings(device="cuda"))
+        assert (device.status, device.text.startswith("--device cuda: ")) == ("fail", True)
 
 
 def test_a_key_that_others_may_read(tmp_path: Path) -> None:

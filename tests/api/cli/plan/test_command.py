@@ -73,23 +73,14 @@ def test_a_recorded_trace_is_compared(plan, trace: Path) -> None:
     assert set(ratio) == {"tok_per_s", "requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"}
 
 
-def test_an_assumed_rank_is_told(plan, trace: Path) -> None:
-    write_trace(trace, [TraceRequest(0.0, 8, 2, "mia")])
-    told = plan("--predict-only", "--rank", 8)
-    assert told.code == 0
-    assert "the size of 1 of 1 adapters is unknown; assuming rank 8 (--rank)" in told.err
-
-
-def test_a_picture(plan, tmp_path: Path) -> None:
+def test_a_picture(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", lambda name: None)
+        refused = plan("--png", tmp_path / "plan.png")
+    assert (refused.code, refused.err) == (2, "lorasrv: --png needs matplotlib: pip install 'lorasrv[plot]'\n")
     pytest.importorskip("matplotlib")
     assert plan("--png", tmp_path / "plan.png", "--json").code == 0
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_no_picture_without_matplotlib(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused = plan("--png", tmp_path / "plan.png")
-    assert (refused.code, refused.err) == (2, "lorasrv: --png needs matplotlib: pip install 'lorasrv[plot]'\n")
 
 
 @pytest.mark.parametrize(
@@ -186,11 +177,13 @@ class TestMeasuredCosts:
         assert read_cached(tmp_path / "x" / "c.json") is None
 
 
-def test_sizes_come_from_a_store(plan, trace: Path, tmp_path: Path) -> None:
+def test_sizes_come_from_a_store_or_a_rank(plan, trace: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint("smollm2-135m")
     with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
         write_random_adapter(store, "a0", 2, seed=0)
     checkpoint.close()
     write_trace(trace, [TraceRequest(0.0, 8, 2, "a0"), TraceRequest(1.0, 8, 2, "a1")])
-    done = plan("--predict-only", "--store", tmp_path / "store")
-    assert (done.code, "the size of 1 of 2 adapters is unknown" in done.err) == (0, True)
+    for options, unknown in ((("--store", tmp_path / "store"), 1), ((), 2)):
+        done = plan("--predict-only", "--rank", 8, *options)
+        told = f"the size of {unknown} of 2 adapters is unknown; assuming rank 8 (--rank)"
+        assert (done.code, told in done.err) == (0, True)
