@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx2
 import numpy as np
 import pytest
-import uvicorn
 from fake_engine import FakeEngine
 from raw_client import RawClient, json_request
 from safetensors.numpy import load_file, save_file
-from server import eventually
+from server import eventually, listening
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tiny_adapter import BASE, SHAPES, tiny_adapter
 from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
@@ -28,7 +26,6 @@ from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import bounded
 from api.cli.main import main
 from api.config.settings import ServerSettings
-from api.server import bind
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
@@ -37,8 +34,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(autouse=True)
-def _nobodys_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What whoever runs the tests has configured is not theirs."""
+def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hide the configuration of the user who runs the tests."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
     for name in ("LORASRV_CONFIG", "LORASRV_SERVER", "LORASRV_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -95,35 +92,17 @@ class Dispatcher:
     app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            for phase in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{phase}.complete"})
-            return
         assert self.app is not None
         await self.app(scope, receive, send)
 
 
 @pytest.fixture(scope="session")
 def dispatcher() -> Iterator[tuple[Dispatcher, Server]]:
-    # Not `create_server`: asyncio turns Nagle's algorithm off only where the protocol is named, and each answer in two
-    # parts would wait 40 ms for the client's acknowledgement.
-    listener = bind("127.0.0.1", 0)
-    listener.listen()
     dispatcher = Dispatcher()
-    config = uvicorn.Config(
-        dispatcher, http=bounded(ConnectionLimits()), ws="none", log_config=None, timeout_graceful_shutdown=1
-    )
-    uvicorn_server = uvicorn.Server(config)
-    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    eventually(lambda: uvicorn_server.started)
-    server = Server(listener.getsockname()[1])
-    yield dispatcher, server
-    server.http.close()
-    uvicorn_server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with listening(dispatcher, http=bounded(ConnectionLimits()), lifespan="off") as running:
+        server = Server(running.port)
+        yield dispatcher, server
+        server.http.close()
 
 
 @pytest.fixture

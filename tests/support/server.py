@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.config.settings import ServerSettings
+from api.server import bind
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
@@ -31,6 +31,26 @@ def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
+
+
+@contextmanager
+def listening(app: Any, **options: Any) -> Iterator[SimpleNamespace]:
+    """Serve an ASGI application, with these options of uvicorn, in a thread; yields its `port`, `thread`, `state`."""
+    # Not `create_server`: asyncio turns Nagle's algorithm off only where the protocol is named, and each answer in two
+    # parts would wait 40 ms for the client's acknowledgement.
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    running = uvicorn.Server(uvicorn.Config(app, ws="none", log_config=None, timeout_graceful_shutdown=1, **options))
+    thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), name="event loop")
+    thread.start()
+    try:
+        eventually(lambda: running.started, CALM_SECONDS)
+        yield SimpleNamespace(port=listener.getsockname()[1], thread=thread, state=running.server_state)
+    finally:
+        running.should_exit = True
+        thread.join(60)
+        listener.close()
+        assert not thread.is_alive()
 
 
 @contextmanager
@@ -53,26 +73,18 @@ def server(
             store.register(name, peft.config, store.add_blob(peft.weights_path))
         engine = AsyncEngine.build(options.engine_config(), store)
         app = create_app(engine, store, options)
-        running = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-        listener = socket.create_server(("127.0.0.1", 0))
-        thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), name="event loop")
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx2.Client(base_url=url, trust_env=False, timeout=60) as http:
+        with (
+            listening(app) as running,
+            httpx2.Client(base_url=f"http://127.0.0.1:{running.port}", trust_env=False, timeout=60) as http,
+        ):
 
             def held() -> dict[str, Any]:
                 pool = http.get("/v1/pool").json()
                 pinned = [adapter["ids"] for adapter in pool["adapters"] if adapter["requests"]]
                 return {"pages": pool["pages_kv"], "pinned": pinned, "requests": pool["requests"]}
 
-            served = SimpleNamespace(http=http, url=url, engine=engine, store=store, thread=thread, held=held)
+            served = SimpleNamespace(http=http, url=str(http.base_url).rstrip("/"), engine=engine, store=store)
+            served.thread, served.held = running.thread, held
             served.post = lambda path, **body: http.post(path, json=body)
             served.calm_down = lambda: eventually(lambda: not any(held().values()), CALM_SECONDS)
-            try:
-                eventually(lambda: running.started, CALM_SECONDS)
-                yield served
-            finally:
-                running.should_exit = True
-                thread.join(60)
-                listener.close()
-                assert not thread.is_alive()
+            yield served

@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx2
 import pytest
-import uvicorn
 from fastapi.routing import APIRoute
 from raw_client import RawClient, head_of, json_request, pieces
+from server import listening
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -25,7 +25,6 @@ from api.asgi.protocol import MAX_HEAD_BYTES, WRITE_BUFFER_BYTES, bounded
 from api.asgi.response_limits import LARGE_BYTES, ResponseLimitMiddleware
 from api.auth.principal import ANYBODY, Caller
 from api.errors import describe
-from api.server import bind
 from lorasrv.errors import EngineOverloaded
 
 pytestmark = pytest.mark.anyio
@@ -45,11 +44,6 @@ class App:
         self.hold = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            for phase in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{phase}.complete"})
-            return
         await getattr(self, scope["path"].rpartition("/")[2])(scope, receive, send)
 
     async def length(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,20 +84,13 @@ class App:
 
 @pytest.fixture(scope="module")
 def edge() -> Iterator[SimpleNamespace]:
-    listener, app, cuts = bind("127.0.0.1", 0), App(), no_cuts()
+    app, cuts = App(), no_cuts()
     layers = ResponseLimitMiddleware(BodyLimitMiddleware(app, MAX_HELD))
-    config = uvicorn.Config(layers, http=bounded(BOUNDS, cuts), ws="none", log_config=None)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    port = listener.getsockname()[1]
-    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http:
-        yield SimpleNamespace(app=app, port=port, http=http, state=server.server_state, cuts=cuts)
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with (
+        listening(layers, http=bounded(BOUNDS, cuts), lifespan="off") as running,
+        httpx2.Client(base_url=f"http://127.0.0.1:{running.port}", trust_env=False, timeout=20) as http,
+    ):
+        yield SimpleNamespace(app=app, port=running.port, http=http, state=running.state, cuts=cuts)
 
 
 @pytest.fixture(autouse=True)

@@ -94,33 +94,23 @@ class TestRequests:
         server.upload(make_adapter(), "mia")
         engine.step_stats.failed("disk")
         engine.step_stats.loaded(AdapterKey("k"), 0.25, 100)
-        snapshot = EngineStats(
-            pages_total=100, pages_kv=30, pages_adapters=50, pages_adapters_idle=10, adapters_resident=5
-        )
-        engine.metrics.publish(snapshot)
+        pages = {"pages_total": 100, "pages_kv": 30, "pages_adapters": 50, "pages_adapters_idle": 10}
+        engine.metrics.publish(EngineStats(**pages, adapters_resident=5))
         shown = samples(server)
-        assert shown["lorasrv_adapters_registered"] == 1
-        assert shown['lorasrv_adapters_resident{tier="pool"}'] == 5
-        assert shown['lorasrv_adapter_load_failures_total{reason="disk"}'] == 1
-        assert shown['lorasrv_adapter_load_seconds_sum{tier="disk"}'] == 0.25
-        assert shown["lorasrv_kv_cache_usage_ratio"] == 0.5
-        assert shown["lorasrv_last_step_timestamp_seconds"] == 0
+        expected = {
+            "lorasrv_adapters_registered": 1,
+            'lorasrv_adapters_resident{tier="pool"}': 5,
+            'lorasrv_adapter_load_failures_total{reason="disk"}': 1,
+            'lorasrv_adapter_load_seconds_sum{tier="disk"}': 0.25,
+            "lorasrv_kv_cache_usage_ratio": 0.5,
+            "lorasrv_last_step_timestamp_seconds": 0,
+        }
+        assert {name: shown[name] for name in expected} == expected
 
 
 def ended(name: str, tokens: int = 1) -> FinishedRequestStats:
-    return FinishedRequestStats(
-        "r",
-        name,
-        AdapterKey(name),
-        "p",
-        FinishReason.STOP,
-        "",
-        0.0,
-        1.0,
-        10,
-        generated_tokens=tokens,
-        first_token_s=0.5,
-    )
+    told = ("r", name, AdapterKey(name), "p", FinishReason.STOP, "", 0.0, 1.0, 10)
+    return FinishedRequestStats(*told, generated_tokens=tokens, first_token_s=0.5)
 
 
 class TestTopAdapters:
@@ -193,37 +183,29 @@ class TestTopAdapters:
 
 
 class TestVllmNames:
-    def test_not_unless_asked(self, server) -> None:
-        assert "vllm:" not in server.http.get("/metrics").text
-
     def test_what_dashboards_and_gateways_read(self, make_server, engine) -> None:
+        assert "vllm:" not in make_server().http.get("/metrics").text
         server = make_server(metrics_compat="vllm", max_num_seqs=8)
         server.chat()
-        engine.metrics.publish(
-            EngineStats(
-                requests_running=2,
-                requests_waiting=1,
-                requests_waiting_for_adapter=3,
-                pages_total=10,
-                pages_kv=5,
-                prompt_tokens_total=7,
-                generated_tokens_total=9,
-                requests_finished_total={"stop": 4},
-            )
-        )
+        waits = {"requests_running": 2, "requests_waiting": 1, "requests_waiting_for_adapter": 3}
+        totals = {"prompt_tokens_total": 7, "generated_tokens_total": 9, "requests_finished_total": {"stop": 4}}
+        engine.metrics.publish(EngineStats(pages_total=10, pages_kv=5, **waits, **totals))
         for number, name in enumerate(("tom", "mia", "", "eva")):
             message = EngineCoreRequest(RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_id=name)
             engine.request_stats.on_accepted([message], 0.0)
         engine.request_stats._open[RequestId("r0")].first_s = engine.request_stats._open[RequestId("r1")].first_s = 0.0
         shown = samples(server)
         model = 'model_name="tiny-base"'
-        assert shown[f"vllm:num_requests_running{{{model}}}"] == 2
-        assert shown[f"vllm:num_requests_waiting{{{model}}}"] == 4
-        assert shown[f"vllm:kv_cache_usage_perc{{{model}}}"] == 0.5
-        assert shown[f"vllm:prompt_tokens_total{{{model}}}"] == 7
-        assert shown[f"vllm:generation_tokens_total{{{model}}}"] == 9
-        assert shown[f"vllm:time_to_first_token_seconds_count{{{model}}}"] == 1
-        assert shown[f"vllm:e2e_request_latency_seconds_count{{{model}}}"] == 1
+        expected = {
+            "num_requests_running": 2,
+            "num_requests_waiting": 4,
+            "kv_cache_usage_perc": 0.5,
+            "prompt_tokens_total": 7,
+            "generation_tokens_total": 9,
+            "time_to_first_token_seconds_count": 1,
+            "e2e_request_latency_seconds_count": 1,
+        }
+        assert {name: shown[f"vllm:{name}{{{model}}}"] for name in expected} == expected
         assert shown[f'vllm:request_success_total{{finished_reason="stop",{model}}}'] == 4
         lists = 'max_lora="8",running_lora_adapters="mia,tom",waiting_lora_adapters="eva"'
         assert shown[f"vllm:lora_requests_info{{{lists}}}"] > 1.7e9
