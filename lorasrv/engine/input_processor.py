@@ -139,17 +139,10 @@ class InputProcessor:
             AdapterError: the adapter is not in the store any more, or damaged.
             PoisonRequest: requests like it have made the engine fail.
         """
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
-        if abs(priority) > MAX_PRIORITY:
-            raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
+        _check_order(priority, timeout_s)
         if constraint is not None:
             _check_constrained(sampling)
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if not all(0 <= t < self._vocab_size for t in token_ids):
-            raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        token_ids = self._prompt_token_ids(prompt)
         check_token_ids(sampling, self._vocab_size)
         hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
         layout = self.layout(adapter) if adapter is not None else None
@@ -161,7 +154,7 @@ class InputProcessor:
         self._check_fits(len(token_ids), max_tokens, layout, width)
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=token_ids,
             max_tokens=max_tokens,
             sampling=self._completed(sampling, max_tokens),
             adapter_key=adapter,
@@ -262,10 +255,16 @@ class InputProcessor:
         left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
         return [replace(request, timeout_s=left_s) for request in requests]
 
-    def _tokenize(self, text: str) -> Sequence[int]:
-        assert self._tokenizer is not None, "prompts are token ids here"
-        check_could_fit([text], self._tokenizer, self._max_model_len)
-        return self._tokenizer.encode(text, add_special_tokens=True)
+    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            assert self._tokenizer is not None, "prompts are token ids here"
+            check_could_fit([prompt], self._tokenizer, self._max_model_len)
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=True)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if not all(0 <= token < self._vocab_size for token in prompt):
+            raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        return tuple(prompt)
 
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """Return sampling with the values that only the server knows."""
@@ -380,6 +379,13 @@ def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) 
     if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
         raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
     return replace(sampling, temperature=0.0, logprobs=MAX_LOGPROBS)
+
+
+def _check_order(priority: int, timeout_s: float | None) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
 
 
 def _check_constrained(sampling: SamplingParams) -> None:
