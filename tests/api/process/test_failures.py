@@ -169,6 +169,18 @@ def test_a_step_that_hangs(flags) -> None:
 
 
 @pytest.mark.long
+def test_a_request_that_waits_past_the_queue_timeout(flags) -> None:
+    """It ends with 504 and never runs; the request that has the only seat is not disturbed."""
+    more = ("--max-num-seqs", 1, "--queue-timeout-s", 0.3, "--testing", "--inject-faults", "step-hangs:1s@5")
+    with serve(*flags, *more, ends=0) as served, stream_of(served, 100) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        late = complete(served)
+        assert (code(late), error_of(late)["param"]) == ((504, "timeout"), "timeout_s"), late.text
+        assert events(lines)[-1]["choices"][0]["finish_reason"] == "length"
+        assert complete(served).status_code == 200
+
+
 def test_an_interpreter_that_hangs_is_ended_by_faulthandler(flags) -> None:
     more = ("--testing", "--inject-faults", "interpreter-hangs@3", "--watchdog-s", 1)
     with serve(*flags, *more, ends=1) as served:
