@@ -116,10 +116,16 @@ class TestAtATerminal:
             seen.until("a\ufffd]0;owned\ufffdb\ufffd[2Jc")
             assert b"\x1b]0;owned" not in seen.raw
 
-    def test_an_unknown_adapter_ends_it(self, server) -> None:
-        with terminal("chat", "nobody", "--server", server.url) as seen:
-            assert seen.end() == 1
-            assert "lorasrv: the model 'nobody' does not exist" in seen.text
+    @pytest.mark.parametrize(
+        ("arguments", "code", "says"),
+        [
+            (("nobody", "--server", "{url}"), 1, "lorasrv: the model 'nobody' does not exist"),
+            (("--server", "http://127.0.0.1:1"), 3, "lorasrv: no server answers at http://127.0.0.1:1"),
+        ],
+    )
+    def test_it_ends_at_once(self, server, arguments: tuple[str, ...], code: int, says: str) -> None:
+        with terminal("chat", *(part.format(url=server.url) for part in arguments)) as seen:
+            assert (seen.end(), says in seen.text) == (code, True)
 
 
 class TestPiped:

@@ -76,6 +76,10 @@ class TestLive:
             assert seen.end() == 130
             assert "Traceback" not in seen.raw.decode()
 
+    def test_no_server_answers(self) -> None:
+        with terminal("top", "--server", "http://127.0.0.1:1") as seen:
+            assert (seen.end(), "lorasrv: no server answers at http://127.0.0.1:1" in seen.text) == (3, True)
+
 
 class TestPiped:
     def test_lines(self, run, busy) -> None:
