@@ -93,7 +93,7 @@ bench-peers: setup
 	$(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)
 
 bench-kernels: setup
-	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py
+	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py step
 
 # Needs CUDA, torch, triton, numpy and pytest, and nothing else of this project's dependencies: PYTHON says which.
 gpu:

@@ -1,23 +1,35 @@
 """Time the CPU kernels and their memory throughput, beside the plain torch path and PEFT's loop, in one process.
 
-    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py --rows 1,16,32,64
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py step --rows 1,16,32,64
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py linears --rows 1,4,16,64,256,512
 
-Shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that the
-same threads reach in the same run, over bytes that each workload must read once: panels of distinct adapters, or keys
-and values. Each figure is the least of several rounds; the bandwidth is the better of two, measured before and after.
+step: shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that
+the same threads reach in the same run, over bytes that each workload must read once: panels of distinct adapters, or
+keys and values. Each figure is the least of several rounds; the bandwidth is the better of two, measured before and
+after.
+
+linears: kernels over quantized weights against torch's own ops. Weights of 30 layers of 1536 x 1536 (71 million) go
+through in turn, so that none stays in a cache. Methods take turns, and the best of several rounds counts. int4pack and
+int8pack take bf16 activations and round the scales to bf16.
 """
 
+import argparse
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from harness import arguments, row, table
+from torch import Tensor
 
 from sgmv_kernels.cpu_runtime import openmp
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import build_segments
@@ -201,14 +213,8 @@ def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]
     return [(name, seconds(work, ops), seconds(work, plain)) for name, work in works]
 
 
-def main() -> None:
-    a = arguments(
-        __doc__,
-        rows=((1, 4, 16, 32, 64), "of SGMV"),
-        threads=(torch.get_num_threads(), "that compute"),
-    )
-    torch.set_num_threads(a.threads)
-    torch.manual_seed(0)
+def step(a: argparse.Namespace) -> None:
+    """Time the deltas of a step, attention, and the small operations between them."""
     ops, plain = Ops(CPU), Ops(CPU, "torch")
     panels = Panels.make(max(a.rows))
     bandwidths = [read_bandwidth(panels.slabs.view(-1))]
@@ -238,6 +244,115 @@ def main() -> None:
     for n in (1, 16, 256):
         for op, ours, torchs in pointwise(ops, plain, n):
             row(op, n, f"{1e6 * ours:.1f}", f"{1e6 * torchs:.1f}")
+
+
+# Base linears.
+
+WIDTH, GROUP = 1536, 64
+# A method that takes longer is not run with more rows.
+GIVE_UP_S, NEVER = 0.5, float("inf")
+# Runs all layers with so many rows.
+Run = Callable[[int], None]
+
+
+def random_weight(levels: int) -> GroupQuantizedWeight:
+    signed = levels == INT8_LEVELS
+    low, high, dtype = (-127, 128, torch.int8) if signed else (0, levels, torch.uint8)
+    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
+    codes = torch.randint(low, high, (WIDTH, WIDTH), dtype=dtype)
+    return GroupQuantizedWeight(codes, scales, None if signed else scales * -4, levels)
+
+
+def ours(levels: int, most: int) -> Run:
+    """Return a recorded pass, as the server runs it."""
+    ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(most, WIDTH)
+    packed = [ops.pack_linear(random_weight(levels), None) for _ in range(LAYERS)]
+    with recording() as recorded:
+        for layer in packed:
+            ops.linear(x, layer)
+    program = Program(recorded)
+
+    def run(rows: int, kept: object = (packed, x)) -> None:
+        program.run({ROWS: {NUM_ROWS: rows}})
+
+    return run
+
+
+def torchs(name: str, most: int) -> Run:
+    """Return one call of an op per layer, as from Python."""
+    dtype = torch.float32 if name in ("fp32", "dynamic int8") else torch.bfloat16
+    x = torch.randn(most, WIDTH).to(dtype)
+    layers = [_torch_layer(name) for _ in range(LAYERS)]
+
+    def run(rows: int) -> None:
+        for layer in layers:
+            layer(x[:rows])
+
+    return run
+
+
+def _torch_layer(name: str) -> Callable[[Tensor], Tensor]:
+    weight = torch.randn(WIDTH, WIDTH)
+    if name in ("fp32", "bf16"):
+        return partial(_product, weight=weight if name == "fp32" else weight.bfloat16())
+    if name == "int8pack":
+        values = torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8)
+        return lambda x: torch._weight_int8pack_mm(x, values, torch.ones(WIDTH, dtype=torch.bfloat16))
+    if name == "int4pack":
+        packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (WIDTH, WIDTH), dtype=torch.int32), 1)
+        factors = torch.ones(WIDTH // GROUP, WIDTH, 2, dtype=torch.bfloat16)
+        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, factors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.quantized.engine = "fbgemm"
+        quantized = torch.quantize_per_channel(weight, torch.ones(WIDTH), torch.zeros(WIDTH).long(), 0, torch.qint8)
+        prepacked = torch.ops.quantized.linear_prepack(quantized, None)
+    return lambda x: torch.ops.quantized.linear_dynamic(x, prepacked, True)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+def methods(most: int) -> Iterator[tuple[str, Run]]:
+    for name, levels in (("int4", INT4_LEVELS), ("q3h", Q3H_LEVELS), ("int8", INT8_LEVELS)):
+        yield f"ours, {name}", ours(levels, most)
+    for name in ("int4pack", "int8pack", "dynamic int8", "bf16", "fp32"):
+        try:
+            run = torchs(name, most)
+            run(1)
+        except (RuntimeError, AttributeError) as error:
+            print(f"{name}: not here ({str(error)[:80]})")
+            continue
+        yield f"torch, {name}", run
+
+
+@torch.inference_mode()
+def linears(a: argparse.Namespace) -> None:
+    """Time one base linear over quantized weights against torch's own ops, by number of rows."""
+    every = list(methods(max(a.rows)))
+    best = {(name, rows): NEVER for name, _ in every for rows in a.rows}
+    for _ in range(a.rounds):
+        for name, run in every:
+            for rows in a.rows:
+                if not any(GIVE_UP_S < best[name, fewer] < NEVER for fewer in a.rows if fewer < rows):
+                    best[name, rows] = min(best[name, rows], least(partial(run, rows), 1))
+    cells = [(name, *(1e3 * best[name, rows] for rows in a.rows)) for name, _ in every]
+    table(("ms for 71 million weights, rows:", *map(str, a.rows)), cells)
+
+
+def main() -> None:
+    measures = {"step": step, "linears": linears}
+    a = arguments(
+        __doc__,
+        measures,
+        rows=((1, 4, 16, 32, 64), "of SGMV, or of a linear"),
+        rounds=(5, "linears: times that each method has its turn"),
+        threads=(torch.get_num_threads(), "that compute"),
+    )
+    torch.set_num_threads(a.threads)
+    torch.manual_seed(0)
+    measures[a.measure](a)
 
 
 if __name__ == "__main__":
