@@ -16,20 +16,18 @@ from lorasrv.sampling_params import SamplingParams
 
 
 class TestDrainRate:
-    def test_nothing_is_known_before_something_has_gone(self) -> None:
+    def test_the_rate_is_right_from_the_first_amount_on(self) -> None:
         rate = ThroughputEstimate()
         assert rate.seconds_for(1) is None
         rate.advance(5.0)
-        assert rate.seconds_for(1) is None
-
-    def test_it_is_right_from_the_first_amount_on(self) -> None:
+        assert rate.seconds_for(1) is None, "nothing has gone yet"
         rate = ThroughputEstimate()
         for _ in range(3):
             rate.advance(0.5)
             rate.add(10)
         assert rate.seconds_for(20) == pytest.approx(1.0, rel=0.1)
 
-    def test_it_follows_what_changes(self) -> None:
+    def test_the_rate_follows_what_changes(self) -> None:
         rate = ThroughputEstimate()
         for amount in (100, 1):
             for _ in range(int(6 * FADE_S)):
@@ -51,7 +49,7 @@ class TestDrainRate:
         (1, 0, 9, 1),  # beams run beside those that they come from
     ],
 )
-def test_who_is_queued(sent: int, waiting: int, running: int, queued: int) -> None:
+def test_requests_beyond_the_free_seats_are_queued(sent: int, waiting: int, running: int, queued: int) -> None:
     assert num_queued(sent, waiting, running, 4) == queued
 
 
@@ -96,7 +94,7 @@ class TestRoom:
         for number in range(5):
             bench.room.check()
             bench.room.on_accepted(messages(1, first=number), 0.0)
-        assert bench.refused() == 1.0
+        assert [bench.refused() for _ in range(3)] == [1.0, 1.0, 1.0], "nothing has been measured yet"
         # The engine has seen them all and runs one: the other seat is nobody's while there are no pages for it.
         bench.snapshot = EngineStats(requests_arrived_total=5, requests_running=1, requests_waiting=4)
         assert bench.refused() == 1.0
@@ -110,9 +108,7 @@ class TestRoom:
         bench.room.on_accepted(messages(1, 1, 1), 0.0)
         bench.refused(3)
         bench.room.check(2)
-
-    def test_more_choices_than_the_queue_has_places_find_an_empty_room(self) -> None:
-        Bench(max_requests=1).room.check(8)
+        Bench(max_requests=1).room.check(8)  # more than the queue has places, but nobody waits
 
     def test_those_that_wait_for_adapters_are_queued_though_seats_are_free(self) -> None:
         bench = Bench()
@@ -153,11 +149,6 @@ class TestWhenToComeBack:
             bench.room.on_finished(RequestId(f"r{number}"))
         bench.room.on_accepted(messages(*[1] * 5, first=100), 0.0)
         bench.snapshot = EngineStats(requests_arrived_total=40)
-
-    def test_before_anything_was_measured_it_is_a_second(self) -> None:
-        bench = Bench()
-        bench.room.on_accepted(messages(*[1] * 5), 0.0)
-        assert [bench.refused() for _ in range(3)] == [1.0, 1.0, 1.0]
 
     def test_each_is_told_a_time_of_its_own_at_the_rate_of_draining(self) -> None:
         bench = Bench()

@@ -46,10 +46,8 @@ class Adapters:
     """One adapter in a store."""
 
     def __init__(self, layout: AdapterLayout, max_host_bytes: int = 1 << 20) -> None:
-        self._layout = layout
-        self.max_host_bytes = max_host_bytes
-        self.is_hosted = False
-        self.is_known = True
+        self._layout, self.max_host_bytes = layout, max_host_bytes
+        self.is_hosted, self.is_known = False, True
         self.delay: Any = lambda: None
 
     def hold(self, key: AdapterKey, /) -> object:
@@ -123,38 +121,30 @@ class TestDefaults:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("sampling", "fields", "param", "words"),
     [
-        ({"prompt": []}, "prompt", "the prompt is empty"),
-        ({"prompt": ""}, "prompt", "the prompt is empty"),
-        ({"prompt": [5, VOCAB]}, "prompt", r"\[0, 384\)"),
-        ({"prompt": [-1]}, "prompt", r"\[0, 384\)"),
-        ({"priority": MAX_PRIORITY + 1}, "priority", "between -1000 and 1000"),
-        ({"timeout_s": 0.0}, "timeout_s", "above 0"),
-        ({"timeout_s": MAX_TIMEOUT_S + 1}, "timeout_s", "at most 86400"),
-        ({"sampling": SamplingParams(min_tokens=5000)}, "min_tokens", "min_tokens is 5000, but there is room for 236"),
-        (
-            {"sampling": SamplingParams(ignore_eos=True), "constraint": object()},
-            "ignore_eos",
-            "^ignore_eos contradicts",
-        ),
-        ({"sampling": SamplingParams(min_tokens=1), "constraint": object()}, "min_tokens", "^min_tokens contradicts"),
-        ({"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))}, "logit_bias", r"token ids in \[0, 384\)"),
-        ({"sampling": SamplingParams(logit_bias=((2**30, 1.0),))}, "logit_bias", r"token ids in \[0, 384\)"),
-        ({"sampling": SamplingParams(stop_token_ids=(VOCAB,))}, "stop_token_ids", r"token ids in \[0, 384\)"),
-        ({"sampling": SamplingParams(stop_token_ids=(-1,))}, "stop_token_ids", r"token ids in \[0, 384\)"),
-        (
-            {"sampling": SamplingParams(logit_bias=tuple((token, -100.0) for token in range(VOCAB)))},
-            "logit_bias",
-            "bans every token",
-        ),
-        ({"sampling": SamplingParams(seed=1), "beams": BeamOptions(2)}, "seed", "does not go with beam search"),
-        ({"beams": BeamOptions(2), "constraint": object()}, "use_beam_search", "with a grammar"),
+        ({}, {"prompt": []}, "prompt", "the prompt is empty"),
+        ({}, {"prompt": ""}, "prompt", "the prompt is empty"),
+        ({}, {"prompt": [5, VOCAB]}, "prompt", r"\[0, 384\)"),
+        ({}, {"prompt": [-1]}, "prompt", r"\[0, 384\)"),
+        ({}, {"priority": MAX_PRIORITY + 1}, "priority", "between -1000 and 1000"),
+        ({}, {"timeout_s": 0.0}, "timeout_s", "above 0"),
+        ({}, {"timeout_s": MAX_TIMEOUT_S + 1}, "timeout_s", "at most 86400"),
+        ({}, {"beams": BeamOptions(2), "constraint": object()}, "use_beam_search", "with a grammar"),
+        ({"min_tokens": 5000}, {}, "min_tokens", "min_tokens is 5000, but there is room for 236"),
+        ({"ignore_eos": True}, {"constraint": object()}, "ignore_eos", "^ignore_eos contradicts"),
+        ({"min_tokens": 1}, {"constraint": object()}, "min_tokens", "^min_tokens contradicts"),
+        ({"logit_bias": ((VOCAB, 1.0),)}, {}, "logit_bias", r"token ids in \[0, 384\)"),
+        ({"logit_bias": ((2**30, 1.0),)}, {}, "logit_bias", r"token ids in \[0, 384\)"),
+        ({"logit_bias": tuple((t, -100.0) for t in range(VOCAB))}, {}, "logit_bias", "bans every token"),
+        ({"stop_token_ids": (VOCAB,)}, {}, "stop_token_ids", r"token ids in \[0, 384\)"),
+        ({"stop_token_ids": (-1,)}, {}, "stop_token_ids", r"token ids in \[0, 384\)"),
+        ({"seed": 1}, {"beams": BeamOptions(2)}, "seed", "does not go with beam search"),
     ],
 )
-def test_refusals_name_the_field(fields: dict[str, Any], param: str, words: str) -> None:
+def test_refusals_name_the_field(sampling: dict[str, Any], fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        process(**fields)
+        process(sampling=SamplingParams(**sampling), **fields)
     assert caught.value.param == param
 
 
@@ -216,28 +206,22 @@ def test_what_has_made_the_engine_fail_twice_is_refused() -> None:
 
 
 class TestBesideTheLoop:
-    def make(
-        self, adapters: Adapters, timeout_s: float | None, queue_s: float | None = None
-    ) -> list[EngineCoreRequest]:
+    def process(self, adapters: Adapters, timeout_s: float | None, queue_s: float | None = None) -> EngineCoreRequest:
         made = processor(adapters=adapters, queue_timeout_s=queue_s)
-
-        async def scenario() -> list[EngineCoreRequest]:
-            options: Any = {"adapter": KEY, "timeout_s": timeout_s}
-            return await made.process_in_thread([RID], PROMPT, SamplingParams(), **options)
-
+        options: Any = {"adapter": KEY, "timeout_s": timeout_s}
         try:
-            return asyncio.run(scenario())
+            return asyncio.run(made.process_in_thread([RID], PROMPT, SamplingParams(), **options))[0]
         finally:
             made.close()
 
     def test_time_spent_on_a_header_is_the_requests_own(self) -> None:
         adapters = Adapters(SMALL)
         adapters.is_known, adapters.delay = False, lambda: time.sleep(0.05)
-        [request] = self.make(adapters, 30.0)
+        request = self.process(adapters, 30.0)
         assert request.timeout_s is not None
         assert 0 < request.timeout_s <= 30.0 - 0.04
         adapters.is_known = True
-        [request] = self.make(adapters, 30.0)
+        request = self.process(adapters, 30.0)
         assert request.timeout_s == 30.0, "a layout that is known is not waited for"
 
     @pytest.mark.parametrize(
@@ -249,11 +233,11 @@ class TestBesideTheLoop:
         adapters = Adapters(SMALL)
         adapters.is_known, adapters.delay = False, lambda: go_on.wait(30)
         with pytest.raises(RequestTimeout, match=words):
-            self.make(adapters, own_s, queue_s)
+            self.process(adapters, own_s, queue_s)
         go_on.set()
 
     def test_a_time_that_is_none_is_refused_as_such(self) -> None:
         adapters = Adapters(SMALL)
         adapters.is_known = False
         with pytest.raises(InvalidRequest, match="timeout_s must be above 0"):
-            self.make(adapters, -1.0)
+            self.process(adapters, -1.0)

@@ -1,16 +1,14 @@
-"""Keep or compute again: by measured rates, within the bytes there are."""
+"""Rates of loads, copies and steps: guessed at first, then as they are measured."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from lorasrv.memory.cost_model import CostModel, StepShape
-from lorasrv.memory.kv_cache_manager import SwapSpace
+from lorasrv.memory.cost_model import GUESS, MIN_MEASURED_STEPS, PARTS, CostModel, StepCosts, StepShape
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
-
-BLOCK = 1000
 
 
 def _shape(tokens: int) -> StepShape:
@@ -39,31 +37,6 @@ def test_an_adapter_on_host_is_cheaper_to_have_back() -> None:
     assert 0 < costs.reload_s(1000, on_host=True) < costs.reload_s(1000, on_host=False)
 
 
-def test_the_cheaper_way_is_taken() -> None:
-    costs = CostModel()
-    swap = SwapSpace("auto", 10 * BLOCK, BLOCK, costs)
-    costs.page_copy.observe(1.0, BLOCK)
-    costs.token.observe(1.0, 1)
-    assert swap.should_swap(1, 3), "2 seconds out and in against 3"
-    assert not swap.should_swap(2, 3), "4 seconds against 3"
-
-
-def test_modes_and_the_bound() -> None:
-    costs = CostModel()
-    assert not SwapSpace("recompute", 10 * BLOCK, BLOCK, costs).should_swap(1, 10**9)
-    swap = SwapSpace("swap", 10 * BLOCK + 1, BLOCK, costs)
-    assert swap.should_swap(10, 1)
-    assert not swap.should_swap(11, 10**9)
-    assert not swap.should_swap(0, 0)
-    swap.allocate(RequestId("a"), 7)
-    assert swap.nbytes == 7 * BLOCK
-    assert not swap.should_swap(4, 10**9)
-    assert swap.should_swap(3, 1)
-    swap.free(RequestId("a"))
-    assert swap.should_swap(10, 1)
-    assert list(swap.holders()) == []
-
-
 def test_a_draft_token_costs_what_another_request_would() -> None:
     """A row to compute, and a row of logits."""
     plain = ScheduledRequest(RequestId("a"), (7,), 9, (0,), None, True, SamplingParams(), 1)
@@ -71,3 +44,67 @@ def test_a_draft_token_costs_what_another_request_would() -> None:
     shapes = [StepShape.of(SchedulerOutput((share,), {}, (), AdapterOrders(), 0)) for share in (plain, drafted)]
     assert [(s.tokens, s.requests, s.pairs) for s in shapes] == [(1, 1, 10), (3, 3, 33)]
     assert drafted.without_drafts() == plain
+
+
+# Costs of steps.
+
+TRUE = [25e-3, 0.8e-3, 0.1e-3, 0.3e-9, 15e-9]
+
+
+def _steps(rng: random.Random, count: int) -> list[StepShape]:
+    shapes = []
+    for _ in range(count):
+        answers, prompt = rng.randint(1, 32), rng.choice([0, 0, 0, 100, 300])
+        adapters = rng.randint(0, answers) * 10_000_000
+        shapes.append(StepShape(answers + prompt, answers, adapters, 200 * answers + prompt * prompt // 2))
+    return shapes
+
+
+def _true_s(shape: StepShape) -> float:
+    return sum(seconds * part for seconds, part in zip(TRUE, shape.parts, strict=True))
+
+
+def test_steps_are_predicted_by_what_is_in_them() -> None:
+    rng = random.Random(1)
+    costs = StepCosts()
+    for shape in _steps(rng, 600):
+        costs.observe(shape, _true_s(shape) * rng.gauss(1.0, 0.05))
+    for shape in _steps(rng, 100):
+        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.05)
+    assert costs.adapter_s(10_000_000) == pytest.approx(3e-3, rel=0.1)
+
+
+def test_one_long_pause_does_not_rule() -> None:
+    rng = random.Random(2)
+    costs = StepCosts()
+    for i, shape in enumerate(_steps(rng, 600)):
+        costs.observe(shape, 30.0 if i % 97 == 96 else _true_s(shape))
+    for shape in _steps(rng, 100):
+        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.25)
+
+
+def test_a_machine_that_gets_slower_is_followed() -> None:
+    rng = random.Random(3)
+    costs = StepCosts()
+    for i, shape in enumerate(_steps(rng, 3000)):
+        costs.observe(shape, (2.0 if i >= 1000 else 1.0) * _true_s(shape))
+    for shape in _steps(rng, 50):
+        assert costs.seconds(shape) == pytest.approx(2 * _true_s(shape), rel=0.1)
+
+
+def test_before_anything_is_measured_it_is_a_guess_or_what_is_known() -> None:
+    shape = StepShape(1, 1, 0, 0)
+    assert StepCosts().seconds(shape) == pytest.approx(GUESS[0] + GUESS[1] + GUESS[2])
+    known = StepCosts.from_dict(dict(zip(PARTS, TRUE, strict=True)))
+    assert known.seconds(shape) == pytest.approx(sum(TRUE[:3]))
+    assert known.as_dict() == dict(zip(PARTS, TRUE, strict=True))
+    known.observe(StepShape(0, 0, 0, 0), 5.0)
+    assert known.num_observed == MIN_MEASURED_STEPS, "a step without tokens says nothing"
+
+
+def test_no_coefficient_is_ever_negative() -> None:
+    rng = random.Random(4)
+    costs = StepCosts()
+    for shape in _steps(rng, 400):
+        costs.observe(shape, rng.uniform(0.001, 0.5))
+    assert min(costs.seconds_each) >= 0.0

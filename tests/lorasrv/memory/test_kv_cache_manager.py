@@ -1,9 +1,10 @@
-"""Page tables: beginnings shared, forks, and a copy for whoever writes first."""
+"""Page tables: beginnings shared, forks, and a copy for the holder that writes first."""
 
 import pytest
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.kv_cache_manager import KVCacheManager
+from lorasrv.memory.cost_model import CostModel
+from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.outputs import RequestId
@@ -14,127 +15,114 @@ A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 MIA = AdapterKey("a" * 64)
 
 
+class Tables(KVCacheManager):
+    """Page tables over a pool of 24 pages; `tokens` opens a request and computes so many."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(24)
+        self.prefixes = PrefixCache(self.pool)
+        super().__init__(self.pool, PAGE, self.prefixes)
+
+    def tokens(self, rid: RequestId, ids: list[int]) -> tuple[int, ...]:
+        self.open(rid, None, "")
+        assert self.allocate(rid, 0, len(ids)) == ()
+        self.cache_full_pages(rid, ids, len(ids))
+        return self.page_table(rid)
+
+    def attached(self, rid: RequestId, ids: list[int], key: AdapterKey | None = None, salt: str = "") -> int:
+        self.open(rid, key, salt)
+        return self.attach_prefix(rid, ids)
+
+    def forked(self, child: RequestId, num_tokens: int) -> None:
+        self.open(child, None, "")
+        self.fork(A, child, num_tokens)
+
+    def check(self) -> None:
+        self.prefixes.check_integrity()
+        self.pool.check_integrity([*self.references(), *self.prefixes.references()])
+
+
 @pytest.fixture
-def kv() -> KVCacheManager:
-    pool = PagePool(24)
-    return KVCacheManager(pool, PAGE, PrefixCache(pool))
+def kv() -> Tables:
+    return Tables()
 
 
-def _check(kv: KVCacheManager) -> None:
-    assert kv._prefixes is not None
-    kv._prefixes.check_integrity()
-    kv._pool.check_integrity([*kv.references(), *kv._prefixes.references()])
-
-
-def _computed(
-    kv: KVCacheManager, rid: RequestId, ids: list[int], key: AdapterKey | None = None, salt: str = ""
-) -> None:
-    kv.open(rid, key, salt)
-    assert kv.allocate(rid, 0, len(ids)) == ()
-    kv.cache_full_pages(rid, ids, len(ids))
-
-
-def test_a_prompt_that_begins_alike_takes_the_pages_and_computes_at_least_one_token(kv: KVCacheManager) -> None:
+def test_a_prompt_that_begins_alike_takes_the_pages_and_computes_at_least_one_token(kv: Tables) -> None:
     ids = list(range(12))
-    _computed(kv, A, ids)
-    first = kv.page_table(A)
-    kv.free(A)
+    first = kv.tokens(A, ids)
+    assert kv.attached(B, ids, MIA) == kv.attached(C, ids, salt="tenant") == 0, "another adapter, another tenant"
+    for rid in (A, B, C):
+        kv.free(rid)
     for prompt, tokens in ((ids, 8), ([*ids, 99], 12), (ids[:8], 4), ([*ids[:5], 7, 7, 7, 7], 4), ([5, *ids], 0)):
-        kv.open(B, None, "")
-        assert kv.attach_prefix(B, prompt) == tokens
+        assert kv.attached(B, prompt) == tokens
         assert kv.page_table(B) == first[: tokens // PAGE]
         kv.free(B)
-        _check(kv)
+        kv.check()
 
 
-@pytest.mark.parametrize(("key", "salt"), [(MIA, ""), (None, "tenant")])
-def test_neither_another_adapter_nor_another_tenant_meets_them(
-    kv: KVCacheManager, key: AdapterKey | None, salt: str
-) -> None:
-    ids = list(range(12))
-    _computed(kv, A, ids)
-    kv.open(B, key, salt)
-    assert kv.attach_prefix(B, ids) == 0
-
-
-def test_generated_tokens_are_kept_too(kv: KVCacheManager) -> None:
+def test_generated_tokens_are_kept_too(kv: Tables) -> None:
     ids = list(range(6))
-    kv.open(A, None, "")
-    assert kv.allocate(A, 0, 6) == ()
+    kv.tokens(A, ids)
     for count in range(6, 14):
         kv.cache_full_pages(A, ids, count)
         ids.append(50 + count)
         assert kv.allocate(A, count, len(ids)) == ()
     kv.free(A)
-    kv.open(B, None, "")
-    assert kv.attach_prefix(B, ids) == 12
-    _check(kv)
+    assert kv.attached(B, ids) == 12
+    kv.check()
 
 
-def test_whoever_writes_into_a_shared_page_gets_a_copy(kv: KVCacheManager) -> None:
-    kv.open(A, None, "")
-    assert kv.allocate(A, 0, 10) == ()
+def test_a_write_into_a_shared_page_copies_it(kv: Tables) -> None:
+    shared = kv.tokens(A, list(range(100, 110)))
     for child in (B, C):
-        kv.open(child, None, "")
-        kv.fork(A, child, 9)
-    shared = kv.page_table(A)
+        kv.forked(child, 9)
     assert kv.page_table(B) == kv.page_table(C) == shared
     assert kv.missing_pages(B, 9, 10) == 1
-    copies = kv.allocate(B, 9, 10)
-    assert copies == (PageCopy(shared[2], kv.page_table(B)[2]),)
+    for child in (B, C):
+        copies = kv.allocate(child, 9, 10)
+        assert copies == (PageCopy(shared[2], kv.page_table(child)[2]),)
     assert kv.page_table(B)[:2] == shared[:2]
-    assert kv.allocate(C, 9, 10) == (PageCopy(shared[2], kv.page_table(C)[2]),)
     assert kv.allocate(A, 10, 11) == (), "the last holder writes where it is"
     assert len({kv.page_table(r)[2] for r in (A, B, C)}) == 3
-    assert kv.num_copies == 2
-    assert kv.num_pages == 5
-    _check(kv)
-    for rid in (B, A, C):
-        kv.free(rid)
-    assert kv._pool.num_free == 24
+    assert (kv.num_copies, kv.num_pages) == (2, 5)
+    kv.check()
 
 
-def test_a_page_of_the_prefix_cache_is_never_written(kv: KVCacheManager) -> None:
+def test_a_page_of_the_prefix_cache_is_never_written(kv: Tables) -> None:
     """A fork computes the prompt's last token again; where that ends a page, the page may be in the cache already."""
-    ids = list(range(8))
-    _computed(kv, A, ids)
-    kv.open(B, None, "")
-    kv.fork(A, B, 7)
-    copies = kv.allocate(B, 7, 8)
-    assert copies is not None
-    assert copies[0].source == kv.page_table(A)[1]
-    assert kv.page_table(B)[1] != kv.page_table(A)[1]
-    _check(kv)
+    table = kv.tokens(A, list(range(8)))
+    kv.forked(B, 7)
+    assert kv.allocate(B, 7, 8) == (PageCopy(table[1], kv.page_table(B)[1]),)
+    assert kv.page_table(B)[1] != table[1]
+    kv.check()
 
 
-def test_nothing_changes_where_pages_are_missing(kv: KVCacheManager) -> None:
-    kv.open(A, None, "")
-    assert kv.allocate(A, 0, 10) == ()
-    kv.open(B, None, "")
-    kv.fork(A, B, 9)
-    taken = kv._pool.allocate_singles(kv._pool.num_free)
+def test_nothing_changes_where_pages_are_missing(kv: Tables) -> None:
+    kv.tokens(A, list(range(10)))
+    kv.forked(B, 9)
+    taken = kv.pool.allocate_singles(kv.pool.num_free)
     assert taken is not None
     before = kv.page_table(B)
     assert kv.allocate(B, 9, 10) is None
     assert kv.page_table(B) == before
-    kv._pool.release(taken)
-    _check(kv)
+    kv.pool.release(taken)
+    kv.check()
 
 
-def test_tables_follow_moves(kv: KVCacheManager) -> None:
+def test_tables_follow_moves(kv: Tables) -> None:
     kv.open(A, None, "")
     assert kv.allocate(A, 0, 10) == ()
     old = kv.page_table(A)
-    kv._pool.take_page(20)
-    kv._pool.move({old[1]: 20})
+    kv.pool.take_page(20)
+    kv.pool.move({old[1]: 20})
     kv.move({old[1]: 20})
     assert kv.page_table(A) == (old[0], 20, old[2])
-    _check(kv)
+    kv.check()
 
 
-def test_what_was_taken_ahead_is_given_back(kv: KVCacheManager) -> None:
+def test_pages_taken_ahead_are_given_back(kv: Tables) -> None:
     ids = list(range(20))
-    _computed(kv, A, ids[:6])
+    kv.tokens(A, ids[:6])
     assert kv.num_writable_tokens(A) == 8
     assert kv.allocate(A, 6, 20) == ()
     first = kv.page_table(A)
@@ -142,20 +130,38 @@ def test_what_was_taken_ahead_is_given_back(kv: KVCacheManager) -> None:
     for num_tokens, num_pages in ((20, 5), (17, 5), (16, 4), (9, 3), (8, 2), (7, 2)):
         kv.truncate(A, num_tokens)
         assert kv.page_table(A) == first[:num_pages]
-        _check(kv)
-    assert kv._pool.num_free == 22
-    kv.open(B, None, "")
-    assert kv.attach_prefix(B, ids) == 4, "the page that was computed is still there"
+        kv.check()
+    assert kv.pool.num_free == 22
+    assert kv.attached(B, ids) == 4, "the page that was computed is still there"
 
 
-def test_what_is_given_back_stays_with_others_that_hold_it(kv: KVCacheManager) -> None:
+def test_pages_given_back_stay_with_others_that_hold_them(kv: Tables) -> None:
     ids = list(range(13))
-    _computed(kv, A, ids)
-    kv.open(B, None, "")
-    assert kv.attach_prefix(B, ids) == 12
+    kv.tokens(A, ids)
+    assert kv.attached(B, ids) == 12
     kv.truncate(A, 5)
     assert kv.page_table(B)[:2] == kv.page_table(A)
     kv.free(B)
-    assert kv._prefixes is not None
-    assert kv._prefixes.num_cached == 1
-    _check(kv)
+    assert kv.prefixes.num_cached == 1
+    kv.check()
+
+
+def test_the_cheaper_of_swapping_and_computing_again_within_the_bytes_there_are() -> None:
+    costs, block = CostModel(), 1000
+    swap = SwapSpace("auto", 10 * block, block, costs)
+    costs.page_copy.observe(1.0, block)
+    costs.token.observe(1.0, 1)
+    assert swap.should_swap(1, 3), "2 seconds out and in against 3"
+    assert not swap.should_swap(2, 3), "4 seconds against 3"
+    assert not SwapSpace("recompute", 10 * block, block, costs).should_swap(1, 10**9)
+    swap = SwapSpace("swap", 10 * block + 1, block, costs)
+    assert swap.should_swap(10, 1)
+    assert not swap.should_swap(11, 10**9)
+    assert not swap.should_swap(0, 0)
+    swap.allocate(A, 7)
+    assert swap.nbytes == 7 * block
+    assert not swap.should_swap(4, 10**9)
+    assert swap.should_swap(3, 1)
+    swap.free(A)
+    assert swap.should_swap(10, 1)
+    assert list(swap.holders()) == []

@@ -7,26 +7,42 @@ from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache, page_hash, root_hash
 
 MIA, ZOE = AdapterKey("a" * 64), AdapterKey("b" * 64)
+Chain = list[tuple[bytes, int]]
 
 
-def _kept(cache: PrefixCache, pool: PagePool, count: int, adapter: AdapterKey | None) -> list[tuple[bytes, int]]:
-    """A chain of pages that only the cache holds any more."""
-    pages = pool.allocate_singles(count)
-    assert pages is not None
-    digest, chain = root_hash(adapter, ""), []
-    for number, page in enumerate(pages):
-        digest = page_hash(digest, (number,))
-        assert cache.insert(digest, page, adapter)
-        chain.append((digest, page))
-    for page in reversed(pages):
-        pool.release((page,))
-        cache.release(page)
-    return chain
+class Cache(PrefixCache):
+    """A cache over a pool of its own."""
 
+    def __init__(self, pages: int = 16) -> None:
+        self.pool = PagePool(pages)
+        super().__init__(self.pool)
 
-def _check(cache: PrefixCache, pool: PagePool) -> None:
-    cache.check_integrity()
-    pool.check_integrity(cache.references())
+    def kept(self, count: int, adapter: AdapterKey | None) -> Chain:
+        """Return a chain of pages that only the cache holds any more."""
+        pages = self.pool.allocate_singles(count)
+        assert pages is not None
+        digest, chain = root_hash(adapter, ""), []
+        for number, page in enumerate(pages):
+            digest = page_hash(digest, (number,))
+            assert self.insert(digest, page, adapter)
+            chain.append((digest, page))
+        for page in reversed(pages):
+            self.rest(page)
+        return chain
+
+    def rest(self, page: int) -> None:
+        """A holder lets go of a page."""
+        self.pool.release((page,))
+        self.release(page)
+
+    def use(self, chain: Chain, times: int = 1) -> None:
+        for digest, page in chain * times:
+            assert self.lookup(digest) == page
+            self.rest(page)
+
+    def check(self) -> None:
+        self.check_integrity()
+        self.pool.check_integrity(self.references())
 
 
 def test_a_hash_names_adapter_tenant_and_the_whole_past() -> None:
@@ -42,52 +58,40 @@ def test_a_hash_names_adapter_tenant_and_the_whole_past() -> None:
     assert page_hash(first, (2,)) != page_hash(root_hash(None, ""), (2,))
 
 
-def test_the_tail_of_a_prompt_goes_before_its_head() -> None:
-    pool = PagePool(8)
-    cache = PrefixCache(pool)
-    chain = _kept(cache, pool, 4, None)
-    for kept in (3, 2, 1, 0):
+def test_the_tail_of_a_prompt_goes_before_its_head_and_no_page_in_use() -> None:
+    cache = Cache(8)
+    chain = cache.kept(4, None)
+    ((digest, page), *_) = chain
+    assert cache.lookup(digest) == page
+    assert cache.lookup(b"unknown") is None
+    assert cache.num_cached == 3
+    for kept in (3, 2, 1):
         assert cache.evict_lowest()
         assert [digest in cache._pages for digest, _ in chain] == [n < kept for n in range(4)]
-        _check(cache, pool)
-    assert not cache.evict_lowest()
-    assert pool.num_free == 8
-
-
-def test_a_page_in_use_is_not_dropped() -> None:
-    pool = PagePool(8)
-    cache = PrefixCache(pool)
-    (digest, page), _ = _kept(cache, pool, 2, None)
-    assert cache.lookup(digest) == page
-    assert cache.num_cached == 1
+    assert not cache.evict_lowest(), "in use"
+    cache.rest(page)
+    cache.check()
     assert cache.evict_lowest()
     assert not cache.evict_lowest()
-    pool.release((page,))
-    cache.release(page)
-    _check(cache, pool)
-    assert cache.lookup(b"unknown") is None
+    assert cache.pool.num_free == 8
 
 
 def test_a_second_page_of_the_same_content_is_not_kept() -> None:
-    pool = PagePool(8)
-    cache = PrefixCache(pool)
-    ((digest, _),) = _kept(cache, pool, 1, None)
-    other = pool.allocate_singles(1)
+    cache = Cache()
+    ((digest, _),) = cache.kept(1, None)
+    other = cache.pool.allocate_singles(1)
     assert other is not None
     assert not cache.insert(digest, other[0], None)
-    pool.release(other)
-    _check(cache, pool)
+    cache.pool.release(other)
+    cache.check()
 
 
 def test_pages_of_an_adapter_that_left_go_first_and_come_back_with_it() -> None:
-    pool = PagePool(16)
-    cache = PrefixCache(pool)
-    base = _kept(cache, pool, 2, None)
-    mia = _kept(cache, pool, 3, MIA)
-    zoe = _kept(cache, pool, 1, ZOE)
+    cache = Cache()
+    base, mia, zoe = cache.kept(2, None), cache.kept(3, MIA), cache.kept(1, ZOE)
     cache.on_adapter_evicted(MIA)
     assert (cache.num_orphaned, cache.num_cached) == (3, 3)
-    _check(cache, pool)
+    cache.check()
     cache.on_adapter_resident(MIA)
     assert (cache.num_orphaned, cache.num_cached) == (0, 6)
     cache.on_adapter_evicted(MIA)
@@ -102,76 +106,57 @@ def test_pages_of_an_adapter_that_left_go_first_and_come_back_with_it() -> None:
 
 
 def test_pages_keep_their_names_when_they_move() -> None:
-    pool = PagePool(16)
-    cache = PrefixCache(pool)
-    chain = _kept(cache, pool, 3, MIA)
-    pool.take_page(9)
-    pool.move({chain[1][1]: 9})
-    cache.move({chain[1][1]: 9})
-    _check(cache, pool)
-    assert cache.lookup(chain[1][0]) == 9
+    cache = Cache()
+    _, (digest, page), _ = cache.kept(3, MIA)
+    cache.pool.take_page(9)
+    cache.pool.move({page: 9})
+    cache.move({page: 9})
+    cache.check()
+    assert cache.lookup(digest) == 9
     cache.on_adapter_evicted(MIA)
     assert cache.num_orphaned == 2
 
 
-def test_what_was_used_again_outlives_what_never_was() -> None:
-    pool = PagePool(16)
-    cache = PrefixCache(pool)
-    old, new = _kept(cache, pool, 2, None), _kept(cache, pool, 3, MIA)
-    for digest, page in old:
-        assert cache.lookup(digest) == page
-        pool.release((page,))
-        cache.release(page)
+def test_reused_pages_outlive_those_that_never_were() -> None:
+    cache = Cache()
+    old, new = cache.kept(2, None), cache.kept(3, MIA)
+    cache.use(old)
     for _ in new:
         assert cache.evict_lowest()
-    assert [cache.lookup(digest) for digest, _ in old] == [page for _, page in old]
+    cache.use(old)
     assert not any(cache.lookup(digest) for digest, _ in new)
 
 
 def test_where_prompts_never_repeat_a_page_is_worth_nothing() -> None:
-    pool = PagePool(2000)
-    cache = PrefixCache(pool)
-    once = _kept(cache, pool, 1000, None)
+    cache = Cache(2000)
+    once = cache.kept(1000, None)
     assert cache.reuse_rate < 0.002
     assert cache.lowest_score() < 0.002
-    for digest, page in once[:500]:
-        cache.lookup(digest)
-        pool.release((page,))
-        cache.release(page)
+    cache.use(once[:500])
     assert cache.reuse_rate == pytest.approx(0.5, rel=0.01)
     for number in range(30):
-        _kept(cache, pool, 100, AdapterKey(f"{number:064x}"))
+        cache.kept(100, AdapterKey(f"{number:064x}"))
         for _ in range(100):
             cache.evict_lowest()
-    assert cache.reuse_rate < 0.3, "what is long past counts less and less"
+    assert cache.reuse_rate < 0.3, "uses of long ago count less and less"
 
 
-def test_old_fame_fades() -> None:
-    pool = PagePool(100)
-    cache = PrefixCache(pool)
-    ((digest, page),) = _kept(cache, pool, 1, None)
-    for _ in range(40):
-        cache.lookup(digest)
-        pool.release((page,))
-        cache.release(page)
+def test_uses_of_long_ago_are_forgotten() -> None:
+    cache = Cache(100)
+    old = cache.kept(1, None)
+    cache.use(old, 40)
     for number in range(300):
-        chain = _kept(cache, pool, 2, AdapterKey(f"{number:064x}"))
-        for new, at in chain:
-            cache.lookup(new)
-            cache.lookup(new)
-            pool.release((at, at))
-            cache.release(at)
+        cache.use(cache.kept(2, AdapterKey(f"{number:064x}")), 2)
         cache.evict_lowest()
         cache.evict_lowest()
-        if page not in cache:
+        if old[0][1] not in cache:
             return
     raise AssertionError("the page of old is still there")
 
 
 def test_integrity_check_bites() -> None:
-    pool = PagePool(8)
-    cache = PrefixCache(pool)
-    _kept(cache, pool, 2, None)
+    cache = Cache()
+    cache.kept(2, None)
     cache._cached.popitem()
     with pytest.raises(AssertionError, match="evictable"):
         cache.check_integrity()

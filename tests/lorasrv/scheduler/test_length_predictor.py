@@ -1,4 +1,4 @@
-"""What is learnt while serving: lengths of answers, costs of steps; and what follows for admission."""
+"""Lengths of answers are learnt while serving; and what follows for admission."""
 
 import random
 
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_scheduler import scheduler
 
-from lorasrv.memory.cost_model import GUESS, MIN_MEASURED_STEPS, PARTS, StepCosts, StepShape
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request
 from lorasrv.sampling_params import SamplingParams
@@ -162,70 +161,6 @@ def test_short_answers_let_more_in() -> None:
 
     assert admitted(ends_at=2) == 8
     assert admitted(ends_at=90) == 1
-
-
-# Costs of steps.
-
-TRUE = [25e-3, 0.8e-3, 0.1e-3, 0.3e-9, 15e-9]
-
-
-def _steps(rng: random.Random, count: int) -> list[StepShape]:
-    shapes = []
-    for _ in range(count):
-        answers, prompt = rng.randint(1, 32), rng.choice([0, 0, 0, 100, 300])
-        adapters = rng.randint(0, answers) * 10_000_000
-        shapes.append(StepShape(answers + prompt, answers, adapters, 200 * answers + prompt * prompt // 2))
-    return shapes
-
-
-def _true_s(shape: StepShape) -> float:
-    return sum(seconds * part for seconds, part in zip(TRUE, shape.parts, strict=True))
-
-
-def test_steps_are_predicted_by_what_is_in_them() -> None:
-    rng = random.Random(1)
-    costs = StepCosts()
-    for shape in _steps(rng, 600):
-        costs.observe(shape, _true_s(shape) * rng.gauss(1.0, 0.05))
-    for shape in _steps(rng, 100):
-        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.05)
-    assert costs.adapter_s(10_000_000) == pytest.approx(3e-3, rel=0.1)
-
-
-def test_one_long_pause_does_not_rule() -> None:
-    rng = random.Random(2)
-    costs = StepCosts()
-    for i, shape in enumerate(_steps(rng, 600)):
-        costs.observe(shape, 30.0 if i % 97 == 96 else _true_s(shape))
-    for shape in _steps(rng, 100):
-        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.25)
-
-
-def test_a_machine_that_gets_slower_is_followed() -> None:
-    rng = random.Random(3)
-    costs = StepCosts()
-    for i, shape in enumerate(_steps(rng, 3000)):
-        costs.observe(shape, (2.0 if i >= 1000 else 1.0) * _true_s(shape))
-    for shape in _steps(rng, 50):
-        assert costs.seconds(shape) == pytest.approx(2 * _true_s(shape), rel=0.1)
-
-
-def test_before_anything_is_measured_it_is_a_guess_or_what_is_known() -> None:
-    shape = StepShape(1, 1, 0, 0)
-    assert StepCosts().seconds(shape) == pytest.approx(GUESS[0] + GUESS[1] + GUESS[2])
-    known = StepCosts.from_dict(dict(zip(PARTS, TRUE, strict=True)))
-    assert known.seconds(shape) == pytest.approx(sum(TRUE[:3]))
-    assert known.as_dict() == dict(zip(PARTS, TRUE, strict=True))
-    known.observe(StepShape(0, 0, 0, 0), 5.0)
-    assert known.num_observed == MIN_MEASURED_STEPS, "a step without tokens says nothing"
-
-
-def test_no_coefficient_is_ever_negative() -> None:
-    rng = random.Random(4)
-    costs = StepCosts()
-    for shape in _steps(rng, 400):
-        costs.observe(shape, rng.uniform(0.001, 0.5))
-    assert min(costs.seconds_each) >= 0.0
 
 
 def test_the_quantile_that_admission_plans_with_is_between_even_and_certain() -> None:
