@@ -216,10 +216,6 @@ class AdapterManager:
             return Need.PINNED
         return Need.WANTED if key in self._requests or key in self._reservations else Need.NOTHING
 
-    def is_reserved(self, key: AdapterKey) -> bool:
-        """Return whether the adapter is to be in the pool even without a request."""
-        return key in self._reservations
-
     def is_pinned(self, key: AdapterKey) -> bool:
         """Return whether an operator has pinned the adapter."""
         reservation = self._reservations.get(key)
