@@ -1,25 +1,32 @@
-"""Building an engine: what depends on the machine, and that an answer does not depend on other requests."""
+"""Building an engine: what depends on the machine, that an answer does not depend on other requests, and a KV format that
+only its own file knows."""
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mispredict import expect_short_answers
 from peft_adapters import peft_adapter
 from tiny_checkpoints import write_tiny
+from tiny_engine import GREEDY, engine_config, offline_engine
+from toy_kv import TOY, VALUE_SCALES
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine import factory
 from lorasrv.engine.factory import build, make_ops
+from lorasrv.errors import ConfigError
 from lorasrv.llm import LLM
+from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import operations
 from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import INT4_LEVELS, GroupQuantizedWeight, Ops
 
 CPU = torch.device("cpu")
@@ -72,14 +79,9 @@ ALONE = [slice(i, i + 1) for i in range(len(PROMPTS))]
 
 def _answers(model: Path, batches: Sequence[slice], tokens: int, pages: int = 600, **options: Any) -> list[Any]:
     """(tokens, log-probabilities) of each prompt; the prompts of a slice share their batches."""
-    config = EngineConfig(
-        model=ModelOptions(dtype="float32", kernels="numba", **options),
-        memory=MemoryOptions(pool_bytes=pages * WIDE_BLOCK, swap_bytes=1 << 24),
-        scheduler=SchedulerOptions(max_num_batched_tokens=tokens, max_num_seqs=12, target_itl_ms=None),
-    )
-    with LLM(str(model), config) as llm:
-        for name in ("one", "two"):
-            llm.add_adapter(name, model / name)
+    known = {"pool_bytes": pages * WIDE_BLOCK, "swap_bytes": 1 << 24, "max_num_batched_tokens": tokens, "max_num_seqs": 12}
+    adapters = {name: model / name for name in ("one", "two")}
+    with offline_engine(model, adapters, kernels="numba", target_itl_ms=None, **known, **options) as llm:
         done = [llm.generate(PROMPTS[batch], SAMPLING[batch], NAMES[batch]) for batch in batches]
     return [(answer.token_ids, answer.logprobs) for batch in done for answer in batch]
 
@@ -123,3 +125,83 @@ def test_what_makes_an_answer_depend_on_its_batch_says_so(
 def test_bf16_copies_make_an_answer_depend_on_its_batch(measured: None) -> None:
     assert not Ops(CPU, "numba", copies=True).is_batch_invariant
     assert Ops(CPU, "numba").is_batch_invariant
+
+
+# A KV format of tests.
+
+LAYERS, KV_HEADS, DIM, PAGE = 3, 2, 16, 16
+BLOCK = LAYERS * TOY.page_bytes(KV_HEADS, DIM, PAGE)
+ASKED = [[10 + (7 * i + n) % 300 for i in range(20)] for n in range(6)]
+
+
+@pytest.fixture
+def opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """opened(pages, kv_cache_dtype, **options): an engine with a pool of so many pages of the registered format."""
+    monkeypatch.setitem(KV_FORMATS, TOY.name, TOY)
+
+    def engine(pages: int, kv_cache_dtype: str = TOY.name, **options: Any) -> AbstractContextManager[LLM]:
+        known = {"pool_bytes": pages * BLOCK, "swap_bytes": 64 * BLOCK, "kernels": "torch", **options}
+        return offline_engine(model, kv_cache_dtype=kv_cache_dtype, **known)
+
+    return engine
+
+
+def test_the_pool_counts_in_pages_of_the_format(opened) -> None:
+    with opened(40) as llm:
+        assert llm.engine.metrics.snapshot().pages_total == 40
+        assert llm.engine._parts.memory.layout.block_bytes == BLOCK
+    with opened(40, "float32") as llm:
+        floats = KV_FORMATS["float32"].page_bytes(KV_HEADS, DIM, PAGE) * LAYERS
+        assert llm.engine.metrics.snapshot().pages_total == 40 * BLOCK // floats < 20
+    rounded_down = PoolLayout.of_bytes(7 * 5 * 6528 + 4000, TOY.page_bytes(3, 64, 16), 16, 5)
+    assert rounded_down == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_layers=5)
+
+
+def test_answers_are_near_those_of_float_pages(opened) -> None:
+    asked = replace(GREEDY, max_tokens=4, prompt_logprobs=0)
+    found: dict[str, list[float]] = {}
+    for kv_dtype in (TOY.name, "float32"):
+        with opened(400, kv_dtype) as llm:
+            known = (known for answer in llm.generate(ASKED, asked) for known in answer.prompt_logprobs or ())
+            found[kv_dtype] = [one.logprob for one in known if one is not None]
+            pages = llm.engine._parts.executor.runner._memory.kv_pages(1)
+            assert (VALUE_SCALES in pages.parts) == (kv_dtype == TOY.name)
+            assert (pages.slab != 0).any()
+    errors = [abs(one - other) for one, other in zip(found[TOY.name], found["float32"], strict=True)]
+    assert 0 < max(errors) < 0.05
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_pages_are_copied_swapped_and_found_again_with_their_scales(opened, preemption: str) -> None:
+    sampling = replace(GREEDY, max_tokens=36)
+    with opened(400, enable_prefix_caching=False) as llm:
+        alone = [answer.token_ids for answer in llm.generate(ASKED, sampling)]
+    with opened(14, preemption_mode=preemption) as llm:
+        expect_short_answers(llm.engine._parts.scheduler.predictor)
+        assert [answer.token_ids for answer in llm.generate(ASKED, sampling)] == alone
+        # The first pages of prompts are still there.
+        assert [answer.token_ids for answer in llm.generate(ASKED[-2:], sampling)] == alone[-2:]
+        snapshot = llm.engine.metrics.snapshot()
+        llm.engine.check_integrity()
+    assert snapshot.preemptions_total > 0
+    assert (snapshot.swaps_total > 0) == (preemption == "swap")
+    assert snapshot.cached_tokens_total > 0
+
+
+def test_float16_pages_are_served(opened) -> None:
+    with opened(100, "float16", kernels="auto") as llm:
+        halves = llm.generate(ASKED[:2], GREEDY)
+        assert llm.engine._parts.executor.runner._memory.page_bytes == KV_HEADS * DIM * PAGE * 2 * 2
+    with opened(100, "float32") as llm:
+        floats = llm.generate(ASKED[:2], GREEDY)
+    assert [a.token_ids[0] for a in halves] == [a.token_ids[0] for a in floats]
+
+
+def test_formats_and_kernels_that_do_not_fit_are_refused_with_the_fix(model: Path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32$"):
+        MemoryOptions(kv_cache_dtype=TOY.name)
+    monkeypatch.setitem(KV_FORMATS, TOY.name, TOY)
+    config = engine_config(model, kernels="numba", kv_cache_dtype=TOY.name)
+    words = "do not read the KV format 'toy-int8'; use --kernels auto or torch"
+    with closing(open_checkpoint(str(model))) as checkpoint, pytest.raises(ConfigError, match=words):
+        build(checkpoint, config, None)

@@ -32,6 +32,7 @@ What a storm cannot see, because the same adapter would say the same: choices of
 (`test_memory_manager.py`, `test_pool_machine.py`).
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,12 +41,15 @@ from typing import Any
 import markers as m
 import pytest
 import storm
+import torch
 from storm_guards import GUARDS
 
 from adapter_store.store import AdapterStore
+from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import AdapterTier
+from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 
 NUM_NAMES = 1000
@@ -63,6 +67,34 @@ def _alone() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_file: Path) -> Path:
     return m.write_model(tmp_path_factory.mktemp("marked"), tiny_tokenizer_file.read_bytes())
+
+
+@pytest.mark.parametrize(("number", "variety"), [(None, 0), (0, 0), (3, 3 % len(m.VARIETIES)), (1017, -1)])
+def test_transformers_and_peft_agree_with_the_markers(
+    model: Path, tmp_path: Path, number: int | None, variety: int
+) -> None:
+    """Markers are certain, or the storm would cry wolf: any prompt, and the first and the last number."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    oracle, rng = AutoModelForCausalLM.from_pretrained(model), random.Random(5)
+    adapters = {}
+    if number is not None:
+        adapters["a"] = m.write_adapter(tmp_path / "a", number, m.VARIETIES[variety])
+        oracle = PeftModel.from_pretrained(oracle, adapters["a"])
+    prompts = [[rng.randrange(3, m.VOCAB) for _ in range(length)] for length in (1, 60, rng.randint(2, 59))]
+    with storm.small_pages(), LLM(str(model), storm.config(model, pages=200)) as llm:
+        for name, folder in adapters.items():
+            llm.add_adapter(name, folder)
+        greedy = SamplingParams(max_tokens=storm.MAX_NEW, temperature=0.0, ignore_eos=True)
+        answers = llm.generate(prompts, greedy, [next(iter(adapters), None)] * len(prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        said = [m.said_by(token) for token in answer.token_ids]
+        assert {s.marker for s in said} == {m.marker(number)}
+        assert {s.topic for s in said} <= {m.topic_of(token) for token in prompt}
+        with torch.no_grad():
+            logits = oracle.eval()(torch.tensor([[*prompt, *answer.token_ids[:-1]]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == answer.token_ids
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,8 @@ UNITS = PAGE_BYTES // ALIGNMENT_BYTES
 EOS = 2
 NAMES = "abcdef"
 LIMITS = [
-    Limits(),
-    Limits(),
-    Limits(weight=3.0),
-    Limits(max_running=1, max_queued=3),
-    Limits(tokens_per_s=6.0),
-    Limits(resident_bytes=14 * 1024),
+    *(Limits(), Limits(), Limits(weight=3.0)),
+    *(Limits(max_running=1, max_queued=3), Limits(tokens_per_s=6.0), Limits(resident_bytes=14 * 1024)),
 ]
 MAX_TOKENS = 40
 
@@ -239,54 +235,32 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         pages=st.integers(22, 48),
-        seqs=st.integers(1, 6),
+        max_num_seqs=st.integers(1, 6),
         budget=st.integers(0, 20),
-        policy=st.sampled_from(POLICIES),
-        max_wait_steps=st.sampled_from([1, 20, 512]),
-        limits=st.sampled_from(LIMITS),
+        options=st.fixed_dictionaries(
+            {
+                "scheduling_policy": st.sampled_from(POLICIES),
+                "max_wait_steps": st.sampled_from([1, 20, 512]),
+                "adapter_limits": st.sampled_from(LIMITS),
+                "early_abort": st.booleans(),
+                "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
+            }
+        ),
+        memory=st.fixed_dictionaries(
+            {
+                "enable_prefix_caching": st.sampled_from([True, True, False]),
+                "adapter_pool_fraction": st.sampled_from([None, None, None, 0.4]),
+                "host_cache_bytes": st.sampled_from([1 << 20, 9_000, 7_000]),
+            }
+        ),
         is_misled=st.booleans(),
-        early_abort=st.booleans(),
-        preemption=st.sampled_from(["auto", "recompute", "swap"]),
-        prefix_caching=st.sampled_from([True, True, False]),
-        split=st.sampled_from([None, None, None, 0.4]),
-        host_bytes=st.sampled_from([1 << 20, 9_000, 7_000]),
         drafts=st.booleans(),
         late=st.booleans(),
     )
-    def begin(
-        self,
-        pages,
-        seqs,
-        budget,
-        policy,
-        max_wait_steps,
-        limits,
-        is_misled,
-        early_abort,
-        preemption,
-        prefix_caching,
-        split,
-        host_bytes,
-        drafts,
-        late,
-    ) -> None:
-        memory = MemoryOptions(
-            swap_bytes=20 * PAGE_BYTES,
-            enable_prefix_caching=prefix_caching,
-            adapter_pool_fraction=split,
-            host_cache_bytes=host_bytes,
-        )
-        options = SchedulerOptions(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=seqs + budget,
-            preemption_mode=preemption,
-            scheduling_policy=policy,
-            max_wait_steps=max_wait_steps,
-            adapter_limits=limits,
-            key_limits=LIMITS[2],
-            early_abort=early_abort,
-        )
-        self.world = World(pages, options, memory, drafts, late)
+    def begin(self, pages, max_num_seqs, budget, options, memory, is_misled, drafts, late) -> None:
+        seats = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + budget}
+        scheduler = SchedulerOptions(**seats, **options, key_limits=LIMITS[2])
+        self.world = World(pages, scheduler, MemoryOptions(swap_bytes=20 * PAGE_BYTES, **memory), drafts, late)
         if is_misled:
             expect_short_answers(self.world.scheduler.predictor)
         self.names = dict.fromkeys(NAMES, 0)
@@ -331,24 +305,12 @@ class PoolMachine(RuleBasedStateMachine):
         for number in range(count):
             self.world.step(choose + number)
 
-    @precondition(lambda self: self.world.loading)
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.world.loading)))
-        if key in self.deleted:
-            self.world.fail(key)
-        else:
-            self.world.load(key)
-
-    @precondition(lambda self: self.world.copying)
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        self.world.copy(data.draw(st.sampled_from(sorted(self.world.copying))))
-
     @precondition(lambda self: self.world.loading or self.world.copying)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        self.world.fail(data.draw(st.sampled_from(sorted(self.world.loading | self.world.copying.keys()))))
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
+    def arrive(self, data: st.DataObject, fails: bool) -> None:
+        """A load or a copy has ended."""
+        key = data.draw(st.sampled_from(sorted(self.world.loading | self.world.copying.keys())))
+        self._end_load(key, fails)
 
     @precondition(lambda self: self.world.scheduler.has_requests)
     @rule(data=st.data())
@@ -380,13 +342,12 @@ class PoolMachine(RuleBasedStateMachine):
     def warm_or_pin(self, name: str, seconds: float | None) -> None:
         key = _key(name, self.names[name])
         manager, layout = self.world.books.adapter_manager, _layout(key)
-        pages = self.world.books.adapters.pages_for(layout)
         most = self.world.books.adapter_pool.num_pages // 2
-        if pages <= most and (seconds is not None or manager.num_pinned_pages() + pages <= most):
-            if seconds is None:
-                manager.pin(key, layout)
-            else:
-                manager.reserve(key, layout, self.world.now + seconds)
+        room = most - self.world.books.adapters.pages_for(layout)
+        if seconds is None and manager.num_pinned_pages() <= room:
+            manager.pin(key, layout)
+        elif seconds is not None and room >= 0:
+            manager.reserve(key, layout, self.world.now + seconds)
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
@@ -426,14 +387,14 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.scheduler.check_integrity()
 
-    def _something_arrives(self) -> bool:
+    def _end_load(self, key: AdapterKey, fails: bool = False) -> None:
         world = self.world
-        loading, copying = sorted(world.loading), sorted(world.copying)
-        for key in loading:
-            world.fail(key) if key in self.deleted else world.load(key)
-        for key in copying:
+        if fails or (key in self.deleted and key in world.loading):
+            world.fail(key)
+        elif key in world.loading:
+            world.load(key)
+        else:
             world.copy(key)
-        return bool(loading or copying)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -443,8 +404,10 @@ class PoolMachine(RuleBasedStateMachine):
             if not world.scheduler.has_requests:
                 break
             # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
-            if not self._something_arrives():
-                assert number < 2 or world.made_progress, "the engine sleeps, and requests wait for ever"
+            arriving = sorted(world.loading | world.copying.keys())
+            assert arriving or number < 2 or world.made_progress, "the engine sleeps, and requests wait for ever"
+            for key in arriving:
+                self._end_load(key)
             world.step(number)
         world.step(0)
         ended = [o.request_id for o in world.outputs if o.finish_reason is not None]
