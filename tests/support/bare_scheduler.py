@@ -72,12 +72,14 @@ class Bench:
         fields.setdefault("adapter_id", key or "")
         self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
 
-    def add_beams(self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None) -> None:
+    def add_beams(
+        self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None, **fields: Any
+    ) -> None:
         """A group of beams, whose tokens follow from what they have so far."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS)
         layout = None if key is None else layout_of(key)
         ids = tuple(range(10, 10 + prompt))
-        options = {"adapter_id": key or "", "beams": BeamOptions(width)}
+        options = {"adapter_id": key or "", "beams": BeamOptions(width), **fields}
         first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **options)
         for message in (first, *further_choices(first, [RequestId(f"{name}.{i}") for i in range(1, width)])):
             self.scheduler.add(message)

@@ -1,7 +1,7 @@
-"""Beam search: transformers' answers, whatever shares the batch, gives way or leaves; every page accounted for."""
+"""Beam search: transformers' answers, whatever shares the batch, is preempted or aborted; every page accounted for."""
 
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from bare_scheduler import KEYS, Bench
 from mispredict import expect_short_answers
+from tiny_engine import offline_engine
 
-from lorasrv.config import EngineConfig, Limits, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import Limits
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, LimitExceeded
 from lorasrv.llm import LLM
@@ -18,9 +19,6 @@ from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler.beam_search import BeamState
 
-PAGE = 16
-BLOCK = 3 * 2 * 2 * 16 * PAGE * 4
-"""Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
 VOCAB = 384
 PROMPTS = [[10 + (7 * i) % 300 for i in range(n)] for n in (16, 45)]
 TOKENS = 14
@@ -67,30 +65,25 @@ def _unpadded(tokens: list[int]) -> list[int]:
     return tokens
 
 
-def _engine(model: Path, adapter_dirs: dict[str, Path], pages: int, preemption: str, **scheduler: Any) -> LLM:
-    config = EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=pages * BLOCK),
-        scheduler=SchedulerOptions(preemption_mode=preemption, target_itl_ms=None, **scheduler),
-    )
-    llm = LLM(str(model), config)
-    for name, folder in adapter_dirs.items():
-        llm.add_adapter(name, folder)
-    step = llm.engine.step
+@contextmanager
+def _engine(model: Path, adapter_dirs: dict[str, Path], pages: int = 400, **options: Any) -> Iterator[LLM]:
+    """Open an engine whose accounts are added up after every step."""
+    with offline_engine(model, adapter_dirs, pages, target_itl_ms=None, **options) as llm:
+        step = llm.engine.step
 
-    def checked() -> Any:
-        outputs = step()
-        llm.engine.check_integrity()
-        return outputs
+        def checked() -> Any:
+            outputs = step()
+            llm.engine.check_integrity()
+            return outputs
 
-    llm.engine.step = checked  # type: ignore[method-assign]
-    return llm
+        llm.engine.step = checked  # type: ignore[method-assign]
+        yield llm
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[LLM]:
-    """A roomy engine that checks its books after every step."""
-    with _engine(model, adapter_dirs, 400, "auto") as llm:
+    """A roomy one."""
+    with _engine(model, adapter_dirs) as llm:
         yield llm
 
 
@@ -135,7 +128,7 @@ def _group(llm: LLM, prompt: list[int], name: str | None, beams: BeamOptions, to
 
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
 def test_beams_and_others_in_a_pool_that_is_too_small(model, adapter_dirs, llm: LLM, preemption: str) -> None:
-    """Groups on two adapters and the base beside plain requests; adapters come and go, everybody gives way at times."""
+    """Groups on two adapters and the base beside plain requests; adapters come and go, requests are preempted."""
     work = [(PROMPTS[1], "two", 4), (PROMPTS[0], None, 3), (PROMPTS[1][5:], "three", 2)]
     plain = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     prompts = [PROMPTS[1][i:] for i in range(6)]
@@ -143,7 +136,7 @@ def test_beams_and_others_in_a_pool_that_is_too_small(model, adapter_dirs, llm: 
     want = [_answers(llm._run(_group(llm, prompt, name, BeamOptions(width)))) for prompt, name, width in work]
     want_plain = _answers(llm.generate(prompts, plain, names))
     options = {"max_num_seqs": 12, "max_num_batched_tokens": 20}
-    with _engine(model, adapter_dirs, 30, preemption, **options) as small:
+    with _engine(model, adapter_dirs, 30, preemption_mode=preemption, **options) as small:
         expect_short_answers(small.engine._parts.scheduler.predictor)
         groups = [_group(small, prompt, name, BeamOptions(width)) for prompt, name, width in work]
         others = [small._message(prompt, plain, name) for prompt, name in zip(prompts, names, strict=True)]
@@ -156,26 +149,24 @@ def test_beams_and_others_in_a_pool_that_is_too_small(model, adapter_dirs, llm: 
     assert [done[m.request_id] for m in others] == want_plain
 
 
-def test_pages_are_shared_and_copied_on_write(llm: LLM) -> None:
-    beams = BeamOptions(8)
-    copies = llm.engine.metrics.snapshot().copied_pages_total
-    held: list[int] = []
-    run = llm.engine._parts.executor.runner.run
+def test_pages_are_shared_and_copied_on_write(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, held = llm.engine.metrics.snapshot().copied_pages_total, []
+    runner = llm.engine._parts.executor.runner
+    run = runner.run
 
     def noted(step: Any) -> Any:
         held.append(len({page for share in step.scheduled for page in share.page_table}))
         return run(step)
 
-    llm.engine._parts.executor.runner.run = noted  # type: ignore[method-assign]
-    llm._run(_group(llm, PROMPTS[1] * 4, "two", beams, tokens=20))
-    llm.engine._parts.executor.runner.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "run", noted)
+    llm._run(_group(llm, PROMPTS[1] * 4, "two", BeamOptions(8), tokens=20))
     assert max(held) < 2 * 8 + 12, "not eight times the prompt's eleven pages"
     assert llm.engine.metrics.snapshot().copied_pages_total > copies
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("after", [0, 1, 2, 9])
-def test_who_aborts_one_beam_aborts_them_all(llm: LLM, victim: int, after: int) -> None:
+def test_aborting_one_beam_aborts_them_all(llm: LLM, victim: int, after: int) -> None:
     group = _group(llm, PROMPTS[1], "two", BeamOptions(4))
     for message in group:
         llm.engine.add_request(message)
@@ -189,20 +180,18 @@ def test_who_aborts_one_beam_aborts_them_all(llm: LLM, victim: int, after: int) 
 
 
 def test_a_group_that_its_limits_forbid_is_refused_whole(model, adapter_dirs) -> None:
-    with _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_running=2)) as llm:
+    with _engine(model, adapter_dirs, adapter_limits=Limits(max_running=2)) as llm:
         with pytest.raises(InvalidRequest, match="3 beams run together"):
             llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(3)))
         assert not llm.engine.has_requests
         assert len(llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(2)))) == 2
-    with (
-        _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_queued=1), max_num_seqs=2) as llm,
-        pytest.raises(LimitExceeded),
-    ):
+    narrow = {"adapter_limits": Limits(max_queued=1), "max_num_seqs": 2}
+    with _engine(model, adapter_dirs, **narrow) as llm, pytest.raises(LimitExceeded):
         llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(4)))
 
 
 def test_a_group_that_never_fits_is_refused(model, adapter_dirs) -> None:
-    with _engine(model, adapter_dirs, 24, "auto") as llm:
+    with _engine(model, adapter_dirs, 24) as llm:
         assert len(llm._run(_group(llm, PROMPTS[1], None, BeamOptions(5), tokens=17))) == 5
         with pytest.raises(ContextLengthExceeded, match="pages"):
             _group(llm, PROMPTS[1], None, BeamOptions(7), tokens=17)
@@ -222,7 +211,7 @@ def test_a_group_that_never_fits_is_refused(model, adapter_dirs) -> None:
         ({"stop_token_ids": tuple(range(9))}, "stop_token_ids"),
     ],
 )
-def test_what_does_not_go_with_beams_is_refused_by_name(llm: LLM, fields: dict[str, Any], param: str) -> None:
+def test_fields_that_do_not_go_with_beams_are_refused_by_name(llm: LLM, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.beam_search([PROMPTS[0]], SamplingParams(max_tokens=20, **fields), BeamOptions(2))
     assert caught.value.param == param
@@ -236,23 +225,14 @@ def test_equals_are_taken_in_a_fixed_order() -> None:
     assert [(child.parent, child.token_id) for child in children] == [(0, 5), (1, 4)]
 
 
-def test_a_deadline_ends_each_beam_once(llm: LLM) -> None:
-    key = llm.store.resolve("two").key
-    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-    options = {"beams": BeamOptions(3), "timeout_s": 0.05, "adapter_id": "two"}
-    first = llm.input_processor.process(RequestId("late"), PROMPTS[0], sampling, key, **options)
-    group = [first, *further_choices(first, [RequestId("late.1"), RequestId("late.2")])]
-    for message in group:
-        llm.engine.add_request(message)
-    time.sleep(0.06)
-    ended = [output for _ in range(3) for output in llm.engine.step()]
-    assert sorted((one.request_id, one.finish_reason) for one in ended) == [
-        (message.request_id, FinishReason.TIMEOUT) for message in group
-    ]
-    assert not llm.engine.has_requests
+def test_a_deadline_ends_each_beam_once() -> None:
+    bench = Bench()
+    bench.add_beams("late", 3, 60, 3, timeout_s=4.0)
+    bench.run()
+    assert bench.ends() == dict.fromkeys(("late", "late.1", "late.2"), FinishReason.TIMEOUT)
 
 
-def test_a_second_group_waits_and_nobody_else_does(llm: LLM) -> None:
+def test_a_second_group_waits_and_no_other_request_does(llm: LLM) -> None:
     plain = llm._message(PROMPTS[0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), None)
     first, second = (_group(llm, PROMPTS[1], None, BeamOptions(2), tokens=6) for _ in range(2))
     for message in (*first, *second, plain):
