@@ -1,5 +1,5 @@
-"""Building an engine: what depends on the machine, that an answer does not depend on other requests, and a KV format that
-only its own file knows."""
+"""Building an engine: what depends on the machine, that an answer does not depend on other requests, and a KV format
+that only its own file knows."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
@@ -79,7 +79,12 @@ ALONE = [slice(i, i + 1) for i in range(len(PROMPTS))]
 
 def _answers(model: Path, batches: Sequence[slice], tokens: int, pages: int = 600, **options: Any) -> list[Any]:
     """(tokens, log-probabilities) of each prompt; the prompts of a slice share their batches."""
-    known = {"pool_bytes": pages * WIDE_BLOCK, "swap_bytes": 1 << 24, "max_num_batched_tokens": tokens, "max_num_seqs": 12}
+    known = {
+        "pool_bytes": pages * WIDE_BLOCK,
+        "swap_bytes": 1 << 24,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": 12,
+    }
     adapters = {name: model / name for name in ("one", "two")}
     with offline_engine(model, adapters, kernels="numba", target_itl_ms=None, **known, **options) as llm:
         done = [llm.generate(PROMPTS[batch], SAMPLING[batch], NAMES[batch]) for batch in batches]
