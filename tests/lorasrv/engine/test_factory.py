@@ -79,14 +79,9 @@ ALONE = [slice(i, i + 1) for i in range(len(PROMPTS))]
 
 def _answers(model: Path, batches: Sequence[slice], tokens: int, pages: int = 600, **options: Any) -> list[Any]:
     """(tokens, log-probabilities) of each prompt; the prompts of a slice share their batches."""
-    known = {
-        "pool_bytes": pages * WIDE_BLOCK,
-        "swap_bytes": 1 << 24,
-        "max_num_batched_tokens": tokens,
-        "max_num_seqs": 12,
-    }
-    adapters = {name: model / name for name in ("one", "two")}
-    with offline_engine(model, adapters, kernels="numba", target_itl_ms=None, **known, **options) as llm:
+    options |= {"kernels": "numba", "pool_bytes": pages * WIDE_BLOCK, "swap_bytes": 1 << 24}
+    options |= {"max_num_batched_tokens": tokens, "max_num_seqs": 12, "target_itl_ms": None}
+    with offline_engine(model, {name: model / name for name in ("one", "two")}, **options) as llm:
         done = [llm.generate(PROMPTS[batch], SAMPLING[batch], NAMES[batch]) for batch in batches]
     return [(answer.token_ids, answer.logprobs) for batch in done for answer in batch]
 
