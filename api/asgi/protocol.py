@@ -241,7 +241,9 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None:
             self.cycle.body.clear()
         if self._real.can_write_eof():
-            self._real.write_eof()
+            # A client may have reset the connection just now.
+            with contextlib.suppress(OSError):
+                self._real.write_eof()
         self.flow.resume_reading()
 
     def _close(self) -> None:

@@ -29,9 +29,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import harness
 import httpx2
 import markers as m
-from harness import arguments, environment, lorasrv_command
 from marker_served import (
     SERVE_FLAGS,
     host_cache_bytes,
@@ -378,8 +378,8 @@ def settled(served: Served, before: Held) -> Held:
 
 def fsck(store: Path, *, was_cut_short: bool) -> list[str]:
     """Return what `lorasrv store fsck` finds; a run that was cut short may leave weights that were not registered."""
-    command = lorasrv_command("store", "fsck", "--json", "--store", store)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    command = harness.lorasrv_command("store", "fsck", "--json", "--store", store)
+    done = subprocess.run(command, capture_output=True, text=True, env=harness.environment(), check=False)
     found = json.loads(done.stdout)["findings"]
     return [f"store fsck: {one}" for one in found if not (was_cut_short and one["kind"] == "orphaned")]
 
@@ -444,7 +444,7 @@ def run(folder: Path, adapters: int, seconds: float, seed: int, flags: list[str]
 
 
 def main() -> None:
-    a = arguments(
+    a = harness.arguments(
         __doc__,
         minutes=(15.0, "of the run"),
         adapters=(200, "ids"),

@@ -1,6 +1,7 @@
 """The protocol and the bounds of bodies around a small application: time, bytes, and how connections end."""
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -124,6 +125,19 @@ class TestTime:
         with RawClient(edge.port) as client:
             client.send(b"GET / HTTP/1.1\r\n").drip(pause_s=0.05, drop=b"A: b\r\n")
             assert client.answer()[0] == 408
+
+    def test_a_reset_at_the_end_of_the_time_is_no_error(self, edge, eventually, monkeypatch, caplog) -> None:
+        def reset() -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        with RawClient(edge.port) as client:
+            client.send(b"GET / HT")
+            eventually(lambda: edge.state.connections)
+            [connection] = edge.state.connections
+            monkeypatch.setattr(connection._real, "write_eof", reset)
+            eventually(lambda: edge.cuts == {"header_timeout": 1})
+        eventually(lambda: not edge.state.connections)
+        assert caplog.text == ""
 
     def test_a_body_that_stops_and_one_that_drips(self, edge, eventually) -> None:
         for drips in (False, True):
