@@ -244,10 +244,7 @@ def test_flags_before_environment_before_file_before_defaults(chosen: dict[str, 
     environment["XDG_CONFIG_HOME"] = "/nowhere"
     flags = {name: SAID[name][0][2] for name, sources in chosen.items() if "flag" in sources}
     defaults = ServerSettings()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.dict(os.environ, environment),
-    ):
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, environment):
         path = Path(folder) / "c.toml"
         # A text, list, number or switch in JSON is TOML.
         spell = (lambda name: name.replace("_", "-")) if hyphens else str

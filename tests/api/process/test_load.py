@@ -147,11 +147,7 @@ async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traf
 
 @pytest.mark.parametrize(
     ("adapters", "requests"),
-    [
-        (24, 96),
-        pytest.param(250, 500, marks=pytest.mark.long),
-        pytest.param(1000, 1500, marks=pytest.mark.exhaustive),
-    ],
+    [(24, 96), pytest.param(250, 500, marks=pytest.mark.long), pytest.param(1000, 1500, marks=pytest.mark.exhaustive)],
 )
 def test_evict_and_reload_storm(served: Served, adapters: int, requests: int) -> None:
     before = figures(served)
@@ -198,10 +194,7 @@ def test_a_flood(served: Served) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    [
-        "bench_overload.py --model marked --calm-seconds 3 --seconds 20",
-        "soak.py --minutes 0.5 --folder {folder}",
-    ],
+    ["bench_overload.py --model marked --calm-seconds 3 --seconds 20", "soak.py --minutes 0.5 --folder {folder}"],
 )
 def test_ten_times_the_capacity_and_everything_at_once(command: str, tmp_path: Path) -> None:
     script, *arguments = command.format(folder=tmp_path / "soak").split()
