@@ -29,7 +29,7 @@ orders once a step and reports what has finished; a report that was overtaken by
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -139,6 +139,7 @@ class AdapterManager:
         self._unneeded: dict[AdapterKey, None] = {}
         self._orders = _Orders()
         self._is_host_full = False
+        self._moved: dict[AdapterKey, None] = {}
         self.num_evictions = 0
 
     # State.
@@ -170,6 +171,16 @@ class AdapterManager:
     def num_resident(self) -> int:
         """Return the number of adapters that a step may read."""
         return len(self._states) - len(self._host_copies)
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Return whether a load may begin, if its host copy is small enough."""
+        return not self._host_copies or self._host_bytes < self._max_host_bytes
+
+    def take_moved(self) -> Iterable[AdapterKey]:
+        """Return the adapters whose state has changed since the last call."""
+        moved, self._moved = self._moved, {}
+        return moved
 
     # What needs an adapter.
 
@@ -404,6 +415,7 @@ class AdapterManager:
         self._check(key, method)
         source = self.state(key)
         target = TRANSITIONS[source, method]
+        self._moved[key] = None
         if target is AdapterState.ON_DISK:
             del self._states[key]
         else:

@@ -155,6 +155,15 @@ class BeamGroups:
             return False
         return self._running_group != _name(request) or request.request_id in self._groups[self._running_group].offers
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether a group runs, so that others must wait."""
+        return self._running_group in self._groups
+
+    def is_of_running_group(self, request: Request) -> bool:
+        """Return whether a beam belongs to the group that runs."""
+        return self._running_group == _name(request)
+
     def on_admitted(self, request: Request) -> None:
         """Note that a request is running now."""
         if request.message.beams is not None:

@@ -8,6 +8,7 @@ Quotas only answer questions; the caller decides what to do with a request that 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
@@ -20,6 +21,38 @@ BURST_S = 2.0
 """An account that was idle may compute the tokens of this many seconds at once."""
 MIN_SWEEP = 512
 _NONE = Limits()
+
+
+class Blocker(NamedTuple):
+    """Name what keeps waiting requests from running."""
+
+    kind: str
+    name: str
+
+    @classmethod
+    def of_key(cls, principal: str) -> "Blocker":
+        """Return the running requests or the rate of a key, which block all requests of the key alike."""
+        return cls("key", principal)
+
+    @classmethod
+    def of_load(cls, key: AdapterKey | None) -> "Blocker":
+        """Return the load of an adapter."""
+        return cls("load", str(key))
+
+    @classmethod
+    def of_prompt(cls, first: RequestId) -> "Blocker":
+        """Return the prompt of a first choice, which further choices share."""
+        return cls("prompt", first)
+
+    @property
+    def is_of_key(self) -> bool:
+        """Return whether all requests of a key are blocked."""
+        return self.kind == "key"
+
+    @property
+    def is_of_adapter(self) -> bool:
+        """Return whether requests wait until an adapter's state changes."""
+        return self.kind in ("load", "host memory")
 
 
 @dataclass(slots=True)
@@ -77,6 +110,7 @@ class Quotas:
         self._keys: dict[str, _QuotaAccount] = {}
         self._reserved: dict[RequestId, int] = {}
         self._request_slots, self._num_waiting = request_slots, 0
+        self._relieved: set[Blocker] = set()
         self._with_slot: list[_QuotaAccount] = []
         self._num_swept = MIN_SWEEP
 
@@ -88,6 +122,7 @@ class Quotas:
             self._own[adapter_id] = limits
         if (account := self._adapters.get(adapter_id)) is not None:
             account.limits = self._limits_of(adapter_id)
+            self._relieve(account)
             rate = account.limits.tokens_per_s
             if rate is None or account.tokens is None:
                 account.tokens = self._bucket(account.limits)
@@ -132,23 +167,32 @@ class Quotas:
                 )
         return None
 
-    def may_admit(self, request: Request) -> bool:
-        """Return whether limits on running requests and bytes let the request run now."""
-        return all(self._has_capacity(account, request) for account in self._accounts(request))
+    def blocker(self, request: Request) -> tuple[Blocker, float | None] | None:
+        """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
+        The caller asks again when `take_relieved` names the limit."""
+        for account in reversed(self._accounts(request)):
+            most = account.limits.max_running
+            if most is not None and account.num_running >= most:
+                return Blocker(account.kind, account.name), None
+            if not self._has_bytes(account, request):
+                return Blocker(f"bytes of {account.kind}", account.name), None
+        return self.rate_blocker(request)
 
-    def throttled_until_s(self, request: Request) -> float | None:
-        """Return when the debts of its adapter and key will be paid; None if neither has one."""
-        buckets = [account.tokens for account in self._accounts(request) if account.tokens is not None]
-        wait_s = max((bucket.wait_s(0.0) for bucket in buckets), default=0.0)
-        return self._clock() + wait_s if wait_s > 0 else None
+    def rate_blocker(self, request: Request) -> tuple[Blocker, float] | None:
+        """Return which rate forbids that a request has tokens now, and until when; None if none does."""
+        waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in self._accounts(request) if a.tokens is not None]
+        wait_s, *blocker = max(waits, default=(0.0, "", ""))
+        return (Blocker(*blocker), self._clock() + wait_s) if wait_s > 0 else None
 
-    def may_run(self, request: Request) -> bool:
-        """Return whether all limits would let a waiting request run now."""
-        return self.may_admit(request) and self.throttled_until_s(request) is None
+    def take_relieved(self) -> set[Blocker]:
+        """Return the limits that may allow more since the last call."""
+        relieved, self._relieved = self._relieved, set()
+        return relieved
 
     def retry_after_s(self, request: Request, answer_s: float, max_running: int) -> float:
         """Estimate the seconds until one more request could wait, if an answer takes `answer_s`."""
-        owed_s = (self.throttled_until_s(request) or self._clock()) - self._clock()
+        blocker = self.rate_blocker(request)
+        owed_s = 0.0 if blocker is None else blocker[1] - self._clock()
         queues = (a.num_waiting / (a.limits.max_running or max_running) for a in self._accounts(request))
         return owed_s + max(queues) * answer_s
 
@@ -189,6 +233,7 @@ class Quotas:
         for account in self._accounts(request):
             account.num_waiting += 1
             account.num_running -= 1
+            self._relieve(account)
             if request.adapter_key is not None:
                 account.uses[request.adapter_key] -= 1
                 if not account.uses[request.adapter_key]:
@@ -231,14 +276,15 @@ class Quotas:
         free = self._request_slots - len(self._reserved) - self._num_waiting
         return free > 0 and all(account.has_slot and account.num_queued <= 0 for account in accounts)
 
-    def _has_capacity(self, account: _QuotaAccount, request: Request) -> bool:
-        limits = account.limits
-        if limits.max_running is not None and account.num_running >= limits.max_running:
-            return False
-        if limits.resident_bytes is None:
+    def _relieve(self, account: _QuotaAccount) -> None:
+        self._relieved |= {Blocker(account.kind, account.name), Blocker(f"bytes of {account.kind}", account.name)}
+
+    def _has_bytes(self, account: _QuotaAccount, request: Request) -> bool:
+        most = account.limits.resident_bytes
+        if most is None:
             return True
         pages = account.pages + self._pages_reserved_by(request) + self._pages_of_new_adapter(account, request)
-        return pages * self._page_bytes <= limits.resident_bytes
+        return pages * self._page_bytes <= most
 
     def _pages_of_new_adapter(self, account: _QuotaAccount, request: Request) -> int:
         """Return the pages of the request's adapter if no running request of this account uses it."""

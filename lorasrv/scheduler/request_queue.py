@@ -5,21 +5,29 @@ is *starved*. Starved requests take request slots and pages from others, longest
 ahead of all others, until they have `PROTECTED_TOKENS` more tokens: otherwise they could be preempted before the tokens
 were of use. So a request has tokens at the latest
 
-    max_wait_steps + CHECK_EVERY + P · (1 + k) steps
+    max_wait_steps + n / MAX_CHECKED + P · (1 + k) steps
 
-after its arrival or its last tokens, if k others are starved before it and its adapter is resident by then; otherwise
-CHECK_EVERY + P · (1 + k) steps after its adapter is resident. P is the length of protection: PROTECTED_TOKENS steps and
-those in which the longest sequence is computed in chunks. Time during which the limits of its own adapter or key hold a
-request back does not count: within a throttled account the order is the policy's alone.
+after its arrival or its last tokens, if n requests are live, k others are starved before it and its adapter is resident
+by then; otherwise n / MAX_CHECKED + P · (1 + k) steps after its adapter is resident. P is the length of protection:
+PROTECTED_TOKENS steps and those in which the longest sequence is computed in chunks. Time during which the limits of
+its own adapter or key hold a request back does not count: within a throttled account the order is the policy's alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
+from adapter_store.spec import AdapterKey
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 from lorasrv.scheduler.policies import Policy
+from lorasrv.scheduler.quotas import Blocker
+from lorasrv.scheduler.waiting_lanes import WaitingLanes
 
-CHECK_EVERY = 16
+MAX_CHECKED = 64
+"""Most requests that a step checks for starvation, those with the longest waits."""
+MAX_STARVED = 64
+"""Most requests that are starved at a time: they go one after another anyway."""
 PROTECTED_TOKENS = 16
 
 
@@ -28,19 +36,32 @@ class RequestQueue:
 
     Args:
         policy: order of the requests.
+        adapters: where each adapter is.
         max_wait_steps: steps without tokens after which a request is starved.
-        may_run: whether limits would let a waiting request run now.
+        find_blocker: which limit forbids that a waiting request runs now; None if none does.
     """
 
-    def __init__(self, policy: Policy, max_wait_steps: int, may_run: Callable[[Request], bool]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        adapters: AdapterManager,
+        max_wait_steps: int,
+        find_blocker: Callable[[Request], Blocker | None],
+    ) -> None:
         self.policy = policy
-        self._may_run = may_run
+        self.lanes = WaitingLanes(policy, adapters)
+        self._adapters = adapters
+        self._find_blocker = find_blocker
         self._max_wait_steps = max_wait_steps
         self._running: list[Request] = []
         self._waiting: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
         self._preempted: dict[RequestId, Request] = {}
         self._starved: dict[RequestId, Request] = {}
+        # Those that are not starved, by the step of their last tokens.
+        self._by_wait: OrderedDict[RequestId, Request] = OrderedDict()
+        # Waiting requests that would be starved, but for a load that no preemption makes faster.
+        self._loading: dict[AdapterKey, list[Request]] = {}
         self._num_added = 0
         self.step = 0
         self.num_starved_total = 0
@@ -56,11 +77,6 @@ class RequestQueue:
         return self._waiting
 
     @property
-    def checks_starvation_now(self) -> bool:
-        """Return whether this step looks at all waiting requests."""
-        return self.step % CHECK_EVERY == 0
-
-    @property
     def preempted(self) -> dict[RequestId, Request]:
         """Return the waiting requests that have run before."""
         return self._preempted
@@ -74,9 +90,9 @@ class RequestQueue:
         """Add a new request to the waiting ones."""
         self._num_added += 1
         request.number = self._num_added
-        request.last_share_step = self.step
+        self._touch(request)
         self.requests[request.request_id] = self._waiting[request.request_id] = request
-        self.policy.add(request)
+        self._enqueue(request)
 
     def admit(self, request: Request) -> None:
         """Move a request from waiting to running."""
@@ -89,43 +105,76 @@ class RequestQueue:
         self._running.remove(request)
         self.policy.on_left_batch(request)
         self._waiting[request.request_id] = self._preempted[request.request_id] = request
-        self.policy.add(request)
+        self._enqueue(request)
 
     def finish(self, request: Request) -> None:
         """Remove a finished request."""
         del self.requests[request.request_id]
         self._starved.pop(request.request_id, None)
+        self._by_wait.pop(request.request_id, None)
         if request.request_id in self._waiting:
             self._unqueue(request)
         else:
             self._running.remove(request)
             self.policy.on_left_batch(request)
 
-    def begin_step(self) -> None:
-        """Find the starved requests."""
+    def begin_step(self, now_s: float, relieved: Iterable[Blocker]) -> None:
+        """Let the lanes go on that may, and find the starved requests.
+
+        Args:
+            relieved: limits that may allow more than in the last step.
+        """
         self.step += 1
-        if not self.checks_starvation_now:
-            return
-        for request in (*self._running, *self._waiting.values()):
-            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._starved:
+        for blocker in relieved:
+            self.lanes.relieve(blocker)
+        moved = self._adapters.take_moved()
+        self.lanes.begin_step(now_s, moved)
+        for request in (r for key in moved for r in reversed(self._loading.pop(key, ()))):
+            if request.request_id in self._waiting:
+                self._by_wait[request.request_id] = request
+                self._by_wait.move_to_end(request.request_id, last=False)
+        self._find_starved()
+
+    def _find_starved(self) -> None:
+        for request in [r for r in self._starved.values() if self._is_loading(r)]:
+            del self._starved[request.request_id]
+            self.num_starved_total -= 1
+            self._wait_for_load(request)
+        num_before = len(self._starved)
+        for _ in range(min(MAX_CHECKED, len(self._by_wait))):
+            request = next(iter(self._by_wait.values()))
+            if self.step - request.last_share_step < self._max_wait_steps or len(self._starved) >= MAX_STARVED:
+                break
+            blocker = self._find_blocker(request) if request.request_id in self._waiting else None
+            if blocker is not None:
+                self.mark_throttled(request, blocker)
                 continue
-            if request.request_id in self._waiting and not self._may_run(request):
-                self.mark_throttled(request)
-                continue
-            self._starved[request.request_id] = request
-            self.num_starved_total += 1
-        if len(self._starved) > 1:
+            del self._by_wait[request.request_id]
+            if self._is_loading(request):
+                self._wait_for_load(request)
+            else:
+                self._starved[request.request_id] = request
+                self.num_starved_total += 1
+        if len(self._starved) > num_before:
             by_wait = sorted(self._starved.values(), key=lambda r: (r.last_share_step, r.number))
             self._starved = {request.request_id: request for request in by_wait}
 
-    def order(self) -> Iterator[Request]:
+    def _is_loading(self, request: Request) -> bool:
+        key = request.adapter_key
+        return key is not None and self._adapters.state(key) in (AdapterState.LOADING, AdapterState.COPYING)
+
+    def _wait_for_load(self, request: Request) -> None:
+        assert request.adapter_key is not None
+        self._loading.setdefault(request.adapter_key, []).append(request)
+
+    def order(self) -> Generator[Request, None, None]:
         """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
         the next is taken."""
         first = [r for r in self._running if r.request_id not in self._starved and _is_protected(r)]
         first += self._starved.values()
         yield from first
         named = {request.request_id for request in first}
-        for request in self.policy.in_order(self._running):
+        for request in self.policy.in_order(self._running, self.lanes.walk()):
             if request.request_id not in named:
                 yield request
 
@@ -136,19 +185,21 @@ class RequestQueue:
     def mark_scheduled(self, request: Request) -> None:
         """Note that a request has tokens in this step. A starved one becomes the most senior: else it would be
         preempted at once."""
-        request.last_share_step = self.step
-        if self._starved.pop(request.request_id, None) is not None:
+        was_starved = self._starved.pop(request.request_id, None) is not None
+        self._touch(request)
+        if was_starved:
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
             self._running.remove(request)
             self._running.insert(0, request)
             self.policy.on_starved(request)
 
-    def mark_throttled(self, request: Request) -> None:
+    def mark_throttled(self, request: Request, blocker: Blocker) -> None:
         """Note that a request could not run because of its own limits, which is no starvation."""
-        request.last_share_step = self.step
-        request.protected_until_tokens = 0
         self._starved.pop(request.request_id, None)
-        self.policy.on_throttled(request)
+        self._touch(request)
+        request.protected_until_tokens = 0
+        if not blocker.is_of_key:  # else the adapters of the key are throttled alike
+            self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
         """Return the request to preempt so that running ones can grow; None if all of them are in steps in flight."""
@@ -171,21 +222,35 @@ class RequestQueue:
         Raises:
             AssertionError: they differ.
         """
-        assert {r.request_id for r in self.policy.waiting()} <= self._waiting.keys(), (
-            "the policy knows one that is gone"
-        )
+        self.lanes.check_integrity(self._waiting.values())
         assert not {r.request_id for r in self._running} & self._waiting.keys(), "a request runs and waits"
         live = {r.request_id for r in self._running} | self._waiting.keys()
         assert self.requests.keys() == live, "a request is lost"
         assert self._starved.keys() <= live, "a request that is gone is starved"
+        loading = {r.request_id for requests in self._loading.values() for r in requests} & self._waiting.keys()
+        of_wait = (*self._by_wait, *self._starved, *loading)
+        assert sorted(of_wait) == sorted(live), "a wait is counted twice, or not at all"
+        steps = [request.last_share_step for request in self._by_wait.values()]
+        assert steps == sorted(steps), "waits are not in order"
 
     def _unprotected(self) -> Iterator[Request]:
         return (r for r in self._running if _is_preemptible(r) and not _is_protected(r))
 
+    def _touch(self, request: Request) -> None:
+        """Note that the wait of a request, which is not starved, begins now."""
+        request.last_share_step = self.step
+        self._by_wait[request.request_id] = request
+        self._by_wait.move_to_end(request.request_id)
+
+    def _enqueue(self, request: Request) -> None:
+        self.policy.on_waiting(request)
+        self.lanes.add(request)
+
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
         self._preempted.pop(request.request_id, None)
-        self.policy.remove(request)
+        self.policy.on_taken(request)
+        self.lanes.remove(request)
 
 
 def _is_preemptible(request: Request) -> bool:

@@ -6,7 +6,7 @@ torch.
 scheduler tells them what happens, and emits what happens to each request.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -21,9 +21,10 @@ from lorasrv.scheduler.beam_search import BeamGroups, Hypothesis
 from lorasrv.scheduler.deadlines import Deadlines
 from lorasrv.scheduler.length_predictor import LengthPredictor
 from lorasrv.scheduler.policies import make_policy
-from lorasrv.scheduler.quotas import Quotas
+from lorasrv.scheduler.quotas import Blocker, Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
+from lorasrv.scheduler.waiting_lanes import BEAMS
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.speculation.checked_drafter import CheckedDrafter
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -32,6 +33,8 @@ WARM_GRACE_S = 30.0
 """An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
 RETRY_S = 1.0
 """Shortest Retry-After of a refused request."""
+MAX_JUDGED = 32
+"""Most waiting requests for which a step predicts whether they will miss their deadlines."""
 
 
 class Scheduler:
@@ -61,7 +64,7 @@ class Scheduler:
         self.predictor = LengthPredictor()
         self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs)
         self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
-        self._queue = RequestQueue(self.policy, options.max_wait_steps, self._may_run)
+        self._queue = RequestQueue(self.policy, self._adapter_manager, options.max_wait_steps, self._find_blocker)
         self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
         self._allocator = RequestAllocator(memory)
         self._beams = BeamGroups(self._allocator, eos_token_ids)
@@ -78,6 +81,8 @@ class Scheduler:
             self._set_status,
         )
         self._outbox: list[EngineOutput] = []
+        self._to_judge: deque[Request] = deque()
+        self._num_waiting_for_adapter = 0
         self._num_steps = 0
         self._in_flight: dict[int, Sequence[tuple[Request, int]]] = {}
         self._finished_in_flight: dict[RequestId, Request] = {}
@@ -94,8 +99,8 @@ class Scheduler:
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        """Return how many of the waiting requests wait for their adapter. Walks all of them."""
-        return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._queue.waiting.values())
+        """Return how many of the waiting requests wait for their adapter."""
+        return self._num_waiting_for_adapter
 
     @property
     def num_starved(self) -> int:
@@ -128,10 +133,13 @@ class Scheduler:
         if message.beams is not None and not self._beams.add(request):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             return
-        self._set_status(request, RequestStatus.WAITING)
         if message.adapter_key is not None:
-            assert message.layout is not None, "an adapter's layout is known when its request is admitted"
-            self._find_adapter(request, message.adapter_key, message.layout)
+            self._find_adapter(request, message.adapter_key)
+        self._set_status(request, RequestStatus.WAITING)
+        if request.adapter_key is not None:
+            self._adapter_manager.add_request(request.adapter_key)
+            if request.tier is not AdapterTier.RESIDENT:
+                self._wait_or_refuse(request, request.adapter_key)
 
     def finish(self, request_id: RequestId, status: RequestStatus) -> None:
         """Finish a request now, aborted or stopped by its text; do nothing if it has finished already."""
@@ -152,14 +160,14 @@ class Scheduler:
     def on_adapter_copied(self, key: AdapterKey) -> None:
         """Note that a copy that a step ordered has filled the adapter's pages."""
         self._adapter_manager.on_copied(key)
-        for request in self._queue.waiting.values():
-            if request.adapter_key == key and request.status is RequestStatus.WAITING_FOR_ADAPTER:
+        for request in self._queue.lanes.of_adapter(key):
+            if request.status is RequestStatus.WAITING_FOR_ADAPTER:
                 self._set_status(request, RequestStatus.WAITING)
 
     def on_adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
         """Note that a load or copy failed: the requests that wait for the adapter fail with the reason."""
         self._adapter_manager.on_failed(key)
-        for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
+        for request in self._queue.lanes.of_adapter(key):
             self.fail(request.request_id, error, refusal)
 
     # Steps.
@@ -175,7 +183,9 @@ class Scheduler:
         """
         preemptions = self.counters.preemptions
         self._allocator.record_moves()  # of a step whose planning failed
-        self._queue.begin_step()
+        if not self._beams.is_running:
+            self._queue.lanes.relieve(BEAMS)
+        self._queue.begin_step(self._clock(), self.quotas.take_relieved())
         self.quotas.begin_step()
         self._adapter_manager.begin_step()
         self._finish_missed()
@@ -290,6 +300,8 @@ class Scheduler:
         swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
         assert dict(self._memory.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
         self._beams.check_integrity(self._queue.requests)
+        num_loading = sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in waiting)
+        assert self._num_waiting_for_adapter == num_loading, "requests that wait for adapters do not add up"
         loading = [r.adapter_key for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
         all_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
         assert all_missing, "an adapter waited for is resident"
@@ -311,6 +323,7 @@ class Scheduler:
         request.num_computed_tokens += computed
         finish = share.start + computed
         fresh = finish - max(share.start, request.num_charged_tokens)
+        self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
         if fresh > 0:
             request.num_charged_tokens = finish
             self.quotas.charge(request, fresh)
@@ -319,7 +332,7 @@ class Scheduler:
     def _wake_s(self, planned: StepPlan) -> float | None:
         """Return when the next step is needed even if nothing happens."""
         refused = self._clock() if planned.unfit else None  # requests behind them may be admitted
-        times = (self._deadlines.next_s(), planned.wake_s, refused)
+        times = (self._deadlines.next_s(), planned.wake_s, refused, self._queue.lanes.wake_s())
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
@@ -339,17 +352,20 @@ class Scheduler:
         return request.status.is_finished
 
     def _seconds_ahead(self, request: Request) -> float:
-        num_ahead = self.policy.num_ahead(request)
+        num_ahead = self.policy.num_ahead(request, self._queue.waiting.values())
         return self._deadlines.ahead_s(self._queue.running, num_ahead, self._options.max_num_seqs)
 
     def _finish_missed(self) -> None:
         for request, why in self._deadlines.take_missed():
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
-        if self._options.early_abort and self._queue.checks_starvation_now:
-            for request in [r for r in self._queue.waiting.values() if not r.num_generated_tokens]:
-                if late := self._deadlines.why_hopeless(request):
-                    self._refuse(request, Refusal.LATE, *late)
+        for _ in range(min(MAX_JUDGED, len(self._to_judge))):
+            request = self._to_judge.popleft()
+            if request.status.is_finished or request.num_generated_tokens:
+                continue
+            self._to_judge.append(request)
+            if request.status is not RequestStatus.RUNNING and (late := self._deadlines.why_hopeless(request)):
+                self._refuse(request, Refusal.LATE, *late)
 
     def _refuse(self, request: Request, refusal: Refusal, why: str, retry_after_s: float = 0.0) -> None:
         request.error, request.refusal = why, refusal
@@ -358,34 +374,40 @@ class Scheduler:
 
     # Adapters.
 
-    def _find_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+    def _find_adapter(self, request: Request, key: AdapterKey) -> None:
+        """Note where a new request finds its adapter; continue on the base model if it asks for that."""
         message = request.message
         request.tier = self.tier(key)
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
             request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
-        self._adapter_manager.add_request(key)
-        if request.tier is AdapterTier.RESIDENT:
-            return
-        if message.on_cold is OnCold.WAIT:
-            self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
-        else:
-            self._handle_cold_adapter(request, key, layout)
-
-    def _handle_cold_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
-        """Load the adapter for later requests if there is room; continue on the base model, or refuse."""
-        self._adapter_manager.reserve(key, layout, self._clock() + WARM_GRACE_S)
-        if request.message.on_cold is OnCold.FALLBACK_BASE:
-            self._adapter_manager.remove_request(key)
+        if request.tier is not AdapterTier.RESIDENT and message.on_cold is OnCold.FALLBACK_BASE:
+            self._load_for_later(key, message)
             request.adapter_key, request.fell_back = None, True
+
+    def _wait_or_refuse(self, request: Request, key: AdapterKey) -> None:
+        """Let a request wait for its adapter, or refuse it if it asks for that."""
+        if request.message.on_cold is OnCold.WAIT:
+            self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
             return
+        layout = self._load_for_later(key, request.message)
         on_host = request.tier is AdapterTier.HOST
         seconds, why = self._memory.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
         request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
-    def _may_run(self, request: Request) -> bool:
-        return not self._beams.must_wait(request) and self.quotas.may_run(request)
+    def _load_for_later(self, key: AdapterKey, message: EngineCoreRequest) -> AdapterLayout:
+        """Load an adapter for later requests if there is room."""
+        assert message.layout is not None, "an adapter's layout is known when its request is admitted"
+        self._adapter_manager.reserve(key, message.layout, self._clock() + WARM_GRACE_S)
+        return message.layout
+
+    def _find_blocker(self, request: Request) -> Blocker | None:
+        """Return what forbids that a waiting request runs, other than slots and pages."""
+        if self._beams.must_wait(request):
+            return BEAMS
+        found = self.quotas.blocker(request)
+        return None if found is None else found[0]
 
     # Ends.
 
@@ -465,11 +487,16 @@ class Scheduler:
         The caller takes pages and pins before a request runs and gives them back before it stops.
         """
         was, request.status = request.status, status
+        self._num_waiting_for_adapter += (status is RequestStatus.WAITING_FOR_ADAPTER) - (
+            was is RequestStatus.WAITING_FOR_ADAPTER
+        )
         if not request.number:  # a request that is refused on arrival was never added
             if status is RequestStatus.WAITING:
                 self._queue.add(request)
                 self.quotas.add(request)
                 self._deadlines.watch(request)
+                if self._options.early_abort:
+                    self._to_judge.append(request)
         elif status is RequestStatus.RUNNING:
             self._beams.on_admitted(request)
             self.quotas.admit(request)
@@ -485,6 +512,7 @@ class Scheduler:
             self.counters.swaps += request.num_swapped_pages > 0
             self.quotas.preempt(request)
             self._queue.preempt(request)
+            self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
         elif status is RequestStatus.WAITING_FOR_ADAPTER:
             request.on_load_started(self._clock())
         elif status is RequestStatus.WAITING:
@@ -494,6 +522,7 @@ class Scheduler:
                 self.quotas.preempt(request)
             self.quotas.remove(request)
             self._queue.finish(request)
+            self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
             if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
                 self.predictor.on_finished(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
 

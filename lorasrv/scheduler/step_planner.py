@@ -12,6 +12,7 @@ preempted: it is swapped to host memory or computed again, whichever costs less.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
@@ -23,14 +24,18 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler.beam_search import BeamGroups
 from lorasrv.scheduler.length_predictor import LengthPredictor, peak_growth
-from lorasrv.scheduler.quotas import Quotas
+from lorasrv.scheduler.quotas import Blocker, Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.token_budget import TokenBudget, is_decoding, num_uncomputed_tokens, num_unscheduled_tokens
+from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
 from lorasrv.speculation.checked_drafter import MAX_DRAFT_TOKENS, CheckedDrafter
 from lorasrv.speculation.drafter import DraftAsk
 
-MAX_LOOK_AHEAD = 256
+MAX_LOOK_AHEAD = 32
 """Most requests behind a blocked one whose adapters are considered for prefetching."""
+MAX_PASSED = 32
+"""Most requests that a step passes because of limits, adapters or first choices; it does not see them again until that
+has changed."""
 LONG_PROMPT_SHARE = 2
 """A prompt that does not finish in this step takes one of so many parts of the chunk while others could be admitted."""
 
@@ -49,11 +54,11 @@ class _PlanState:
     is_over: bool = False
     # Requests visited since one was blocked.
     num_behind: int = 0
+    # Requests that were visited and neither admitted nor blocked by pages or slots.
+    num_passed: int = 0
     has_preempted: bool = False
     # When the first throttled request may go on.
     wake_s: float | None = None
-    # (key, adapter) accounts whose limits admit no request further back.
-    throttled: set[tuple[str, str]] = field(default_factory=set)
     # Requests whose limits forbid that they ever run, and why.
     unfit: list[tuple[Request, str]] = field(default_factory=list)
 
@@ -108,14 +113,15 @@ class StepPlanner:
         """Choose the tokens of the next step and take the pages they need."""
         state = _PlanState(self._budget())
         unseen = {request.request_id for request in self._queue.running}
-        for request in self._queue.order():
-            unseen.discard(request.request_id)
-            if request.status is RequestStatus.RUNNING:
-                self._schedule_running(request, state)
-            else:
-                self._schedule_waiting(request, state)
-            if state.is_over:
-                break
+        with closing(self._queue.order()) as in_order:
+            for request in in_order:
+                unseen.discard(request.request_id)
+                if request.status is RequestStatus.RUNNING:
+                    self._schedule_running(request, state)
+                else:
+                    self._schedule_waiting(request, state)
+                if state.is_over:
+                    break
         for request in self._queue.running_in_order() if unseen else ():
             # One of them may have been preempted for another meanwhile.
             if request.request_id in unseen and request.status is RequestStatus.RUNNING:
@@ -171,21 +177,16 @@ class StepPlanner:
     # Running requests.
     def _schedule_running(self, request: Request, state: _PlanState) -> None:
         """Give tokens to a running request, unless no slot is left or its rate throttles it."""
-        if self._is_throttled_by_rate(request, state):
-            self._queue.mark_throttled(request)
+        if (blocker := self._quotas.rate_blocker(request)) is not None:
+            self._queue.mark_throttled(request, blocker[0])
+            state.wake_s = blocker[1] if state.wake_s is None else min(state.wake_s, blocker[1])
         elif state.budget.may_take(request) and self._make_room(request, state):
             state.budget.take(request, self._share_of_prompt(request, state))
 
     def _share_of_prompt(self, request: Request, state: _PlanState) -> int:
-        if num_unscheduled_tokens(request) <= state.budget.chunk or not self._could_admit_another():
+        if num_unscheduled_tokens(request) <= state.budget.chunk or not self._queue.lanes.has_ready:
             return 1
         return LONG_PROMPT_SHARE
-
-    def _could_admit_another(self) -> bool:
-        return any(
-            r.adapter_key is None or self._adapter_manager.is_resident(r.adapter_key)
-            for r in self._queue.waiting.values()
-        )
 
     def _make_room(self, request: Request, state: _PlanState) -> bool:
         """Take pages for all tokens of a running request, preempting others if need be.
@@ -232,26 +233,53 @@ class StepPlanner:
     # Waiting requests.
     def _schedule_waiting(self, request: Request, state: _PlanState) -> None:
         """Admit a waiting request, or prefetch its adapter."""
-        key = request.adapter_key
-        state.num_behind += state.blocked
-        if state.num_behind >= MAX_LOOK_AHEAD:
+        key, was_blocked = request.adapter_key, state.blocked
+        is_cold = key is not None and not self._adapter_manager.is_resident(key)
+        state.num_behind += was_blocked
+        if state.num_behind >= MAX_LOOK_AHEAD or (was_blocked and not is_cold and not self._queue.lanes.has_cold):
             state.is_over = True
-        if state.is_over or self._beams.must_wait(request) or not self._check_limits(request, state):
+        if state.is_over or self._is_blocked(request, state):
             return
-        if key is not None and not self._adapter_manager.is_resident(key):
-            if not self._prefetch(request, key, state):
+        if is_cold:
+            if not self._prefetch(request, state):
                 self._block(request, state)
-        elif not self._waits_for_parent(request):
+        else:
             self._admit_or_block(request, state)
-        if request.status is not RequestStatus.RUNNING and key is not None:
-            state.ahead.add(key)
+        if request.status is not RequestStatus.RUNNING:
+            if key is not None:
+                state.ahead.add(key)
+            self._count_passed(state)
         if state.blocked and len(state.ahead) >= self._options.max_num_seqs:
             state.is_over = True
 
+    def _is_blocked(self, request: Request, state: _PlanState) -> bool:
+        """Return whether something other than pages, slots and its adapter forbids that a request runs. Steps do not
+        come back to its lane until that has changed."""
+        if self._beams.must_wait(request):
+            if not self._beams.is_of_running_group(request):
+                self._queue.lanes.block(request, BEAMS)
+        elif (found := self._quotas.blocker(request)) is not None:
+            self._throttle(request, *found, state)
+        elif self._waits_for_parent(request):
+            assert request.message.fork_of is not None
+            self._queue.lanes.block(request, Blocker.of_prompt(request.message.fork_of))
+        else:
+            return False
+        self._count_passed(state)
+        return True
+
+    def _count_passed(self, state: _PlanState) -> None:
+        """Count a request that was not admitted; stop at a point, to go on in the next step."""
+        state.num_passed += 1
+        if state.num_passed >= MAX_PASSED and not state.blocked:
+            state.is_over, state.wake_s = True, 0.0
+
     def _admit_or_block(self, request: Request, state: _PlanState) -> None:
-        if state.blocked or state.budget.lacks_rows(request):
+        if state.blocked:
             return
-        if not state.budget.may_take(request):
+        if state.budget.lacks_rows(request):
+            self._queue.lanes.block(request, PROMPT_ROWS)
+        elif not state.budget.may_take(request):
             state.blocked = True
         elif self._admit(request, state):
             state.budget.take(request)
@@ -263,27 +291,13 @@ class StepPlanner:
         if not state.blocked:
             state.blocked, state.keep_free = True, self._pages_to_start(request) + self._pages_to_come(request)
 
-    def _check_limits(self, request: Request, state: _PlanState) -> bool:
-        """Return whether limits let the request run; note it as throttled or unfit if not."""
-        account = (request.message.principal, request.message.adapter_id)
-        if account in state.throttled:
-            return False
-        if self._quotas.may_admit(request) and not self._is_throttled_by_rate(request, state):
-            return True
-        self._queue.mark_throttled(request)
+    def _throttle(self, request: Request, limit: Blocker, until_s: float | None, state: _PlanState) -> None:
+        """Note that a limit forbids that a waiting request runs, now or ever."""
+        self._queue.mark_throttled(request, limit)
         if (why := self._quotas.why_unfit(request)) is not None:
             state.unfit.append((request, why))
         else:
-            state.throttled.add(account)
-        return False
-
-    def _is_throttled_by_rate(self, request: Request, state: _PlanState) -> bool:
-        """Return whether a rate throttles the request; note when it may go on."""
-        until_s = self._quotas.throttled_until_s(request)
-        if until_s is None:
-            return False
-        state.wake_s = until_s if state.wake_s is None else min(state.wake_s, until_s)
-        return True
+            self._queue.lanes.block(request, limit, until_s)
 
     def _admit(self, request: Request, state: _PlanState) -> bool:
         """Take pages for all of the request's tokens, preempting others if it is starved or the policy allows it."""
@@ -329,22 +343,21 @@ class StepPlanner:
         key, layout = request.adapter_key, request.message.layout
         return 0 if key is None or layout is None or key in self._adapters else self._adapters.pages_for(layout)
 
-    def _prefetch(self, request: Request, key: AdapterKey, state: _PlanState) -> bool:
+    def _prefetch(self, request: Request, state: _PlanState) -> bool:
         """Move the request's adapter towards the pool; return False if there is no room for it. Behind a blocked
         request it only takes pages that no request needs."""
-        layout = request.message.layout
-        assert layout is not None, "an adapter's layout is known when its request is admitted"
         self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         level = EvictionLevel.PREFETCH if state.blocked else self._admission_level()
-        while not self._load_adapter(key, request, level, state):
+        while not self._load_adapter(request, level, state):
             victim = self._queue.select_victim_below(request) if not state.blocked else None
             if victim is None:
                 return False
             self._preempt(victim, state)
         return True
 
-    def _load_adapter(self, key: AdapterKey, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
-        layout = request.message.layout
+    def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
+        key, layout = request.adapter_key, request.message.layout
+        assert key is not None
         assert layout is not None, "an adapter's layout is known when its request is admitted"
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
         is_loading = self._memory.load_adapter(key, layout, pages, level, state.ahead)
@@ -357,7 +370,7 @@ class StepPlanner:
         key = request.adapter_key
         if key is not None and not self._queue.running and not self._adapter_manager.num_copying:
             self._adapter_manager.evict(key)
-            self._prefetch(request, key, state)
+            self._prefetch(request, state)
 
     def _parent(self, request: Request) -> Request | None:
         """Return the first choice of the same prompt on the same adapter, for a further choice that has computed

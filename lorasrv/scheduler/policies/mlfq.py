@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from lorasrv.request import Request
-from lorasrv.scheduler.policies.base import Policy, Rank, SortedQueue
+from lorasrv.scheduler.policies.base import Policy
+from lorasrv.sorted_items import Rank
 
 FIRST_QUANTUM = 32.0
 NUM_LEVELS = 6
@@ -23,25 +24,15 @@ class Mlfq(Policy):
 
     may_displace = True
 
-    def __init__(self) -> None:
-        self._queue = SortedQueue()
-
-    def waiting(self) -> Iterator[Request]:
-        return iter(self._queue)
-
     def running(self, running: Sequence[Request]) -> Sequence[Request]:
         return sorted(running, key=self.rank)
 
-    def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
-        return heapq.merge(self.running(running), self.waiting(), key=self.rank)
+    def in_order(self, running: Sequence[Request], waiting: Iterator[Request]) -> Iterator[Request]:
+        return heapq.merge(self.running(running), waiting, key=self.rank)
 
-    def add(self, request: Request) -> None:
+    def on_waiting(self, request: Request) -> None:
         if not request.num_preemptions:
             request.service = PROMPT_TOKEN * request.num_prompt_tokens
-        self._queue.add(request, self.rank(request))
-
-    def remove(self, request: Request) -> None:
-        self._queue.remove(request)
 
     def rank(self, request: Request) -> Rank:
         return (request.message.priority, _level(request.service), request.number)

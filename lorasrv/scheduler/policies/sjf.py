@@ -5,12 +5,11 @@ adapter. A second of waiting takes `AGEING` seconds off. All waiting requests ag
 changes while they wait, and a new request can only be ahead by a bounded time.
 """
 
-from collections.abc import Iterator
-
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
+from lorasrv.scheduler.policies.base import Policy, preempted_first
+from lorasrv.sorted_items import Rank
 
 AGEING = 0.1
 
@@ -19,19 +18,12 @@ class Sjf(Policy):
     """Serve the request with the least predicted work."""
 
     def __init__(self, costs: StepCosts, predictor: LengthPredictor) -> None:
-        self._queue = SortedQueue()
         self._costs = costs
         self._predictor = predictor
 
-    def waiting(self) -> Iterator[Request]:
-        return iter(self._queue)
-
-    def add(self, request: Request) -> None:
+    def rank(self, request: Request) -> Rank:
         urgency = self.work_s(request) + AGEING * request.arrival_s
-        self._queue.add(request, (request.message.priority, preempted_first(request), urgency))
-
-    def remove(self, request: Request) -> None:
-        self._queue.remove(request)
+        return request.message.priority, preempted_first(request), urgency
 
     def work_s(self, request: Request) -> float:
         """Return the predicted seconds of work that are left."""

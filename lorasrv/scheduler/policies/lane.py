@@ -1,0 +1,55 @@
+"""Lanes: waiting requests that wait for the same things, in a policy's order.
+
+A lane holds the requests of one account on one adapter content. If its first request cannot run now, the others of the
+lane cannot either, so a step looks at the first one only. Choices that wait for the first one of their prompt, beams
+and requests with `prompt_logprobs` wait for something of their own and have lanes of their own.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from adapter_store.spec import AdapterKey
+from lorasrv.request import Request
+from lorasrv.sorted_items import Rank, SortedItems
+
+
+class LaneName(NamedTuple):
+    """Name what the requests of a lane have in common."""
+
+    principal: str
+    adapter_id: str
+    adapter_key: AdapterKey | None
+    # What they wait for beside others of the account: a first choice, other beams, logit rows; "" for nothing.
+    own: str
+
+    @classmethod
+    def of(cls, request: Request) -> "LaneName":
+        """Return the name of a request's lane."""
+        message, own = request.message, ""
+        if message.beams is not None:
+            own = f"beam {request.request_id}"
+        elif message.fork_of is not None:
+            own = f"choice {message.fork_of}"
+        elif request.sampling.prompt_logprobs is not None:
+            own = "rows"
+        return cls(message.principal, message.adapter_id, request.adapter_key, own)
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Hold the waiting requests of one name, by the policy's rank and the order of arrival."""
+
+    name: LaneName
+    requests: SortedItems[Request] = field(default_factory=SortedItems)
+    # Whether it is open although its adapter is not resident, which a step is to load or place.
+    is_cold: bool = False
+
+    @property
+    def first(self) -> Request:
+        """Return the request that goes first."""
+        return self.requests.first
+
+    @property
+    def rank(self) -> Rank:
+        """Return the rank of the request that goes first."""
+        return self.requests.rank(self.requests.first)
