@@ -1,7 +1,7 @@
 """`lorasrv quantize` and its files, on tiny models; `tests/e2e/test_perplexity.py` says what it gains on a real one."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from api.cli.main import app
 from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
-from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.loader.quantized import FEW_LEVELS, QuantizedCheckpoint, linear_names, write_codes
 from lorasrv.models.quantization import FORMATS, get_format
 from lorasrv.models.quantization.grouped import GroupQuantFormat
@@ -36,23 +36,26 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, kind: str) -> Quantized:
+def floats(model: Path) -> Iterator[Checkpoint]:
     with closing(open_checkpoint(str(model))) as checkpoint:
-        return quantize(checkpoint, kind, 64, TEXTS, lambda what, done: None)
+        yield checkpoint
 
 
 @pytest.fixture(scope="module")
-def file(model: Path, made: Quantized, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(floats: Checkpoint) -> ModelWeights:
+    return load_weights(floats, get_format("none", OPS), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def made(floats: Checkpoint, kind: str) -> Quantized:
+    return quantize(floats, kind, 64, TEXTS, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def file(floats: Checkpoint, made: Quantized, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("codes") / "tiny.safetensors"
-    with closing(open_checkpoint(str(model))) as checkpoint:
-        write_codes(path, checkpoint, kind, made.codes)
+    write_codes(path, floats, kind, made.codes)
     return path
-
-
-@pytest.fixture(scope="module")
-def weights(model: Path) -> ModelWeights:
-    with closing(open_checkpoint(str(model))) as checkpoint:
-        return load_weights(checkpoint, get_format("none", OPS), torch.float32)
 
 
 @pytest.fixture
@@ -114,13 +117,11 @@ def test_what_is_served_is_what_was_rounded(model: Path, made: Quantized, file: 
 
 
 def test_it_answers_and_another_format_answers_otherwise(model: Path, file: Path, kind: str) -> None:
-    def answers(quantized: Path | None) -> list[tuple[int, ...]]:
-        how = {"quantization": "auto" if quantized else "int8", "quantized_weights": quantized}
-        with offline_engine(model, **how) as llm:
-            return [tuple(done.token_ids) for done in llm.generate(TEXTS, GREEDY)]
+    def answers(quantization: str, quantized: Path | None) -> list[list[int]]:
+        with offline_engine(model, quantization=quantization, quantized_weights=quantized) as llm:
+            return [done.token_ids for done in llm.generate(TEXTS, GREEDY)]
 
-    assert answers(file) == answers(file)
-    assert answers(file) != answers(None)
+    assert answers("auto", file) == answers("auto", file) != answers("int8", None)
 
 
 def test_another_format_than_the_files_is_refused(model: Path, file: Path, kind: str) -> None:
@@ -185,15 +186,15 @@ class TestFiles:
             checkpoint.codes(DOWN)
 
     def test_a_disk_that_refuses_leaves_nothing(
-        self, model: Path, made: Quantized, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, floats: Checkpoint, made: Quantized, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(tensors: object, path: Path, facts: object) -> None:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("lorasrv.models.loader.quantized.save_file", full)
-        with closing(open_checkpoint(str(model))) as checkpoint, pytest.raises(OSError, match="No space"):
-            write_codes(tmp_path / "out.safetensors", checkpoint, kind, made.codes)
+        with pytest.raises(OSError, match="No space"):
+            write_codes(tmp_path / "out.safetensors", floats, kind, made.codes)
         assert not list(tmp_path.iterdir())
 
 
@@ -215,18 +216,12 @@ def test_eight_bit_files_are_rounded_where_fewer_bits_are_asked_for(
 
 class TestCommand:
     @pytest.fixture
-    def text(self, tmp_path: Path, corpus: list[str]) -> Path:
-        path = tmp_path / "some.txt"
-        path.write_text("\n".join(corpus) * 40, "utf-8")
-        return path
-
-    @pytest.fixture
-    def run(self) -> Callable[..., object]:
-        return lambda *arguments: CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+    def run(self, model: Path) -> Callable[..., Any]:
+        return lambda *args: CliRunner().invoke(app, ["quantize", "--model", str(model), *map(str, args)])
 
     def test_writes_a_file_that_serves(self, run, model: Path, tmp_path: Path) -> None:
         out = tmp_path / "tiny.safetensors"
-        done = run(out, "--model", model, "--json")
+        done = run(out, "--json")
         assert done.exit_code == 0, done.output
         facts = json.loads(done.stdout)
         assert facts["bytes"] == out.stat().st_size
@@ -236,9 +231,10 @@ class TestCommand:
         assert codes is not None
         assert (codes.levels, codes.group) == (INT4_LEVELS, 64)
 
-    def test_reads_a_text_and_says_what_it_did(self, run, model: Path, text: Path, tmp_path: Path) -> None:
-        out = tmp_path / "tiny.safetensors"
-        arguments = (out, "--model", model, "--text", text, "--quantization", "q3h")
+    def test_reads_a_text_and_says_what_it_did(self, run, model: Path, corpus: list[str], tmp_path: Path) -> None:
+        out, text = tmp_path / "tiny.safetensors", tmp_path / "some.txt"
+        text.write_text("\n".join(corpus) * 40, "utf-8")
+        arguments = (out, "--text", text, "--quantization", "q3h")
         done = run(*arguments)
         assert done.exit_code == 0, done.output
         assert "plain rounding" in done.stdout
@@ -249,29 +245,27 @@ class TestCommand:
         assert run(*arguments, "--force").exit_code == 0
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("out", "arguments", "said"),
         [
-            (["--quantization", "int8"], "choose from int4, q3h"),
-            (["--quantization-group", "48"], "choose from 32, 64, 128"),
-            (["--quantization-group", "128"], "do not divide the 64 inputs"),
-            (["--model", "/nowhere"], "not found"),
+            ("x", ["--quantization", "int8"], "choose from int4, q3h"),
+            ("x", ["--quantization-group", "48"], "choose from 32, 64, 128"),
+            ("x", ["--quantization-group", "128"], "do not divide the 64 inputs"),
+            ("x", ["--model", "/nowhere"], "not found"),
+            ("no/x", [], "not a writable folder"),
+            ("", ["--force"], "folder"),
+            ("x", ["--text", "short"], "tokens"),
+            ("x", ["--text", "not-utf8"], "UTF-8"),
+            ("x", ["--text", "none"], "No such file"),
         ],
     )
-    def test_wrong_arguments(self, run, model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
-        done = run(tmp_path / "x.safetensors", "--model", model, *arguments)
-        assert said in str(done.exception)
-        assert not list(tmp_path.iterdir())
-
-    def test_places_that_cannot_be_written(self, run, model: Path, tmp_path: Path) -> None:
-        assert "not a writable folder" in str(run(tmp_path / "no" / "x.safetensors", "--model", model).exception)
-        assert "folder" in str(run(tmp_path, "--model", model, "--force").exception)
-
-    def test_texts_that_say_too_little(self, run, model: Path, tmp_path: Path) -> None:
-        for name, data, said in (("short", b"hello", "tokens"), ("bad", b"\xff\xfe\x00", "UTF-8")):
-            (tmp_path / name).write_bytes(data)
-            assert said in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / name).exception)
-        missing = run(tmp_path / "x", "--model", model, "--text", tmp_path / "none.txt").exception
-        assert isinstance(missing, FileNotFoundError)
+    def test_wrong_arguments(
+        self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, arguments: list[str], said: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("short").write_text("hello")
+        Path("not-utf8").write_bytes(b"\xff\xfe\x00")
+        assert said in str(run(tmp_path / out, *arguments).exception)
+        assert {path.name for path in tmp_path.iterdir()} == {"short", "not-utf8"}
 
 
 def test_levels_are_named_once() -> None:

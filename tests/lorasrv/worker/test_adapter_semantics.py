@@ -21,7 +21,7 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.model_runner import ModelRunner
 
 Tiny = dict[str, Callable[..., Path]]
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ["llama", "gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2", "qwen3", "gemma2"))]
 QV = ["q_proj", "v_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 APART = 0.02
@@ -124,7 +124,7 @@ def changed(folder: Path, target: Path, changes: dict[str, Any]) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_honoured_field_in_one_batch(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any, family: str) -> None:
     from transformers import AutoModelForCausalLM
 

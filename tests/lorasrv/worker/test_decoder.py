@@ -121,28 +121,22 @@ class _Served:
     """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
 
     def __init__(
-        self,
-        directory: Path,
-        adapters: dict[str, Path],
-        store: Path,
-        dtype: torch.dtype,
-        kernels: str,
-        quantization: str = "none",
+        self, directory: Path, adapters: dict[str, Path], store: Path, kernels: str, dtype=torch.float32, weights="none"
     ) -> None:
         checkpoint = open_checkpoint(str(directory))
         self.ops = Ops(torch.device("cpu"), kernels)
-        weights = load_weights(checkpoint, get_format(quantization, self.ops), torch.float32)
+        weights = load_weights(checkpoint, get_format(weights, self.ops), torch.float32)
         self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
         self.dtype = dtype
         self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
-        self.placed = {}
+        self.placed, end = {}, PAGES
         with AdapterStore(store, base_shapes(weights.spec)) as registered:
-            end = PAGES
             for name, folder in adapters.items():
                 key = _register(registered, name, folder)
                 layout = adapter_layout(weights.spec, registered.spec(key), dtype.itemsize)
-                end -= layout.num_pages(self.memory.page_bytes)
-                placed = layout.place([(end, layout.num_pages(self.memory.page_bytes))], self.memory.page_bytes)
+                count = layout.num_pages(self.memory.page_bytes)
+                end -= count
+                placed = layout.place([(end, count)], self.memory.page_bytes)
                 packed = pack_adapter(weights.spec, layout, registered.load(key), dtype)
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)
@@ -184,20 +178,18 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
     """
     directory = tiny_hf_checkpoints[name.partition("-")[0]](**CASES[name])
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", torch.float32, kernels)
-    generator = torch.Generator().manual_seed(7)
+    served = _Served(directory, adapters, tmp_path / "store", kernels)
     work = []
     for i, name in enumerate([None, "qv", "all", "rs", None, "all"]):
-        ids = torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist()
+        ids = torch.randint(3, 384, (9 + 4 * i,), generator=torch.Generator().manual_seed(7 + i)).tolist()
         work.append((name, ids, tuple(range(i * 10, i * 10 + 10))))
     first = served.logits([(name, ids[: 3 + i], 0, table) for i, (name, ids, table) in enumerate(work)])
     second = served.logits([(name, ids[3 + i : -1], 3 + i, table) for i, (name, ids, table) in enumerate(work)])
     third = served.logits([(name, ids[-1:], len(ids) - 1, table) for name, ids, table in work])
     for i, (name, ids, _) in enumerate(work):
         want = _oracle(directory, adapters[name] if name else None, ids)
-        torch.testing.assert_close(first[i], want[2 + i], rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(second[i], want[-2], rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(third[i], want[-1], rtol=1e-3, atol=1e-4)
+        got = torch.stack([step[i] for step in (first, second, third)])
+        torch.testing.assert_close(got, want[[2 + i, -2, -1]], rtol=1e-3, atol=1e-4)
         if name is not None:
             assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
 
@@ -211,7 +203,7 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
     directory = tiny_hf_checkpoints[family]()
     adapters = _save_adapters(directory, tmp_path)
     recorded, called = (
-        _Served(directory, adapters, tmp_path / name, torch.float32, "numba", quantization) for name in ("r", "c")
+        _Served(directory, adapters, tmp_path / name, "numba", weights=quantization) for name in ("r", "c")
     )
     assert recorded.decoder._program is not None
     called.decoder._program = None
@@ -239,7 +231,7 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
 def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path, kernels: str) -> None:
     directory = tiny_hf_checkpoints["llama"]()
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", torch.bfloat16, kernels)
+    served = _Served(directory, adapters, tmp_path / "store", kernels, torch.bfloat16)
     ids = list(range(10, 30))
     for i, name in enumerate(adapters):
         got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]
