@@ -129,7 +129,7 @@ def _floats(answer: Any) -> list[float]:
     return [one.logprob for one in known]
 
 
-def test_a_step_computes_few_rows_of_prompts_and_nobody_waits_for_them(llm: LLM) -> None:
+def test_a_step_computes_few_rows_of_prompts_and_delays_no_other_request(llm: LLM) -> None:
     plain = replace(GREEDY, max_tokens=1)
     asks = replace(plain, prompt_logprobs=0)
     rows: list[int] = []

@@ -72,7 +72,7 @@ class FakeStream:
 
 
 class Served:
-    """One model over a pool of random keys and values; pages that nobody owns are NaN."""
+    """One model over a pool of random keys and values; pages without an owner are NaN."""
 
     def __init__(self, folder: Path, kernels: str = "triton", side: FakeStream | None = None) -> None:
         torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_kernels_refuse_formats_that_they_do_not_read() -> None:
         numba.rope_write_kv(torch.zeros(1, 12 * DIM), torch.zeros(1, 8), torch.zeros(1, 8), kv, plan)
 
 
-def test_kernels_that_nobody_chose_by_name_give_place_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_kernels_that_do_not_read_a_format_are_replaced_by_torch(caplog: pytest.LogCaptureFixture) -> None:
     ops = Ops(CPU)
     ops.warm_up(torch.float32, TOY)
     assert ops.name == "torch"

@@ -85,7 +85,7 @@ def test_stored_sizes(codes_only: None) -> None:
 
 
 def test_int8_survives_outlier_channels() -> None:
-    """One channel two hundred times the others costs its 32 neighbours their bits, and nobody else."""
+    """One channel two hundred times the others costs its 32 neighbours their bits, and no other channel."""
     w, x = tensor(96, 576), tensor(8, 576, seed=1)
     x[:, 17] *= 200
     w[:, 17] = 0

@@ -321,7 +321,7 @@ def child(job_of) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 class TestProcess:
-    def test_it_ends_when_nobody_listens_any_more(self, child: "subprocess.Popen[bytes]") -> None:
+    def test_it_ends_when_its_input_ends(self, child: "subprocess.Popen[bytes]") -> None:
         """As when the server was killed."""
         out, _ = child.communicate(timeout=60)
         assert child.returncode == 1

@@ -280,7 +280,7 @@ def test_the_next_is_served_after_one_that_did_not_end(builtin_compiling: Compil
         with pytest.raises(error, match=says or None):
             await task
         assert await compiler.compile(source.choice_of([f"after {says}"], "p"))
-        assert not says or grammar.text not in compiler._refused, "nobody knows yet what it would have cost"
+        assert not says or grammar.text not in compiler._refused, "its cost is not known yet"
 
     builtin_compiling.run(scenario())
 
