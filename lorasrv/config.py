@@ -160,6 +160,7 @@ class SchedulerOptions:
         max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and prompt tokens that are not
             computed yet; further ones are refused.
         queue_timeout_s: longest wait for the first step; None sets no bound.
+        load_timeout_s: longest time for reading an adapter from disk; None sets no bound.
         early_abort: refuse requests that are predicted to miss their deadline.
         adapter_limits: of every adapter without its own.
         key_limits: of every key.
@@ -174,6 +175,7 @@ class SchedulerOptions:
     target_itl_ms: float | None = 250.0
     max_wait_steps: int = 512
     queue_timeout_s: float | None = None
+    load_timeout_s: float | None = 60.0
     early_abort: bool = False
     adapter_limits: Limits = Limits()
     key_limits: Limits = Limits()
@@ -188,6 +190,7 @@ class SchedulerOptions:
         _positive("--target-itl-ms", self.target_itl_ms)
         _positive("--max-wait-steps", self.max_wait_steps)
         _positive("--queue-timeout-s", self.queue_timeout_s)
+        _positive("--load-timeout-s", self.load_timeout_s)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs "

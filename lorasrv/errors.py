@@ -116,6 +116,10 @@ class AdapterLoadFailed(LorasrvError):
     """Report a registered adapter that could not be loaded into the pool. Fails its own requests only."""
 
 
+class AdapterLoadTimeout(AdapterLoadFailed):
+    """Report an adapter that the disk did not return in time, or that was not read because the disk hangs."""
+
+
 class AdapterDeleted(LorasrvError):
     """Report that the adapter was deleted, without waiting, while the request used it. Partial output is not an
     answer.

@@ -224,6 +224,10 @@ class ServerSettings(BaseModel):
     queue_timeout_s: Annotated[
         float | None, _scheduling("Maximum time a request waits for its first step, in seconds", default=_NO_LIMIT)
     ] = _SCHEDULER.queue_timeout_s
+    load_timeout_s: Annotated[
+        float | None,
+        _scheduling("Maximum time for reading an adapter from disk, in seconds; then its requests fail"),
+    ] = _SCHEDULER.load_timeout_s
     early_abort: Annotated[bool, _scheduling("Refuse requests that are predicted to miss their deadline")] = (
         _SCHEDULER.early_abort
     )

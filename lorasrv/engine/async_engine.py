@@ -53,6 +53,7 @@ from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import compute_alone, compute_in_parallel
+from lorasrv.worker.disk_threads import DiskReadStats
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
@@ -85,9 +86,12 @@ class AsyncEngine:
         self._loader: ThreadedLoader | None = None
         if model.parts.source is not None:
             write = model.parts.executor.write_adapter
-            self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
+            wake = lambda: self._inbox.put(Wake())  # noqa: E731
+            self._loader = ThreadedLoader(model.parts.source, write, wake, options.load_timeout_s)
         self._engine = EngineCore(model.parts, self._loader)
-        self.input_processor = model.input_processor(self._engine.poison, options.queue_timeout_s)
+        self.input_processor = model.input_processor(
+            self._engine.poison, options.queue_timeout_s, options.load_timeout_s
+        )
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile
         self.step_stats = self._engine.step_stats
@@ -132,6 +136,12 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def disk_reads(self) -> DiskReadStats:
+        """Return how many reads of adapters and of their headers took too long."""
+        reads = self.input_processor.read_stats()
+        loads = self._loader.read_stats() if self._loader is not None else DiskReadStats()
+        return DiskReadStats(reads.num_given_up + loads.num_given_up, reads.num_hung + loads.num_hung)
+
     def inject_faults(self, faults: FaultHook) -> None:
         """Install a hook that makes steps fail on purpose. Call it before `start`."""
         self._engine.retrier.fault_hook = faults
@@ -139,6 +149,7 @@ class AsyncEngine:
     def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
         """End every stream with an error and accept no more requests."""
         self._fail_all(why, kind)
+        self.input_processor.close()
 
     async def shutdown(self) -> None:
         """Stop the engine thread; requests that still run end with an error."""
@@ -247,7 +258,7 @@ class AsyncEngine:
             AdapterLoadFailed, AdapterError: it cannot be loaded.
             EngineDead: the engine does not run.
         """
-        layout = await asyncio.to_thread(self.input_processor.layout, adapter)
+        layout = await self.input_processor.read_layout(adapter)
         return await self._call_and_wait(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
@@ -259,7 +270,7 @@ class AsyncEngine:
             InvalidRequest: it can never fit, or too many pages are pinned already.
             LorasrvError, AdapterError: as `warm`.
         """
-        layout = await asyncio.to_thread(self.input_processor.layout, adapter)
+        layout = await self.input_processor.read_layout(adapter)
         return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:

@@ -58,7 +58,9 @@ class BuiltModel:
     # Whether a request's result is the same alone and in any batch, to the bit.
     is_batch_invariant: bool
 
-    def input_processor(self, poison: PoisonGuard, queue_timeout_s: float | None = None) -> InputProcessor:
+    def input_processor(
+        self, poison: PoisonGuard, queue_timeout_s: float | None = None, load_timeout_s: float | None = None
+    ) -> InputProcessor:
         """Return an input processor for an engine of these parts, which owns `poison`."""
         return InputProcessor(
             self.parts.memory,
@@ -70,6 +72,7 @@ class BuiltModel:
             watermark=self.parts.watermark,
             poison=poison,
             queue_timeout_s=queue_timeout_s,
+            load_timeout_s=load_timeout_s,
         )
 
 

@@ -4,15 +4,14 @@ The single entry for the server, batches and offline use: a prompt becomes token
 their defaults, and requests that can never fit are refused. Any thread may call `process`: what it reads does not
 change while serving, except the tier in which an adapter was found, which is a moment old when it is used.
 
-A layout that is not known yet is read from a file's header, which may be slow. Such requests have their own threads, so
-that requests for other adapters do not wait with them.
+A layout that is not known yet is read from a file's header, which may be slow or never end. This has its own threads,
+so that requests for other adapters do not wait with it.
 """
 
 import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
@@ -25,6 +24,7 @@ from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 MAX_PRIORITY = 1000
@@ -79,6 +79,7 @@ class InputProcessor:
         watermark: options of requests with `watermark: true`.
         poison: refuses requests that have made the engine fail repeatedly.
         queue_timeout_s: the server's bound on the time until the first step; None sets none.
+        load_timeout_s: longest time for reading a header; None sets none.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class InputProcessor:
         watermark: Watermark | None = None,
         poison: PoisonGuard | None = None,
         queue_timeout_s: float | None = None,
+        load_timeout_s: float | None = None,
     ) -> None:
         self._memory = memory
         self._source = source
@@ -104,7 +106,7 @@ class InputProcessor:
         self._poison = poison or PoisonGuard()
         self._queue_timeout_s = queue_timeout_s
         # Starts threads on first use: never offline.
-        self._readers = ThreadPoolExecutor(NUM_READERS, "lorasrv-header")
+        self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
     def process(
         self,
@@ -200,18 +202,32 @@ class InputProcessor:
 
         Raises:
             RequestTimeout: the adapter's header was not read within the request's time.
+            AdapterLoadTimeout: the disk did not return the header in time.
             LorasrvError, AdapterError: as `process`.
         """
         adapter = options.get("adapter")
         work = partial(self.process_choices, request_ids, prompt, sampling, **options)
         if adapter is None or self._source is None or self._source.knows_layout(adapter):
             return await asyncio.to_thread(work)
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        reading = asyncio.wrap_future(self._readers.submit(adapter, work))
         return await self._in_time(reading, options.get("timeout_s"))
+
+    async def read_layout(self, adapter: AdapterKey) -> AdapterLayout:
+        """Run `layout` outside the event loop.
+
+        Raises:
+            AdapterLoadTimeout: the disk did not return the header in time.
+            InvalidRequest, AdapterError: as `layout`.
+        """
+        return await asyncio.wrap_future(self._readers.submit(adapter, partial(self.layout, adapter)))
+
+    def read_stats(self) -> DiskReadStats:
+        """Return the counts of header reads that were given up."""
+        return self._readers.stats()
 
     def close(self) -> None:
         """Accept no more requests; do not wait for those that read a header."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close(wait_s=0.0)
 
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
         """Return how an adapter lies in the pool. May read a file's header.

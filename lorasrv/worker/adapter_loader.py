@@ -1,7 +1,8 @@
 """Adapter loader: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
 The engine orders and polls; it never waits. A failure is a report like any other, with the reason. Loads have threads
-of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads.
+of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads. One that the
+disk does not return in time fails (`disk_threads.py`).
 """
 
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from adapter_store.errors import AdapterCorrupt, AdapterError, LoadCancelled
@@ -22,6 +24,7 @@ from lorasrv.outputs import Refusal
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.device import compute_alone
+from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -121,6 +124,8 @@ class _Load:
     # Ordered by the engine; otherwise a prefetch, which is not reported.
     is_requested: bool = True
     is_cancelled: bool = False
+    # Took too long; stops at the next piece that the disk returns.
+    is_given_up: bool = False
     # What to report in place of a load that finds a prefetched adapter.
     prefetched: LoaderReport | None = None
     report: LoaderReport | None = None
@@ -129,21 +134,31 @@ class _Load:
 class ThreadedLoader:
     """Load and copy in threads; call `on_ready` from them whenever a report can be polled.
 
-    `prefetch` may be called from any thread, everything else from the engine's only.
+    `prefetch` and `read_stats` may be called from any thread, everything else from the engine's only.
+
+    Args:
+        load_timeout_s: a load that takes longer fails; None sets no limit.
     """
 
-    def __init__(self, source: HostAdapterStore, write: WriteAdapter, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: HostAdapterStore,
+        write: WriteAdapter,
+        on_ready: Callable[[], None],
+        load_timeout_s: float | None = None,
+    ) -> None:
         self._source = source
         self._write = write
         self._on_ready = on_ready
-        self._lock = threading.Lock()
+        # Reentrant: a load that is refused at once has ended before it is submitted.
+        self._lock = threading.RLock()
         self._is_closed = False
         self._loads: dict[AdapterKey, _Load] = {}
         self._pinned: set[AdapterKey] = set()
         self._copies: dict[AdapterKey, Future[None]] = {}
         self._prefetched: dict[AdapterKey, LoaderReport] = {}
         self._reports: queue.SimpleQueue[tuple[_Load | None, LoaderReport]] = queue.SimpleQueue()
-        self._load_threads = ThreadPoolExecutor(PARALLEL_LOADS, "adapter-load", initializer=compute_alone)
+        self._load_threads = DiskThreads(PARALLEL_LOADS, "adapter-load", load_timeout_s, compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
     def prefetch(self, key: AdapterKey) -> None:
@@ -202,20 +217,34 @@ class ThreadedLoader:
             self._is_closed = True
             for load in self._loads.values():
                 load.is_cancelled = load.report is None
-        for threads in (self._load_threads, self._copy_thread):
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._load_threads.close()
+        self._copy_thread.shutdown(wait=True, cancel_futures=True)
         self._pinned |= {key for key, copy in self._copies.items() if copy.cancelled()}
         self.poll()
         while self._pinned:
             self._source.unpin(self._pinned.pop())
 
+    def read_stats(self) -> DiskReadStats:
+        """Return the counts of loads that were given up."""
+        return self._load_threads.stats()
+
     def _submit(self, load: _Load) -> None:
         self._loads[load.key] = load
-        self._load_threads.submit(self._run_load, load)
+        read = partial(_load, self._source, load.key, lambda: load.is_cancelled or load.is_given_up)
+        self._load_threads.submit(load.key, read, self._unpin_late).add_done_callback(partial(self._ended, load))
 
-    def _run_load(self, load: _Load) -> None:
-        report = _load(self._source, load.key, lambda: load.is_cancelled)
+    def _unpin_late(self, report: LoaderReport) -> None:
+        if report.done is Done.LOADED:
+            self._source.unpin(report.key)
+
+    def _ended(self, load: _Load, read: "Future[LoaderReport]") -> None:
+        error = read.exception()
+        if error is None:
+            report = read.result()
+        else:
+            report = LoaderReport(load.key, Done.FAILED, error=str(error), reason=name_of(type(error)))
         with self._lock:
+            load.is_given_up = error is not None
             is_reported = load.is_requested and not load.is_cancelled
             if is_reported:
                 load.report = report

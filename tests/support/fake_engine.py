@@ -29,6 +29,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest, OnCold
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.disk_threads import DiskReadStats
 
 VOCAB, CONTEXT = 384, 512
 SPEC = ModelSpec("llama", LAYERS, HIDDEN, FFN, 2, 1, 4, VOCAB, CONTEXT, 1e-5)
@@ -222,6 +223,9 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         self.is_alive = False
+
+    def disk_reads(self) -> DiskReadStats:
+        return DiskReadStats()
 
     def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = why

@@ -112,6 +112,10 @@ class EngineCollector(Collector):
                 costs.add_metric([part], seconds)
             yield costs
         yield from _by_tier(snapshot)
+        reads = self._engine.disk_reads()
+        late = "Reads of adapters that took longer than --load-timeout-s"
+        yield CounterMetricFamily("lorasrv_disk_reads_timed_out", late, reads.num_given_up)
+        yield GaugeMetricFamily("lorasrv_disk_reads_hung", f"{late} and have not returned", reads.num_hung)
         finished = CounterMetricFamily("lorasrv_requests_finished", "Finished requests", labels=["reason"])
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)

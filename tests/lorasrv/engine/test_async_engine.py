@@ -253,7 +253,7 @@ async def test_only_the_engine_thread_computes_in_parallel(engine, store, monkey
     await ask(engine, store.resolve("one").key)
     loader = engine._engine._loader
     assert isinstance(loader, ThreadedLoader)
-    assert loader._load_threads.submit(torch.get_num_threads).result() == 1
+    assert loader._load_threads.submit("a", torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == 1, "this thread has built the model"
     assert set(seen) == {ENGINE_THREADS}
 

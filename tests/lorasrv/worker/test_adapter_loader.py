@@ -9,6 +9,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+from server import eventually
 
 from adapter_store.errors import AdapterCorrupt, LoadCancelled
 from adapter_store.spec import AdapterKey
@@ -23,6 +24,7 @@ class Source:
 
     def __init__(self) -> None:
         self.gates: dict[AdapterKey, threading.Event] = {}
+        self.hangs: dict[AdapterKey, threading.Event] = {}
         self.errors: dict[AdapterKey, Exception] = {}
         self.pins: Counter[AdapterKey] = Counter()
         self.begun: list[AdapterKey] = []
@@ -30,6 +32,8 @@ class Source:
 
     def fetch_pinned(self, key: AdapterKey, should_stop: Callable[[], bool]) -> tuple[Any, bool]:
         self.begun.append(key)
+        if key in self.hangs:
+            self.hangs[key].wait(30)
         while key in self.gates and not self.gates[key].wait(0.002):
             if should_stop():
                 raise LoadCancelled("stopped")
@@ -206,6 +210,25 @@ def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> Non
     for key in KEYS:
         threaded.prefetch(key)
     assert len(threaded._loads) == PARALLEL_LOADS
+
+
+def test_a_load_that_hangs_fails_and_keeps_no_pin_when_it_returns(source: Source) -> None:
+    loader = ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None, load_timeout_s=0.05)
+    source.hangs = {KEYS[0]: threading.Event()}
+    loader.load(KEYS[0])
+    (report,) = _poll(loader, 1)
+    assert (report.done, report.reason) == (Done.FAILED, "adapter_load_timeout")
+    assert "within 0.05 s (--load-timeout-s)" in report.error
+    loader.load(KEYS[0])
+    assert "has not returned" in _poll(loader, 1)[0].error
+    assert loader.read_stats().num_hung == 1
+    source.hangs[KEYS[0]].set()
+    eventually(lambda: loader.read_stats().num_hung == 0)
+    eventually(lambda: not +source.pins)
+    loader.load(KEYS[0])
+    assert _poll(loader, 1)[0].done is Done.LOADED
+    loader.close()
+    assert not +source.pins
 
 
 def test_closing_unpins_what_is_loaded_and_what_waits_to_be_copied(source: Source) -> None:
