@@ -55,6 +55,8 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.NotEnoughMemory: Answer(500, "not_enough_memory", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.InvalidTrace: Answer(500, "invalid_trace", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
+    # Each try would cost a thread.
+    engine_errors.AdapterLoadTimeout: Answer(503, "adapter_load_failed", SERVER, retry=False),
     engine_errors.AdapterDeleted: Answer(404, "adapter_deleted", param="model"),
     engine_errors.RetryLater: Answer(503, "server_busy", SERVER, retry_after_s=1.0),
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),

@@ -15,6 +15,7 @@ from api.serving.services import Services
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepStats
+from lorasrv.worker.disk_threads import DiskReadStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -29,6 +30,7 @@ def metrics_of_a_new_server() -> list[Metric]:
         quantization="int8",
         is_alive=True,
         page_size_tokens=16,
+        disk_reads=DiskReadStats,
     )
     store = SimpleNamespace(records=dict, quarantined=frozenset)
     settings = ServerSettings(metrics_compat="vllm")
