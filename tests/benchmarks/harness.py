@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from safetensors_bytes import tiled, with_header
 from served import ROOT, serve
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
@@ -93,18 +94,15 @@ def register_seeded(
 
 def seeded_weights(base: BaseShapes, number: int, rank: int, modules: Iterable[str]) -> bytes:
     """Return a bf16 safetensors file of random LoRA weights."""
-    rng, header, parts, end = np.random.default_rng(number), {}, [], 0
+    rng, shapes, parts = np.random.default_rng(number), {}, []
     for layer, module in ((layer, module) for layer in range(base.num_layers) for module in modules):
         n_in, n_out = base.modules[module]
         for matrix, shape in (("lora_A", (rank, n_in)), ("lora_B", (n_out, rank))):
             values = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.05)
             parts.append((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
-            begin, end = end, end + len(parts[-1])
-            name = f"base_model.model.{base.layer_prefix}{layer}.{module}.{matrix}.weight"
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+            shapes[f"base_model.model.{base.layer_prefix}{layer}.{module}.{matrix}.weight"] = shape
+    text = json.dumps(tiled(shapes, "BF16"), separators=(",", ":")).encode()
+    return with_header(text + b" " * (-len(text) % 8), b"".join(parts))
 
 
 def put_blob(store: AdapterStore, data: bytes) -> str:

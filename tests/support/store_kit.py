@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
+from safetensors_bytes import with_header
 
 from adapter_store.errors import AdapterInvalid, Problem
 from adapter_store.quota import ANONYMOUS
@@ -74,10 +74,7 @@ class Builder:
         data: bytes = save(self.tensors(**kwargs) if tensors is None else tensors, metadata={"format": "pt"})
         return data
 
-    def raw(self, header: object, data: bytes = b"") -> bytes:
-        """Return a file with any header: bytes as they are, anything else as JSON."""
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + data
+    raw = staticmethod(with_header)
 
 
 build = Builder()

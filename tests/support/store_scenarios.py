@@ -6,7 +6,6 @@ disturbed store must show the state before or after the step that was interrupte
 
 import contextlib
 import hashlib
-import json
 import os
 import sqlite3
 import struct
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from safetensors_bytes import tiled, with_header
 
 from adapter_store.errors import AdapterInvalid, DigestMismatch
 from adapter_store.maintenance.offline_store import OfflineStore
@@ -37,12 +38,8 @@ State = dict[str, dict[str, Any]]
 def weights(value: int) -> bytes:
     """Return a rank 1 adapter of one module, float32, all values alike."""
     stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    header = {
-        f"{stem}A.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]},
-        f"{stem}B.weight": {"dtype": "F32", "shape": [4, 1], "data_offsets": [16, 32]},
-    }
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + struct.pack("<8f", *[float(value)] * 8)
+    header = tiled({f"{stem}A.weight": [1, 4], f"{stem}B.weight": [4, 1]})
+    return with_header(header, struct.pack("<8f", *[float(value)] * 8))
 
 
 def digest_of(value: int) -> str:

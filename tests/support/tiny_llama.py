@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from safetensors_bytes import tiled, with_header
+
 HIDDEN, LAYERS = 64, 2
 CONFIG = {
     "model_type": "llama",
@@ -31,12 +33,7 @@ def write_config(folder: Path) -> None:
 
 def adapter(rank: int, matrix: bytes) -> tuple[dict[str, object], bytes]:
     """adapter_config.json and adapter_model.safetensors. Every A and B has these `rank * HIDDEN` float32 values."""
-    header = {}
-    for layer in range(LAYERS):
-        for side, shape in (("A", [rank, HIDDEN]), ("B", [HIDDEN, rank])):
-            start = len(matrix) * len(header)
-            name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight"
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, start + len(matrix)]}
-    text = json.dumps(header).encode()
+    stem, sides = "base_model.model.model.layers", {"A": (rank, HIDDEN), "B": (HIDDEN, rank)}
+    names = {f"{stem}.{n}.self_attn.q_proj.lora_{side}.weight": s for n in range(LAYERS) for side, s in sides.items()}
     config: dict[str, object] = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
-    return config, len(text).to_bytes(8, "little") + text + matrix * len(header)
+    return config, with_header(tiled(names), matrix * len(names))

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors_bytes import tiled
 from store_kit import BASE, Q0, build, check, flip, widen
 
 from adapter_store.errors import AdapterCorrupt
@@ -60,12 +61,8 @@ def test_mixed_types_are_widened_exactly(tmp_path: Path) -> None:
 
 def test_unaligned_data_is_copied_into_place(tmp_path: Path) -> None:
     tensors = build.tensors()
-    header: dict[str, Any] = {}
-    data = b""
-    for name, tensor in tensors.items():
-        raw = tensor.numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
+    header = tiled({name: tensor.shape for name, tensor in tensors.items()})
+    data = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
     for padding in range(4):
         header["__metadata__"] = {"pad": "x" * padding}
         weights = load(tmp_path / "w", build.config(), build.raw(header, data))
