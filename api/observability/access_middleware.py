@@ -4,13 +4,14 @@ Plain ASGI, and the outermost middleware, so that responses of all other layers 
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.auth.principal import caller_of
+from api.auth.principal import PREFIX, caller_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
 _LOG = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ NO_ROUTE = "none"
 MAX_KEPT_BYTES = 2048
 MAX_ANSWERS = 1024
 MAX_PATH_BYTES = 200
+_SECRET = re.compile(f"({PREFIX})\\w+".encode())
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -57,8 +59,9 @@ class RequestInfo:
 
     @property
     def path(self) -> str:
-        """Return the path as the client sent it, with escapes and without the query, and its beginning only."""
+        """Return the path as the client sent it, with escapes, without the query and API keys; its beginning only."""
         path = self._scope.get("raw_path") or self._scope["path"].encode("utf-8", "surrogateescape")
+        path = _SECRET.sub(rb"\1********", path)
         return bytes(path[:MAX_PATH_BYTES]).decode("ascii", "backslashreplace")
 
     @property

@@ -98,6 +98,12 @@ class Served:
             time.sleep(0.02)
 
 
+def lorasrv(*arguments: object, timeout: float = 120.0) -> "subprocess.CompletedProcess[str]":
+    """Run another command of `lorasrv` to its end."""
+    command, environment = [*LORASRV, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+
+
 @contextmanager
 def serve(
     *arguments: object,

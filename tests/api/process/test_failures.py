@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 from answers import error_of
-from served import LORASRV, ROOT, Served, serve
+from served import Served, lorasrv, serve
 
 FAULTS = (
     "step-raises@2,step-raises@5,step-oom:4@6x3,step-raises:7",
@@ -197,10 +196,8 @@ def test_a_store_or_port_in_use_and_a_restart_after_a_kill(flags, tmp_path: Path
     """A second server on either says so in one line; after kill -9 the store is free again."""
     store = tmp_path / "store"
     with serve(*flags, store=store, ends=-signal.SIGKILL) as served:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         for port, why in ((0, f"store {store} is in use by another server"), (served.port, "listen")):
-            command = map(str, (*LORASRV, "serve", "--store", store, "--port", port, *flags))
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+            done = lorasrv("serve", "--store", store, "--port", port, *flags)
             assert (done.returncode, done.stdout) == (1, "")
             assert why in done.stderr.splitlines()[-1]
             assert "Traceback" not in done.stderr

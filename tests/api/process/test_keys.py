@@ -3,16 +3,14 @@
 The sweep of every route and scope is in tests/api/auth/test_middleware.py.
 """
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import fake_serve
 import pytest
 from raw_client import RawClient
-from served import LORASRV, ROOT, Served, serve
+from served import Served, lorasrv, serve
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -45,10 +43,7 @@ def process(tmp_path: Path) -> Iterator[Served]:
 def test_odd_requests(process: Served, tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert status(process, "GET", "/metrics") == 200, "without any key a server of this machine is open to it"
-    command = [*LORASRV, "key", "create", "--store", str(store)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = lorasrv("key", "create", "--store", store)
     key = done.stdout.strip()
     bearer = ("127.0.0.1", f"Authorization: Bearer {key}")
     assert status(process, "GET", "/metrics") == 401, "the first key closes it at once"

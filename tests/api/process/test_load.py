@@ -136,7 +136,7 @@ async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traf
             for _ in range(first, requests, CLIENTS):
                 name = rng.choices(names, cum_weights=odds)[0]
                 prompt, stream = some_prompt(rng, prefixes), rng.random() < 0.5
-                # Who starves ends with 504, and that is wrong.
+                # A request that starves ends with 504, and that is wrong.
                 await traffic.ask(Ask(name, prompt, 4, stream=stream, fields=(("timeout_s", DEADLINE_S),)))
 
         await asyncio.gather(*(clients(first) for first in range(CLIENTS)))

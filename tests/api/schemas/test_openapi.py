@@ -69,7 +69,7 @@ def test_the_errors_of_tgi_are_its_own(schema) -> None:
 
 
 def test_answers_are_described_by_their_fields(schema) -> None:
-    """A bare object is what any answer is: whoever checks answers against the description would see nothing."""
+    """A bare object would describe any answer."""
     for (method, path), operation in operations(schema).items():
         for status, response in operation["responses"].items():
             for kind, content in response.get("content", {}).items():

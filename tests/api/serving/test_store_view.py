@@ -129,7 +129,7 @@ def told(response: httpx2.Response, name: str) -> tuple[int, str, dict[str, str]
     return response.status_code, response.text.replace(name, "NAME"), headers
 
 
-# Every route that takes a name in its body. A new one belongs here, or among those that name nobody.
+# Every route that takes a name in its body. A new one belongs here, or among those without a name.
 BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "POST /v1/completions": lambda name: {"model": name, "prompt": "hi"},
     "POST /v1/chat/completions": lambda name: {"model": name, "messages": [{"role": "user", "content": "hi"}]},
@@ -277,7 +277,7 @@ class TestDigests:
         assert (first.status_code, second.status_code) == (201, 201)
         assert first.json() | {"digest": ""} == second.json() | {"digest": ""}
         assert first.json()["created"] is True
-        # Now she has sent them; Bob and whoever may read the id knew before.
+        # Now she has sent them; Bob and those who may read the id knew before.
         for who in ("ann", "bob", "reader", "root"):
             again = getattr(filled, who).put(theirs)
             assert (again.status_code, again.json()["created"]) == (200, False), who
@@ -513,7 +513,7 @@ def test_a_verdict_belongs_to_one_version(filled, store, make_adapter, monkeypat
         verifier.check_ready(BOB.may_see)
 
 
-def test_what_others_told_of_the_same_weights(filled, make_adapter) -> None:
+def test_reports_on_shared_weights_are_the_keys_own(filled, make_adapter) -> None:
     anns = make_adapter("one", seed=7, base_model_name_or_path="acme/secret-base-13b")
     assert filled.ann.upload(anns, "mia-x").status_code == 201
     targets = ["q_proj", "v_proj", "down_proj"]
