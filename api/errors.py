@@ -52,7 +52,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.UnsupportedModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.CorruptModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.ConfigError: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
-    engine_errors.NotEnoughMemory: Answer(500, "not_enough_memory", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.NotEnoughMemory: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.InvalidTrace: Answer(500, "invalid_trace", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
     # Each try would cost a thread.

@@ -14,6 +14,7 @@ from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, runs_of
 from lorasrv.metrics.request_stats import MAX_ACCOUNTS
+from lorasrv.worker.host_memory import resident_bytes
 
 router = APIRouter()
 MOST_HOT = 20
@@ -24,14 +25,30 @@ Names = Mapping[AdapterKey, list[AdapterId]]
 async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the pool's memory map: pages_free + pages_kv + pages_prefix + pages_adapters = pages_total.
 
-    Includes the adapters with the most traffic. Keys without scope `admin` see the counts of pages, their own requests
-    and the adapters that they may see.
+    Includes the adapters with the most traffic, and what the host memory is used for. Keys without scope `admin` see
+    the counts of pages, their own requests and the adapters that they may see.
     """
     pool = await services.engine.pool_map()
     traffic = await _traffic(services, view)
     # In a thread: the store may have thousands of adapters.
     shown = await run_in_threadpool(lambda: _as_json(pool, _names(view.list_adapters()), view))
-    return {**shown, "traffic": traffic}
+    memory = _memory(services, pool) if view.is_unrestricted else None
+    return {**shown, "memory": memory, "traffic": traffic}
+
+
+def _memory(services: Services, pool: PoolMap) -> dict[str, int | None]:
+    """Return the resident memory of this process, None where the system does not say, and what is known to be in it.
+
+    On CUDA, weights and pool are in the device's memory instead.
+    """
+    figures = services.engine.metrics.snapshot()
+    return {
+        "resident_bytes": resident_bytes(),
+        "weight_bytes": figures.weight_bytes,
+        "pool_used_bytes": (pool.pages_total - pool.pages_free) * pool.block_bytes,
+        "host_cache_bytes": figures.host_cache_bytes,
+        "swap_bytes": pool.swap_bytes,
+    }
 
 
 async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:

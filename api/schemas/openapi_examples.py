@@ -193,6 +193,13 @@ _POOL: Json = {
     "requests": [],
     "adapters": [],
     "promised": [],
+    "memory": {
+        "resident_bytes": 530000000,
+        "weight_bytes": 137000000,
+        "pool_used_bytes": 79872,
+        "host_cache_bytes": 1859584,
+        "swap_bytes": 0,
+    },
 }
 _INFO: Json = {
     "model_id": _BASE,

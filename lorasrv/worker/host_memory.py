@@ -27,6 +27,12 @@ def total_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
+def resident_bytes() -> int | None:
+    """Return the host memory that this process holds now; None where the system does not say."""
+    held = _figure(Path("/proc/self/status"), r"VmRSS:\s+(\d+) kB")
+    return None if held is None else held * 1024
+
+
 def peak_bytes() -> int:
     """Return the most memory that this process has held. Getrusage's figure would start with the parent's."""
     peak = _figure(Path("/proc/self/status"), r"VmHWM:\s+(\d+) kB")

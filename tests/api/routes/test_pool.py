@@ -133,7 +133,18 @@ class TestMap:
             engine.pool = pool
             body = server.http.get("/v1/pool").json()
             assert {name: body[name] for name in numbers} == {name: getattr(pool, name) for name in numbers}
-            assert set(body) == numbers | {"object", "requests", "adapters", "promised", "prefix_runs", "traffic"}
+            assert set(body) == numbers | {
+                "object",
+                "requests",
+                "adapters",
+                "promised",
+                "prefix_runs",
+                "memory",
+                "traffic",
+            }
+            memory = body["memory"]
+            assert memory["pool_used_bytes"] == (pool.pages_total - pool.pages_free) * pool.block_bytes
+            assert memory["resident_bytes"] > 50e6, "this process"
             assert sum(body[f"pages_{part}"] for part in ("free", "kv", "prefix", "adapters")) == body["pages_total"]
             assert sum(adapter["pages"] for adapter in body["adapters"]) == body["pages_adapters"]
 
