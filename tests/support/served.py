@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from process_watch import held_by
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 180.0
@@ -66,13 +67,12 @@ class Served:
     @property
     def peak_bytes(self) -> int:
         """Most memory that the process has had so far."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+        return held_by(self.pid).peak_bytes
 
     @property
     def open_files(self) -> int:
         """Its open files, connections among them."""
-        return len(os.listdir(f"/proc/{self._process.pid}/fd"))
+        return held_by(self.pid).fds
 
     def figure(self, name: str) -> float:
         """Of /metrics, by its whole name with labels; 0 if it is not there."""

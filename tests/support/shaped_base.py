@@ -3,19 +3,15 @@
 from pathlib import Path
 
 from tiny_adapter import tiny_adapter
+from tiny_llama import CONFIG
 
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+TINY_LLAMA = CONFIG | {
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "vocab_size": 64,
     "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
 }
 
 
