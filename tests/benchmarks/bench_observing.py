@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from harness import table
+from harness import arguments, table
 
 from adapter_store.spec import AdapterKey
 from api.observability.access_middleware import RequestInfo
@@ -71,7 +71,7 @@ def of_ends() -> float:
 
 
 def of_requests() -> dict[str, float]:
-    seen = RequestInfo({"method": "POST", "headers": [], "state": {"request_id": "req-1"}})
+    seen = RequestInfo({"method": "POST", "path": "/v1/completions", "headers": [], "state": {"request_id": "req-1"}})
     seen.answers.append(ENDED)
     seen.status = 200
     seen.over()
@@ -85,6 +85,7 @@ def of_requests() -> dict[str, float]:
 
 
 def main() -> None:
+    arguments(__doc__)
     found = {
         "engine: a step of 1 request": of_steps(1),
         "engine: a step of 64 requests": of_steps(64),
