@@ -200,9 +200,11 @@ def test_a_running_account_is_kept_however_many_there_are(monkeypatch: pytest.Mo
     monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 4)
     bench = scheduler("fair", seats=2)
     bench.add("long", max_tokens=100, adapter_id="long")
-    for i in range(30):
-        for name in ("busy", "short"):
-            bench.add(f"{name} {i}", prompt=20, max_tokens=1, adapter_id="busy" if name == "busy" else f"a{i}")
+    for i in range(40):
+        bench.add(f"busy {i}", prompt=20, max_tokens=1, adapter_id="busy")
+    for i in range(15):
+        bench.add(f"short {i}", prompt=20, max_tokens=1, adapter_id=f"a{i}")
+        bench.step()
         bench.step()
     bench.run()
     assert bench.tokens("long") == 100
