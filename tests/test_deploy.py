@@ -156,7 +156,7 @@ def drain_s(words: list[str]) -> float:
     return float(words[words.index("--drain-s") + 1])
 
 
-def test_whoever_stops_it_waits_for_the_drain() -> None:
+def test_every_stop_timeout_covers_the_drain() -> None:
     named = dict(COMMANDS[:4])
     assert float(unit()["TimeoutStopSec"][0]) > drain_s(named["lorasrv.service"])
     assert float(compose()["stop_grace_period"].removesuffix("s")) > drain_s(named["compose.yaml"])
@@ -173,7 +173,7 @@ def test_one_server_a_store() -> None:
     assert [claim["spec"]["accessModes"] for claim in spec["volumeClaimTemplates"]] == [["ReadWriteOncePod"]]
 
 
-def test_nobody_is_root_and_nothing_else_is_written() -> None:
+def test_the_service_is_not_root_and_writes_its_data_only() -> None:
     stages = [number for number, (name, _) in enumerate(dockerfile()) if name == "FROM"]
     last = dockerfile()[stages[-1] :]
     [user] = [rest for name, rest in last if name == "USER"]

@@ -84,7 +84,7 @@ TestHostCacheMachine = HostCacheMachine.TestCase
 TestHostCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_many_threads_keep_the_books() -> None:
+def test_accounts_hold_with_many_threads() -> None:
     cache: HostCache[int] = HostCache(50)
 
     def work(seed: int) -> None:

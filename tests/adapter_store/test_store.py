@@ -129,7 +129,7 @@ def test_a_closed_store_says_so(store: AdapterStore) -> None:
             call()
 
 
-def test_opening_sweeps_what_nobody_names(tmp_path: Path) -> None:
+def test_opening_removes_unreferenced_files(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with AdapterStore(root, BASE) as store:
         kept = put(store, build.file())

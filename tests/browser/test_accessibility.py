@@ -98,7 +98,7 @@ def test_by_keyboard_alone(page, eventually) -> None:
     assert page.evaluate("document.activeElement.id") == "main"
 
 
-def test_motion_stays_away_from_those_who_want_none(open_page) -> None:
+def test_no_motion_where_it_is_not_wanted(open_page) -> None:
     page = open_page(reduced_motion="reduce")
     assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
     assert page.evaluate("getComputedStyle(document.getElementById('key-button')).transitionDuration") == "0s"

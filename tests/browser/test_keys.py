@@ -60,7 +60,7 @@ def test_it_is_asked_for_once_and_stays_in_the_tab(open_page) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_who_closes_the_dialog_is_left_alone(open_page) -> None:
+def test_a_closed_dialog_stays_closed(open_page) -> None:
     page = open_page(prepare=wants_key, live=False)
     page.locator("#key-dialog[open]").wait_for()
     page.keyboard.press("Escape")

@@ -69,7 +69,7 @@ def test_personas_and_base_concurrently_streaming_and_not(server, personas: dict
     asyncio.run(main())
 
 
-def test_the_answer_says_who_answered(server, personas: dict[str, Path]) -> None:
+def test_the_answer_names_its_adapter(server, personas: dict[str, Path]) -> None:
     name = next(iter(personas))
     body = {**_body("smollm2-135m", QUESTIONS[0]), "adapter_id": f"{name}@1"}
     response = httpx2.post(server.url + "/v1/chat/completions", json=body, timeout=60)

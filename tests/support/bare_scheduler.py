@@ -32,7 +32,7 @@ def layout_of(key: AdapterKey) -> AdapterLayout:
 @dataclass
 class Bench:
     """A scheduler, and a model that says `token` for every request, or ends it when it has `ends_at` tokens. `now` is
-    its clock, which goes on by `step_s` a step. Without `checks` the books are not added up after every step.
+    its clock, which goes on by `step_s` a step. Without `checks` its accounts are not checked after every step.
     """
 
     pages: int = 64
@@ -131,7 +131,7 @@ class Bench:
             self.copy(key)
 
     def run(self, steps: int = 3000) -> None:
-        """Until nobody waits; loads and copies take a step each."""
+        """Step until no request waits; loads and copies take a step each."""
         for _ in range(steps):
             if not self.scheduler.has_requests:
                 self.outputs += self.scheduler.take_outputs()

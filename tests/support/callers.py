@@ -13,7 +13,7 @@ def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
 
     To be called before the first request.
     """
-    # Behind whatever else finds out the caller, before whoever asks for it.
+    # Behind everything that finds out the caller, before everything that reads it.
     assert app.user_middleware[-1].cls is RateLimitMiddleware
     app.user_middleware.insert(-1, Middleware(_ByHeader, callers=callers))
 

@@ -137,7 +137,7 @@ class Said:
 
 
 class Drafted:
-    """An engine that is asked again and again, with drafts and without. `checks`: its books are added up every step.
+    """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked every step.
     `late`: its executor has two steps under way."""
 
     def __init__(

@@ -169,7 +169,7 @@ class FakeEngine:
     """What HTTP needs of an engine. `script` answers, `add_error` refuses requests, `ask_error` everything else.
 
     `before_add` is awaited before each request, with its number from 0.
-    `reached` is where adapters are said to be; None has who warms one wait for ever.
+    `reached` is where adapters are said to be; None lets a warm request wait for ever.
     """
 
     CONTROLS = frozenset({"script", "breaks", "add_error", "before_add", "ask_error", "reached", "pool", "resident"})

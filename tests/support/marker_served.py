@@ -78,7 +78,7 @@ def prompt_of(text: str) -> Prompt:
 def said_in(text: str) -> list[m.Said]:
     """The tokens of an answer. Raises: AssertionError: there is something else in it."""
     found = _SPELLED.findall(text)
-    assert "".join(" t{}.{}.{}".format(*one) for one in found) == text, f"nobody says {text!r}"
+    assert "".join(" t{}.{}.{}".format(*one) for one in found) == text, f"no adapter says {text!r}"
     return [m.Said(int(topic), m.Marker(int(i), int(j))) for topic, i, j in found]
 
 

@@ -21,7 +21,7 @@ Meaning = int | None
 
 
 class Wrong(AssertionError):
-    """An answer that nobody may give."""
+    """Report an answer that the server must not give."""
 
 
 @dataclass(eq=False)

@@ -130,7 +130,7 @@ def serve(
         command += ["--lora-modules", *modules] if modules else []
         environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
-            # A Ctrl-C is for whoever started it: the end is a signal from there.
+            # A Ctrl-C is for the starting process, which sends the signal.
             process = subprocess.Popen(
                 command, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )

@@ -295,7 +295,7 @@ class Storm:
     def _check(self, asked: Asked, token: int) -> None:
         said = m.said_by(token)
         what = f"token {asked.num_tokens} of {asked.request_id} ({asked.name}, {asked.key})"
-        assert said is not None, f"{what}: nobody says {token}; expected {asked.marker}"
+        assert said is not None, f"{what}: no adapter says {token}; expected {asked.marker}"
         assert said.marker == asked.marker, f"{what}: expected {asked.marker}, got {tuple(said.marker)}"
         assert said.topic in asked.topics, f"{what}: topic {said.topic} is not in its prompt, which has {asked.topics}"
         asked.num_tokens += 1

@@ -18,7 +18,7 @@ import pyte
 
 COLUMNS, LINES = 100, 30
 PATIENCE_S = 60.0
-# The terminal has to be the process's own, or Ctrl-C would reach nobody.
+# The terminal has to be the process's own, or Ctrl-C would reach no process.
 SCRIPT = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -79,7 +79,7 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     def leave(self) -> int:
-        """Ctrl-D, until it ends: while nobody reads, the terminal takes it for itself. The exit code."""
+        """Ctrl-D, until it ends: while no process reads, the terminal takes it for itself. The exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not leave:\n{self.text}"

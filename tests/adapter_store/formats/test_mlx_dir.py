@@ -206,7 +206,7 @@ def test_a_hostile_header_is_refused_before_anything_is_written(write_mlx: MlxWr
         opened(folder)
 
 
-def test_who_does_not_convert_is_told_who_does(write_mlx: MlxWriter) -> None:
+def test_readers_without_conversion_name_the_commands_that_convert(write_mlx: MlxWriter) -> None:
     with pytest.raises(AdapterInvalid, match=r"is MLX's; `lorasrv upload` and `lorasrv check` convert"):
         read_peft_dir(write_mlx(as_mlx(build.tensors())))
 

@@ -40,7 +40,7 @@ def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore
     assert all((again[site].a == whole[site].a).all() for site in whole)
 
 
-def test_a_damaged_header_is_found_by_whoever_reads_it_first(store: AdapterStore) -> None:
+def test_a_damaged_header_is_found_by_its_first_reader(store: AdapterStore) -> None:
     data = build.file()
     key, digest = registered(store)
     blobs(store)[digest].write_bytes(b"\xff" + data[1:])

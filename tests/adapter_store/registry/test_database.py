@@ -113,7 +113,7 @@ def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, layout: int) -> 
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-def test_what_was_kept_with_a_content_goes_to_whose_it_was(tmp_path: Path) -> None:
+def test_facts_kept_with_a_content_move_to_the_versions_that_own_them(tmp_path: Path) -> None:
     """Up to layout 3, all versions of a content showed its first uploader's report, and the newest verdict."""
     root, trained_on = tmp_path / "store", {"base_model_name_or_path": "acme/secret-13b", "revision": "secret-1"}
     config = build.config(**trained_on, target_modules=["q_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 4})
@@ -173,7 +173,7 @@ def test_a_migration_that_fails_leaves_the_old_layout(root: Path, version: int, 
 
 
 @pytest.mark.parametrize("version", [-1, SCHEMA_VERSION + 1, 99])
-def test_a_layout_that_nobody_knows(root: Path, version: int) -> None:
+def test_unknown_layouts_are_refused(root: Path, version: int) -> None:
     with database(root) as db:
         db.execute(f"PRAGMA user_version = {version}")
     with pytest.raises(StoreUnusable, match=f"layout {version}, this one reads {SCHEMA_VERSION}"):

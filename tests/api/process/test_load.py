@@ -227,7 +227,7 @@ def token(marker: int, topic: int = 0) -> str:
         (answering(token(5, topic=4) * 2), "topic"),
         (answering(token(5)), "2 tokens were asked for"),
         (answering(token(5) * 2, **{"x-adapter-digest": "other"}), "digest"),
-        (answering("yes"), "nobody says"),
+        (answering("yes"), "no adapter says"),
         (answering("", 503), "503"),
         (answering("", 404), "404"),
         (answering("", 429), "without Retry-After"),
