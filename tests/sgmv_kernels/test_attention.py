@@ -137,11 +137,7 @@ def test_parts_of_keys(ops: Ops, short_parts: None, window: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("ops", "softcap", "window"),
-    [
-        *itertools.product(("torch", "numba"), (50.0, 0.5), (None, 9)),
-        ("triton", 2.0, None),
-        long("triton", 2.0, 9),
-    ],
+    [*itertools.product(("torch", "numba"), (50.0, 0.5), (None, 9)), ("triton", 2.0, None), long("triton", 2.0, 9)],
     indirect=["ops"],
 )
 def test_softcap(ops: Ops, short_parts: None, softcap: float, window: int | None) -> None:

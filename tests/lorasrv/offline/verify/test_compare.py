@@ -221,8 +221,7 @@ class TestWrong:
     @pytest.mark.parametrize("sabotage", SABOTAGE)
     @pytest.mark.parametrize("family", ["llama", long("gemma2"), long("phi3")])
     @pytest.mark.parametrize(
-        "options",
-        [pytest.param({}, id="torch-float32"), long({"kernels": "numba", **ROUNDED}, id="numba-int8-bf16")],
+        "options", [pytest.param({}, id="torch-float32"), long({"kernels": "numba", **ROUNDED}, id="numba-int8-bf16")]
     )
     def test_panels(self, job_of, monkeypatch: pytest.MonkeyPatch, sabotage: str, family: str, options: Any) -> None:
         pack, change = served.pack_adapter, SABOTAGE[sabotage]
