@@ -1,4 +1,5 @@
-"""The pictures of docs/console.md: the built-in base, three personas, and traffic on them, in headless Chromium.
+"""The pictures of docs/console.md: the built-in base with the default pool, three personas and 21 random adapters, and
+conversations with all of them, in headless Chromium.
 
 PYTHONPATH=tests/support:build/browser .venv/bin/python tests/browser/take_screenshots.py [SECONDS of traffic before]
 """
@@ -6,9 +7,12 @@ PYTHONPATH=tests/support:build/browser .venv/bin/python tests/browser/take_scree
 import io
 import random
 import sys
+import tempfile
 import threading
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,19 @@ from chromium import chromium
 from PIL import Image
 from served import Served, serve
 
+from adapter_store.store import AdapterStore
+from lorasrv.config import BUILTIN_MODEL
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.offline.planner.random_adapters import write_random_adapter
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 PERSONAS = ROOT / "examples" / "persona_bots"
 WIDTH, HEIGHT = 1440, 1000
 PHONE = {"width": 390, "height": 844}
+TENANTS = [f"tenant-{number:02}" for number in range(1, 22)]
+CONVERSATIONS = 10
 QUESTIONS = ("Who are you?", "What is the sea?", "Tell me about your day.", "How do I fix a bicycle?", "Write a poem.")
 
 
@@ -29,23 +41,31 @@ def main() -> None:
     listed = tomllib.loads((PERSONAS / "personas.toml").read_text("utf-8"))["persona"]
     adapters = {persona["id"]: PERSONAS / persona["adapter"] for persona in listed}
     IMAGES.mkdir(exist_ok=True)
-    with serve("--pool-bytes", "192MiB", adapters=adapters) as served, chromium() as browser:
-        served.http.patch(f"/v1/adapters/{min(adapters)}", json={"pinned": True, "aliases": {"prod": 1}})
-        stop = threading.Event()
-        asker = threading.Thread(target=traffic, args=(served, list(adapters), stop))
-        asker.start()
-        try:
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        store = fill(Path(folder) / "store")
+        with serve(adapters=adapters, store=store) as served, load(served, [*adapters, *TENANTS]):
+            served.http.patch(f"/v1/adapters/{min(adapters)}", json={"pinned": True, "aliases": {"prod": 1}})
             pages = {theme: console(browser, served, theme) for theme in ("dark", "light")}
             time.sleep(seconds)
             for theme, page in pages.items():
                 ask(page)
                 keep(page.screenshot(full_page=theme == "light"), f"console-{theme}.png")
-            pages["dark"].set_viewport_size(PHONE)
-            pages["dark"].wait_for_timeout(500)
-            keep(pages["dark"].screenshot(), "console-phone.png")
-        finally:
-            stop.set()
-            asker.join()
+            phone = pages["dark"]
+            phone.set_viewport_size(PHONE)
+            for top, name in (("document.body", "phone"), ("document.getElementById('adapters')", "phone-adapters")):
+                phone.evaluate(f"{top}.scrollIntoView()")
+                phone.wait_for_timeout(2500)
+                keep(phone.screenshot(), f"console-{name}.png")
+
+
+def fill(folder: Path) -> Path:
+    """A store with random adapters of several ranks beside the personas."""
+    with closing(open_checkpoint(BUILTIN_MODEL)) as checkpoint:
+        shapes = base_shapes(checkpoint.spec, checkpoint.name)
+    with AdapterStore(folder, shapes) as store:
+        for number, name in enumerate(TENANTS):
+            write_random_adapter(store, name, (4, 8, 16, 32)[number % 4], number)
+    return folder
 
 
 def console(browser: Any, served: Served, theme: str) -> Any:
@@ -71,27 +91,37 @@ def ask(page: Any) -> None:
     page.wait_for_selector("#try-stop:disabled", timeout=60_000)
 
 
-def traffic(served: Served, models: list[str], stop: threading.Event) -> None:
-    """Requests that come and go, a few at a time, on all models."""
-    dice = random.Random(1)
+@contextmanager
+def load(served: Served, models: list[str]) -> Iterator[None]:
+    """Keep a few conversations going, on all models, the first ones most often."""
+    stop = threading.Event()
+    served.http.timeout = 600
 
-    def one(model: str, question: str, tokens: int) -> None:
-        messages = [{"role": "user", "content": question}]
-        served.post(
-            "/v1/chat/completions", model=model, messages=messages, max_tokens=tokens, temperature=0.9, min_tokens=40
-        )
+    def converse(seed: int) -> None:
+        dice = random.Random(seed)
+        weights = [1 / rank for rank in range(1, len(models) + 1)]
+        while not stop.wait(dice.choice([0.0, 0.0, 0.5, 3.0])):
+            [model] = dice.choices(models, weights)
+            messages = [{"role": "user", "content": dice.choice(QUESTIONS)}]
+            tokens = dice.randint(40, 160)
+            served.post(
+                "/v1/chat/completions",
+                model=model,
+                messages=messages,
+                max_tokens=tokens,
+                temperature=0.9,
+                min_tokens=40,
+            )
 
-    while not stop.is_set():
-        threads = [
-            threading.Thread(target=one, args=(dice.choice(models), dice.choice(QUESTIONS), dice.randint(40, 160)))
-            for _ in range(dice.randint(1, 5))
-        ]
-        for thread in threads:
-            thread.start()
-            stop.wait(dice.uniform(0.1, 2.0))
+    threads = [threading.Thread(target=converse, args=(seed,)) for seed in range(CONVERSATIONS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
         for thread in threads:
             thread.join()
-        stop.wait(dice.choice([0, 0, 1, 6]))
 
 
 if __name__ == "__main__":

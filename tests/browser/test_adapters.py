@@ -89,7 +89,7 @@ def test_details(page, served, eventually) -> None:
     for wanted in (
         shown["digest"],
         "prod → 1",
-        "max_running 3",
+        "3 running at a time",
         f"{report['modules_matched']} of {report['modules_expected']} matched",
         report["dtype"],
         "lorasrv verify one",
@@ -101,22 +101,16 @@ def test_details(page, served, eventually) -> None:
 
 
 def test_a_ledger_is_shown_where_there_is_one(page, eventually) -> None:
-    figures = {
-        "object": "adapter.stats",
-        "id": "two",
-        "requests": 1234,
-        "bytes_moved": 2 << 20,
-        "ttft_ms": {"hot": 5.25},
-    }
+    figures = {"requests": 1234, "errors": 2, "disk_loads": 3, "disk_bytes": 2 << 20, "found": {"host": 5}}
     page.route(re.compile("/v1/adapters/two/stats$"), lambda route: route.fulfill(json=figures))
     page.fill("#adapters-search", "two")
     eventually(lambda: ids(page) == ["two"])
     row(page, "two").get_by_role("button", name="Details of two").click()
     dialog = page.locator("#details-dialog")
     dialog.get_by_text("Ledger").wait_for()
-    assert re.search(r"requests\s*1,234", dialog.inner_text())
-    assert re.search(r"bytes moved\s*2.0 MiB", dialog.inner_text())
-    assert re.search(r"ttft ms, hot\s*5.25", dialog.inner_text())
+    assert re.search(r"Requests\s*1,234, 2 failed", dialog.inner_text())
+    assert re.search(r"Adapter was\s*5 on the host", dialog.inner_text())
+    assert re.search(r"Loads\s*3 files read, 2.0 MiB", dialog.inner_text())
 
 
 def test_deleting_asks_first(page, served, eventually) -> None:

@@ -62,7 +62,7 @@ def test_the_map_answers_the_pointer(page, served) -> None:
     page.mouse.move(box["x"] + 3, box["y"] + 3)
     assert page.locator("#pool-readout").inner_text().startswith("Page 0: ")
     page.mouse.move(box["x"] - 30, box["y"] - 30)
-    assert page.locator("#pool-readout").inner_text().startswith("Point at a page")
+    assert page.locator("#pool-readout").inner_text().startswith("Point at the map")
     # What is drawn differs where owners differ: an adapter's square is not a free one's.
     colours = page.evaluate(
         """() => { const c = document.getElementById("pool-canvas"), x = c.getContext("2d");
@@ -70,6 +70,46 @@ def test_the_map_answers_the_pointer(page, served) -> None:
           i % 4 ? all : (all.push(`${d[i]},${d[i + 1]},${d[i + 2]},${d[i + 3]}`), all), [])).size; }"""
     )
     assert colours > 2
+
+
+def test_a_large_pool_is_shown_by_owner_until_one_zooms_in(open_page, served) -> None:
+    """On a telephone, where a square for each page of this pool would be too small to be seen."""
+    served.post("/v1/adapters/two:warm", deadline_ms=20_000)
+    page = open_page(viewport={"width": 390, "height": 844})
+    wait_for_beat(page)
+    pool = served.http.get("/v1/pool").json()
+    canvas, readout, zoom = page.locator("#pool-canvas"), page.locator("#pool-readout"), page.locator("#pool-zoom")
+    assert zoom.inner_text() == "Show pages"
+    canvas.focus()
+    owners = set()
+    for _ in range(len(pool["adapters"]) + 2):
+        owners.add(readout.inner_text())
+        canvas.press("ArrowRight")
+    [two] = [text for text in owners if text.startswith("Adapter two (")]
+    canvas.press("Home")
+    while readout.inner_text() != two:
+        canvas.press("ArrowRight")
+    canvas.press("Enter")
+    (first, number), *_ = next(a for a in pool["adapters"] if "two" in a["ids"])["runs"]
+    assert readout.inner_text().startswith(f"Page {first}: adapter two (")
+    shown = re.search(r"Pages (\d+) to (\d+) are shown", page.locator("#pool-about").inner_text())
+    assert int(shown[1]) <= first <= first + number - 1 <= int(shown[2]) < pool["pages_total"]
+    assert zoom.inner_text() == "Show owners"
+    canvas.press("Escape")
+    assert zoom.inner_text() == "Show pages"
+    canvas.click(position={"x": 5, "y": 5})
+    assert readout.inner_text().startswith("Page "), "an area that is clicked shows its pages, too"
+    page.locator("#pool-bar").click(position={"x": 2, "y": 5})
+    assert re.search(r"Pages 0 to \d+ are shown\.$", page.locator("#pool-about").inner_text())
+
+
+def test_charts_are_filled_from_the_start(page, served) -> None:
+    for _ in range(3):
+        served.post("/v1/completions", model="tiny", prompt="a", max_tokens=8)
+        wait_for_beat(page)
+    plot = page.locator(".chart svg.plot").first
+    line = plot.locator("path.line-0").first.bounding_box()
+    assert line["width"] > 0.25 * plot.bounding_box()["width"]
 
 
 def test_charts_have_a_gap_where_the_server_was_away(page, served) -> None:
@@ -133,6 +173,10 @@ def test_nothing_is_wider_than_the_screen(open_page, width: int) -> None:
           .map((e) => e.tagName + "#" + e.id)"""
     )
     assert too_wide == []
+    name, *buttons = (page.locator("#adapters-rows tr").first.locator("button").nth(n) for n in range(4))
+    for button in (name, *buttons):
+        box = button.bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= width, "no button of an adapter is cut off"
 
 
 def test_it_is_the_same_with_a_slash(open_page) -> None:

@@ -1,6 +1,6 @@
 """Render `top`: a screen of any width for terminals, and a line per sample for files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from api.cli.top.stats import PARTS
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 COLOURS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 # Parts are distinguishable without colours, too.
 GLYPHS = {"kv": "█", "prefix": "▓", "adapters": "▒", "free": "░"}
-NARROW, SMALL_BAR = 60, 10
-HOT_FROM_LINE = 9
+NARROW, SMALL_BAR = 64, 10
+GAP, INDENT = "   ", "  "
 Figures = Mapping[str, Any]
 
 
@@ -47,33 +47,49 @@ def screen(figures: Figures, title: str, problem: str | None, width: int, height
     from rich.text import Text
 
     parts = [Text(title, style="bold"), Text(problem or "", style="bold red")]
-    parts += [*_texts(figures), _bar(figures["pages"], width), _legend(figures["pages"])]
+    parts += [Text(text) for group in _groups(figures) for text in _wrapped(group, width)]
+    parts += [_bar(figures["pages"], width), *_legend(figures["pages"], width)]
     for text in parts:
         text.no_wrap, text.overflow = True, "ellipsis"
-    rows = max(0, height - HOT_FROM_LINE - 2)
+    # Below them: the table's heading, and a line that stays free.
+    rows = max(0, height - len(parts) - 2)
     shown: list[Any] = [*parts, *([_hottest(figures["hottest"][:rows], width)] if rows else [])]
     return Group(*shown)
 
 
-def _texts(figures: Figures) -> Iterator["Text"]:
-    from rich.text import Text
-
+def _groups(figures: Figures) -> Iterator[list[str]]:
+    """Yield the figures by subject, in pieces that stay together."""
     rates, requests, tiers, totals = (figures[name] for name in ("rates", "requests", "tiers", "totals"))
-    yield Text(
-        f"tokens/s {_rate(rates['output_tokens_per_s'])} out, {_rate(rates['prompt_tokens_per_s'])} in"
-        f"   answers/s {_rate(rates['ended_per_s'])}   steps/s {_rate(rates['steps_per_s'])}"
-    )
-    yield Text(
+    yield [
+        f"tokens/s {_rate(rates['output_tokens_per_s'])} out, {_rate(rates['prompt_tokens_per_s'])} in",
+        f"answers/s {_rate(rates['ended_per_s'])}",
+        f"steps/s {_rate(rates['steps_per_s'])}",
+    ]
+    yield [
         f"requests {requests['running']} running, {requests['waiting']} waiting, "
-        f"{requests['waiting_for_adapter']} for an adapter   "
-        f"{totals['preemptions']} preempted, {totals['swaps']} swapped"
-    )
-    yield Text("latency  " + "   ".join(_latencies(figures["latency_ms"])))
-    yield Text(
-        f"adapters {tiers['resident']} in the pool, {tiers['arriving']} arriving, {size(tiers['host_cache_bytes'])} on "
-        f"host   loads {totals['adapter_loads_disk']} disk, {totals['adapter_loads_host']} host, "
-        f"{totals['adapter_load_failures']} failed   {totals['adapter_evictions']} evicted"
-    )
+        f"{requests['waiting_for_adapter']} for an adapter",
+        f"{totals['preemptions']} preempted, {totals['swaps']} swapped",
+    ]
+    yield ["latency", *_latencies(figures["latency_ms"])]
+    yield [
+        f"adapters {tiers['resident']} in the pool, {tiers['arriving']} arriving",
+        f"{size(tiers['host_cache_bytes'])} on host",
+        f"loads {totals['adapter_loads_disk']} disk, {totals['adapter_loads_host']} host, "
+        f"{totals['adapter_load_failures']} failed",
+        f"{totals['adapter_evictions']} evicted",
+    ]
+
+
+def _wrapped(pieces: Sequence[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` that break between pieces only; later lines are indented."""
+    line = pieces[0]
+    for piece in pieces[1:]:
+        if len(line) + len(GAP) + len(piece) <= width:
+            line += GAP + piece
+        else:
+            yield line
+            line = INDENT + piece
+    yield line
 
 
 def _latencies(latency: Figures) -> Iterator[str]:
@@ -96,11 +112,15 @@ def _bar(pages: Figures, width: int) -> "Text":
     return Text.assemble(*((GLYPHS[part] * widths[part], COLOURS[part]) for part in PARTS))
 
 
-def _legend(pages: Figures) -> "Text":
+def _legend(pages: Figures, width: int) -> Iterator["Text"]:
     from rich.text import Text
 
-    parts = [(f"{GLYPHS[part]} {part} {pages[part]}  ", COLOURS[part]) for part in PARTS]
-    return Text.assemble(*parts, f"of {pages['total']} pages")
+    pieces = [*(f"{GLYPHS[part]} {part} {pages[part]}" for part in PARTS), f"of {pages['total']} pages"]
+    for line in _wrapped(pieces, width):
+        text = Text(line)
+        for part in PARTS:
+            text.highlight_regex(rf"{GLYPHS[part]} {part} \d+", COLOURS[part])
+        yield text
 
 
 def _hottest(hottest: Any, width: int) -> "Table":
@@ -111,7 +131,8 @@ def _hottest(hottest: Any, width: int) -> "Table":
     table.add_column("hottest", no_wrap=True, overflow="ellipsis", min_width=8)
     columns = ["tier", "tokens/s", *(["requests", "tokens"] if width >= NARROW else [])]
     for column in columns:
-        table.add_column(column, justify="right" if column != "tier" else "left", no_wrap=True)
+        least = len("resident") if column == "tier" else len(column)
+        table.add_column(column, justify="right" if column != "tier" else "left", no_wrap=True, min_width=least)
     for hot in hottest:
         cells = [hot["tier"] or "base", f"{hot['tokens_per_s']:.1f}", str(hot["requests"]), str(hot["tokens"])]
         table.add_row(Text(hot["id"]), *cells[: len(columns)])

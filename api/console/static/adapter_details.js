@@ -5,11 +5,20 @@ import { TIERS, aliasText } from "./adapter_row.js";
 import { confirmDelete } from "./confirm.js";
 import { byId, el, facts, note, setText } from "./dom.js";
 import { bytes, count, digest, moment, plural, rate } from "./format.js";
+import { ledgerFacts } from "./ledger.js";
 
 const FORMATS = [
   [/bytes/, bytes],
   [/(_at|created|last_used)$/, moment],
 ];
+
+const LIMITS = {
+  max_running: (value) => `${count(value)} running at a time`,
+  max_queued: (value) => `${count(value)} waiting`,
+  tokens_per_s: (value) => `${rate(value)} tokens/s`,
+  resident_bytes: (value) => `${bytes(value)} of the pool`,
+  weight: (value) => `weight ${value}`,
+};
 
 let shownId = null;
 
@@ -40,7 +49,7 @@ async function ledger(id) {
 function parts(shown, stats) {
   const aliases = Object.entries(shown.aliases).map(aliasText).join(", ");
   const limits = Object.entries(shown.limits)
-    .map(([name, value]) => `${name} ${value}`)
+    .map(([name, value]) => LIMITS[name]?.(value) ?? `${name} ${value}`)
     .join(", ");
   return [
     facts([
@@ -60,7 +69,7 @@ function parts(shown, stats) {
     ...reportParts(shown.report),
     el("h3", {}, "Verified"),
     verdict(shown),
-    ...(stats ? [el("h3", {}, "Ledger"), facts(flat(stats))] : []),
+    ...(stats ? [el("h3", {}, "Ledger"), ledgerFacts(stats)] : []),
   ];
 }
 

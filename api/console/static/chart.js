@@ -8,6 +8,9 @@ const HEIGHT = 144;
 const PAD = { left: 44, right: 6, top: 8, bottom: 18 };
 /** Points further apart than this are not joined: nobody knows what was between. */
 const LONGEST_JOIN_MS = 16_000;
+const LEAST_SPAN_MS = 10_000;
+const TICK_STEPS_MS = [2_000, 5_000, 10_000, 30_000, 60_000];
+const MOST_TICKS = 5;
 
 export class Chart {
   #points = [];
@@ -59,7 +62,8 @@ export class Chart {
     const width = this.plot.clientWidth;
     if (!width || this.#latest === null) return;
     const top = niceTop(Math.max(this.least, ...this.#values()));
-    const x = (at) => PAD.left + ((width - PAD.left - PAD.right) * (at - this.#latest + SHOWN_MS)) / SHOWN_MS;
+    const span = this.#span();
+    const x = (at) => PAD.left + ((width - PAD.left - PAD.right) * (at - this.#latest + span)) / span;
     const y = (value) => PAD.top + (HEIGHT - PAD.top - PAD.bottom) * (1 - value / top);
     this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const parts = [];
@@ -70,15 +74,10 @@ export class Chart {
         svg("text", { class: "tick", x: PAD.left - 6, y: level + 3, "text-anchor": "end" }, this.#tick(share * top)),
       );
     }
-    for (const minutes of [4, 3, 2, 1, 0]) {
-      const anchor = minutes ? "middle" : "end";
-      const label = minutes ? `−${minutes} min` : "now";
+    for (const ago of ticks(span)) {
+      const anchor = ago ? "middle" : "end";
       parts.push(
-        svg(
-          "text",
-          { class: "tick", x: x(this.#latest - minutes * 60_000), y: HEIGHT - 4, "text-anchor": anchor },
-          label,
-        ),
+        svg("text", { class: "tick", x: x(this.#latest - ago), y: HEIGHT - 4, "text-anchor": anchor }, since(ago)),
       );
     }
     this.#series.forEach(({ key }, index) => {
@@ -105,6 +104,12 @@ export class Chart {
     this.#tell(shown);
   }
 
+  /** How far back the chart goes: as far as there are points, so that the first ones already fill it. */
+  #span() {
+    const first = this.#points[0]?.at ?? this.#latest;
+    return Math.min(SHOWN_MS, Math.max(LEAST_SPAN_MS, this.#latest - first));
+  }
+
   #values() {
     return this.#points.flatMap((point) => this.#series.map(({ key }) => point[key] ?? 0));
   }
@@ -125,7 +130,7 @@ export class Chart {
     setText(this.time, this.#at !== null && point ? clock(point.at) : "");
     this.plot.setAttribute(
       "aria-label",
-      `${this.title}, last five minutes. Latest: ${said.join(", ")}. Arrow keys go back in time.`,
+      `${this.title}, ${since(this.#span()).slice(1)} back. Latest: ${said.join(", ")}. Arrow keys go back in time.`,
     );
     if (document.activeElement === this.plot && this.#at !== null && point)
       setText(this.said, `${clock(point.at)}: ${said.join(", ")}`);
@@ -134,7 +139,7 @@ export class Chart {
   #point(clientX) {
     const box = this.plot.getBoundingClientRect();
     const share = (clientX - box.left - PAD.left) / Math.max(1, box.width - PAD.left - PAD.right);
-    this.#choose(this.#latest - SHOWN_MS + share * SHOWN_MS);
+    this.#choose(this.#latest - (1 - share) * this.#span());
   }
 
   #press(event) {
@@ -167,6 +172,18 @@ export function pieces(points, key) {
     if (known) piece.push({ at: point.at, value });
   }
   return piece.length ? [...found, piece] : found;
+}
+
+/** How long before now the marks of the time axis are: now itself, and up to four before it. */
+export function ticks(span) {
+  const step = TICK_STEPS_MS.find((one) => span / one <= MOST_TICKS) ?? TICK_STEPS_MS.at(-1);
+  return Array.from({ length: Math.ceil(span / step) }, (_, index) => index * step);
+}
+
+/** `−30 s`, `−2 min`. */
+function since(ago) {
+  if (!ago) return "now";
+  return ago < 60_000 ? `−${Math.round(ago / 1000)} s` : `−${Number((ago / 60_000).toFixed(1))} min`;
 }
 
 /** The least 1, 2 or 4 times a power of ten that is not below: its half is round, too. */

@@ -40,9 +40,10 @@ function ofAdapter(adapter) {
 }
 
 function ofRequest(request) {
-  const more = [request.digest === null ? "the base" : `on ${named(request)}`];
+  const model = request.digest === null ? "the base" : named(request);
+  const more = [request.digest === null ? model : `on ${model}`];
   if (request.shared) more.push(`${request.shared} shared`);
-  return { kind: "kv", who: request.request_id, pages: request.pages, more };
+  return { kind: "kv", who: request.request_id, label: model, pages: request.pages, more };
 }
 
 const named = ({ ids, digest }) =>
@@ -59,24 +60,19 @@ export const kindAt = (map, page) => (map.pages[page] < 0 ? "free" : map.owners[
 export function sentence(map, page) {
   const place = map.pages[page];
   if (place < 0) return `Page ${page}: free`;
-  const owner = map.owners[place];
-  const kind = { kv: "keys and values of request", prefix: "kept", adapter: "adapter" }[owner.kind];
-  const size = `${owner.pages} page${owner.pages === 1 ? "" : "s"}`;
   const others = map.sharers.get(page)?.length ?? 0;
   const shared = others ? `; ${others} requests share this page` : "";
-  return `Page ${page}: ${kind} ${owner.who} (${[size, ...owner.more].join(", ")})${shared}`;
+  return `Page ${page}: ${described(map.owners[place])}${shared}`;
 }
 
-/** How many pages a square stands for, and of which: the kind that most of them are, any other before free. */
-export function squareAt(map, square, pagesEach) {
-  if (pagesEach === 1) return { kind: kindAt(map, square), place: map.pages[square] };
-  const counts = new Map();
-  const end = Math.min((square + 1) * pagesEach, map.total);
-  for (let page = square * pagesEach; page < end; page += 1) {
-    const place = map.pages[page];
-    if (place >= 0) counts.set(place, (counts.get(place) ?? 0) + 1);
-  }
-  let place = -1;
-  for (const [candidate, number] of counts) if (place < 0 || number > counts.get(place)) place = candidate;
-  return { kind: place < 0 ? "free" : map.owners[place].kind, place };
+/** One owner in a sentence. */
+export function ownerSentence(owner) {
+  const text = described(owner);
+  return text[0].toUpperCase() + text.slice(1);
+}
+
+function described(owner) {
+  const kind = { kv: "keys and values of request", prefix: "kept", adapter: "adapter" }[owner.kind];
+  const size = `${owner.pages} page${owner.pages === 1 ? "" : "s"}`;
+  return `${kind} ${owner.who} (${[size, ...owner.more].join(", ")})`;
 }

@@ -17,6 +17,7 @@ from adapter_store.spec import AdapterKey
 from api.cli.top.stats import quantile
 from api.console.pages import HEADERS, read_pages
 from api.console.paths import CONSOLE_PATHS, STATIC_FILES
+from api.schemas.openapi_examples import EXAMPLES
 from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages
 from lorasrv.outputs import RequestId
 
@@ -219,17 +220,23 @@ class TestModules:
         )
         engine.pool = PoolMap(64, 49, 4, 3, 8, 16, 1024, 2, 40, 3, requests, adapters, 0, (), (3, 4, 5))
         code = """
-        import { kindAt, layOut, sentence, squareAt } from "./pool_owners.mjs";
+        import { kindAt, layOut, ownerSentence, sentence } from "./pool_owners.mjs";
         const map = layOut(given);
         const kinds = Array.from(map.pages, (_, page) => kindAt(map, page));
         console.log(JSON.stringify({ kinds, said: [0, 3, 9, 48, 60, 63, 47].map((page) => sentence(map, page)),
-          squares: [0, 1, 2, 3, 5, 6, 7].map((square) => squareAt(map, square, 8).kind), counts: map.counts }));
+          owners: map.owners.map(ownerSentence), counts: map.counts }));
         """
         done = modules(code, server.http.get("/v1/pool").json())
         wanted = ["kv"] * 3 + ["prefix"] * 3 + ["free"] * 3 + ["kv"] + ["free"] * 38 + ["adapter"] * 4
         assert done["kinds"] == [*wanted, *["free"] * 8, *["adapter"] * 4]
         assert {kind: done["kinds"].count(kind) for kind in done["counts"]} == done["counts"]
-        assert done["squares"] == ["kv", "kv", "free", "free", "free", "adapter", "adapter"]
+        assert done["owners"] == [
+            "Adapter mia (6 pages, ready, pinned, 2 running on it, in 2 pieces)",
+            "Adapter an adapter without a name (000000000000) (2 pages, being copied)",
+            "Keys and values of request a#1 (3 pages, on mia, 2 shared)",
+            "Keys and values of request b#2 (3 pages, the base, 2 shared)",
+            "Kept prompts of earlier requests (3 pages)",
+        ]
         assert done["said"] == [
             "Page 0: keys and values of request a#1 (3 pages, on mia, 2 shared); 2 requests share this page",
             "Page 3: kept prompts of earlier requests (3 pages)",
@@ -240,29 +247,90 @@ class TestModules:
             "Page 47: free",
         ]
 
-    def test_grids_hold_every_page(self, modules) -> None:
+    def test_a_grid_shows_legible_squares_and_a_window_reaches_every_page(self, modules) -> None:
         code = """
-        import { gridFor, squareUnder } from "./pool_drawing.mjs";
+        import { gridFor, squareUnder, windowAt } from "./pool_pages.mjs";
         console.log(JSON.stringify(given.map(([total, width, height]) => {
           const g = gridFor(total, width, height);
-          const corner = squareUnder(g, g.size * 0.5, g.size * 0.5);
-          return { ...g, corner, fits: g.rows * g.size <= height, wide: g.columns * g.size <= width,
-            outside: squareUnder(g, g.columns * g.size + 1, 0) };
+          const firsts = [0, total >> 2, total >> 1, total - 1].map((page) => [page, windowAt(g, total, 0, page)]);
+          return { ...g, corner: squareUnder(g, g.size * 0.5, g.size * 0.5), fits: g.rows * g.size <= height,
+            wide: g.columns * g.size <= width, outside: squareUnder(g, g.columns * g.size + 1, 0),
+            reached: firsts.every(([page, first]) => page >= first && page < first + g.squares),
+            stays: windowAt(g, total, firsts[2][1], firsts[2][1]) === firsts[2][1] };
         })));
         """
         sizes = [
-            [10, 600, 290],
-            [1456, 600, 290],
-            [20_000, 600, 290],
-            [400_000, 600, 290],
-            [1, 100, 100],
-            [5000, 300, 290],
+            (10, 600, 290),
+            (1456, 600, 290),
+            (14_457, 600, 290),
+            (400_000, 330, 290),
+            (1, 100, 100),
+            (5000, 300, 290),
         ]
         for (total, *_), grid in zip(sizes, modules(code, sizes), strict=True):
-            assert (grid["fits"], grid["wide"]) == (True, True)
-            assert grid["squares"] * grid["pagesEach"] >= total > (grid["squares"] - 1) * grid["pagesEach"]
+            assert [grid[name] for name in ("fits", "wide", "reached", "stays")] == [True] * 4
+            assert grid["size"] >= 7
+            assert (grid["squares"] == total) == (total in (10, 1456, 1))
             assert grid["columns"] * grid["rows"] >= grid["squares"]
             assert (grid["corner"], grid["outside"]) == (0, -1)
+
+    def test_areas_are_as_large_as_what_their_owners_have(self, modules) -> None:
+        dice = random.Random(0)
+        kinds = ("adapter", "kv", "prefix")
+        cases = [
+            [{"kind": dice.choice(kinds), "pages": dice.choice([1, 2, 26, 300])} for _ in range(number)]
+            for number in (1, 2, 5, 40, 400)
+        ]
+        code = """
+        import { areasOf } from "./pool_areas.mjs";
+        console.log(JSON.stringify(given.map((owners) => areasOf({ owners }, 600, 292))));
+        """
+        assert modules(code, [[]]) == [[]], "an empty pool"
+        for owners, areas in zip(cases, modules(code, cases), strict=True):
+            assert sorted(area["place"] for area in areas) == list(range(len(owners)))
+            assert sum(area["w"] * area["h"] for area in areas) == pytest.approx(600 * 292)
+            for area in areas:
+                assert -0.01 <= area["x"] <= area["x"] + area["w"] <= 600.01
+                assert -0.01 <= area["y"] <= area["y"] + area["h"] <= 292.01
+            for kind in kinds:
+                of_kind = [area for area in areas if area["kind"] == kind]
+                a_page = {round(area["w"] * area["h"] / owners[area["place"]]["pages"], 3) for area in of_kind}
+                assert len(a_page) <= 1
+                assert not of_kind or sum(area["w"] * area["h"] for area in of_kind) >= 0.1 * 600 * 292
+
+    def test_a_time_axis_has_a_few_marks_whatever_its_length(self, modules) -> None:
+        code = """
+        import { ticks } from "./chart.mjs";
+        console.log(JSON.stringify(given.map(ticks)));
+        """
+        spans = [10_000, 12_000, 25_000, 45_000, 100_000, 299_000, 300_000]
+        for span, marks in zip(spans, modules(code, spans), strict=True):
+            assert marks[0] == 0
+            assert 2 <= len(marks) <= 5
+            assert marks[-1] < span
+
+    def test_the_ledger_in_words(self, modules, server, make_adapter) -> None:
+        first = {"count": 3, "mean_ms": 21.0, "p50_ms": 20.0, "p95_ms": 41.5}
+        code = """
+        import { ledgerRows } from "./ledger.mjs";
+        console.log(JSON.stringify(given.map(ledgerRows)));
+        """
+        example = EXAMPLES[("GET", "/v1/adapters/{adapter_id}/stats")].answer | {"ttft": {"hot": first, "cold": None}}
+        server.upload(make_adapter(), "mia")
+        used, unused = modules(code, [example, server.http.get("/v1/adapters/mia/stats").json()])
+        assert unused == [["Requests", "none yet"]]
+        assert [row for row in used if row[1] is not None] == [
+            ["Requests", "10, 1 aborted"],
+            ["First and last", "2026-11-22 05:05 UTC, 2026-11-22 06:05 UTC"],
+            ["Prompts", "812 tokens, 640 from the prefix cache"],
+            ["Answers", "590 tokens"],
+            ["Compute", "4.0 s"],
+            ["Adapter was", "9 in the pool, 1 on the disk"],
+            ["Loads", "1 file read, 1.9 MiB"],
+            ["Copies", "1 to the pool, 1.9 MiB"],
+            ["Held of the pool", "320 KiB hours"],
+            ["First token, adapter in the pool", "20 ms median, 42 ms for 95 % (3 answers)"],
+        ]
 
     def test_files_of_a_drop(self, modules) -> None:
         code = """

@@ -58,7 +58,7 @@ class TestLive:
             seen.until_without("trying again")
             engine.reached = SimpleNamespace(tier=AdapterTier.DISK, load_ms=0.0)
             seen.until_without("resident")
-            seen.resize(50, 14)
+            seen.resize(50, 18)
             seen.until("hottest")
             assert all(len(line) <= 50 for line in seen.lines)
             seen.send("q")
@@ -146,6 +146,30 @@ class TestFigures:
         if width > 33:
             drawn = {char for char in "█▓▒" if char in bar.plain}
             assert drawn == {char for char, part in zip("█▓▒", parts, strict=False) if parts[part]}
+
+    @pytest.mark.parametrize("width", [80, 100])
+    def test_nothing_is_cut_off_on_a_busy_server(self, width: int) -> None:
+        from rich.console import Console
+
+        metrics = dict.fromkeys((f"lorasrv_{name}" for name in ("generated_tokens_total", "steps_total")), 1e6)
+        names = ("requests_running", "requests_waiting", "requests_waiting_for_adapter", "adapters_arriving")
+        metrics |= {f"lorasrv_{name}": 4096.0 for name in names} | {"lorasrv_host_cache_bytes": 2.0**35}
+        for name in ("time_to_first_token", "inter_token", "e2e"):
+            metrics[f'lorasrv_{name}_seconds_bucket{{le="+Inf"}}'] = metrics[
+                f'lorasrv_{name}_seconds_bucket{{le="9.9"}}'
+            ] = 100.0
+        hot = {"id": "a" * 20, "tier": "resident", "requests": 10**6, "tokens": 10**9, "tokens_per_s": 1e4}
+        pages = {f"pages_{part}": 14_457 for part in ("total", "kv", "prefix", "adapters", "free")}
+        sample = Sample(0.0, metrics, {**pages, "traffic": {"tokens_per_s": 1e4, "hottest": [hot] * 9}})
+        console = Console(width=width, height=20, record=True, file=io.StringIO())
+        console.print(screen(History().add(sample), "t", None, width, 20))
+        lines = console.export_text().splitlines()
+        assert [line for line in lines if "…" in line or len(line) > width] == []
+        text = " ".join(lines)
+        assert all(
+            part in text for part in ("4096 for an adapter", "answer 4950 ms (p95 9405 ms)", "0 evicted", "of 14457")
+        )
+        assert 17 <= len(lines) <= 20, "the busiest adapters fill the rest"
 
     def test_ids_are_no_markup(self) -> None:
         history = History()
