@@ -5,6 +5,8 @@ import { kindAt, sentence } from "./pool_owners.js";
 
 const LARGEST = 22;
 const SMALLEST = 7;
+/** Of a window, which has been zoomed in to. */
+const ZOOMED = 16;
 export const FLASH_MS = 700;
 const STEPS = {
   ArrowLeft: () => -1,
@@ -17,7 +19,8 @@ const STEPS = {
 export function gridFor(total, width, height) {
   const columnsOf = (size) => Math.max(1, Math.floor(width / size));
   let size = LARGEST;
-  while (size > SMALLEST && Math.ceil(total / columnsOf(size)) * size > height) size -= 0.5;
+  while (size >= SMALLEST && Math.ceil(total / columnsOf(size)) * size > height) size -= 0.5;
+  if (size < SMALLEST) size = ZOOMED;
   const columns = columnsOf(size);
   const squares = Math.min(total, columns * Math.max(1, Math.floor(height / size)));
   return { size, columns, rows: Math.ceil(squares / columns), squares };
