@@ -109,6 +109,10 @@ class Request:
     last_share_step: int = 0
     # Not preempted for others until it has generated so many tokens.
     protected_until_tokens: int = 0
+    # Whether it runs without a request slot, which `Fair` has given to another account.
+    is_paused: bool = False
+    # Tokens that it had generated when its last pause ended.
+    resumed_at: int | None = None
     # Tokens served, as `Mlfq` counts them.
     service: float = 0.0
     # Predicted length of the answer at first admission.
@@ -167,6 +171,11 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Return the number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_protected(self) -> bool:
+        """Return whether it goes first and may not be preempted or paused for others."""
+        return self.num_generated_tokens < self.protected_until_tokens
 
     def prompt_rows(self, start: int, end: int) -> range:
         """Return the positions in `start .. end - 1` whose logits give asked-for prompt log-probabilities that are

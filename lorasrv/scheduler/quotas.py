@@ -35,6 +35,12 @@ class Blocker(NamedTuple):
         return cls("key", principal)
 
     @classmethod
+    def limits_of(cls, adapter_id: str, principal: str) -> "tuple[Blocker, ...]":
+        """Return all limits of an adapter and a key."""
+        accounts = (("adapter", adapter_id), ("key", principal))
+        return tuple(cls(kind, name) for of, name in accounts for kind in (of, f"bytes of {of}"))
+
+    @classmethod
     def of_load(cls, key: AdapterKey | None) -> "Blocker":
         """Return the load of an adapter."""
         return cls("load", str(key))

@@ -13,7 +13,6 @@ PROTECTED_TOKENS steps and those in which the longest sequence is computed in ch
 its own adapter or key hold a request back does not count: within a throttled account the order is the policy's alone.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from adapter_store.spec import AdapterKey
@@ -23,12 +22,14 @@ from lorasrv.request import Request
 from lorasrv.scheduler.policies import Policy
 from lorasrv.scheduler.quotas import Blocker
 from lorasrv.scheduler.waiting_lanes import WaitingLanes
+from lorasrv.sorted_items import SortedItems
 
 MAX_CHECKED = 64
 """Most requests that a step checks for starvation, those with the longest waits."""
 MAX_STARVED = 64
 """Most requests that are starved at a time: they go one after another anyway."""
 PROTECTED_TOKENS = 16
+MIN_SWEEP = 1024
 
 
 class RequestQueue:
@@ -59,10 +60,13 @@ class RequestQueue:
         self._preempted: dict[RequestId, Request] = {}
         self._starved: dict[RequestId, Request] = {}
         # Those that are not starved, by the step of their last tokens.
-        self._by_wait: OrderedDict[RequestId, Request] = OrderedDict()
+        self._by_wait: SortedItems[Request] = SortedItems()
+        # Steps in which limits were last seen to hold requests back.
+        self._limited: dict[Blocker, int] = {}
         # Waiting requests that would be starved, but for a load that no preemption makes faster.
         self._loading: dict[AdapterKey, list[Request]] = {}
         self._num_added = 0
+        self._next_sweep = MIN_SWEEP
         self.step = 0
         self.num_starved_total = 0
 
@@ -102,8 +106,7 @@ class RequestQueue:
 
     def preempt(self, request: Request) -> None:
         """Move a request from running back to waiting."""
-        self._running.remove(request)
-        self.policy.on_left_batch(request)
+        self._leave_batch(request)
         self._waiting[request.request_id] = self._preempted[request.request_id] = request
         self._enqueue(request)
 
@@ -111,12 +114,12 @@ class RequestQueue:
         """Remove a finished request."""
         del self.requests[request.request_id]
         self._starved.pop(request.request_id, None)
-        self._by_wait.pop(request.request_id, None)
+        if request in self._by_wait:
+            self._by_wait.remove(request)
         if request.request_id in self._waiting:
             self._unqueue(request)
         else:
-            self._running.remove(request)
-            self.policy.on_left_batch(request)
+            self._leave_batch(request)
 
     def begin_step(self, now_s: float, relieved: Iterable[Blocker]) -> None:
         """Let the lanes go on that may, and find the starved requests.
@@ -129,10 +132,9 @@ class RequestQueue:
             self.lanes.relieve(blocker)
         moved = self._adapters.take_moved()
         self.lanes.begin_step(now_s, moved)
-        for request in (r for key in moved for r in reversed(self._loading.pop(key, ()))):
+        for request in (r for key in moved for r in self._loading.pop(key, ())):
             if request.request_id in self._waiting:
-                self._by_wait[request.request_id] = request
-                self._by_wait.move_to_end(request.request_id, last=False)
+                self._watch(request, request.last_share_step)
         self._find_starved()
 
     def _find_starved(self) -> None:
@@ -142,17 +144,19 @@ class RequestQueue:
             self._wait_for_load(request)
         num_before = len(self._starved)
         for _ in range(min(MAX_CHECKED, len(self._by_wait))):
-            request = next(iter(self._by_wait.values()))
+            request = self._by_wait.first
             if self.step - request.last_share_step < self._max_wait_steps or len(self._starved) >= MAX_STARVED:
                 break
             blocker = self._find_blocker(request) if request.request_id in self._waiting else None
             if blocker is not None:
                 self.mark_throttled(request, blocker)
-                continue
-            del self._by_wait[request.request_id]
-            if self._is_loading(request):
+            elif (limited := self._limited_step(request)) > request.last_share_step:
+                self._watch(request, limited)
+            elif self._is_loading(request):
+                self._by_wait.remove(request)
                 self._wait_for_load(request)
             else:
+                self._by_wait.remove(request)
                 self._starved[request.request_id] = request
                 self.num_starved_total += 1
         if len(self._starved) > num_before:
@@ -170,11 +174,11 @@ class RequestQueue:
     def order(self) -> Generator[Request, None, None]:
         """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
         the next is taken."""
-        first = [r for r in self._running if r.request_id not in self._starved and _is_protected(r)]
+        first = [r for r in self._running if r.request_id not in self._starved and r.is_protected]
         first += self._starved.values()
         yield from first
         named = {request.request_id for request in first}
-        for request in self.policy.in_order(self._running, self.lanes.walk()):
+        for request in self.policy.in_order(self._running, self.lanes.walk(), self.lanes.first):
             if request.request_id not in named:
                 yield request
 
@@ -186,6 +190,8 @@ class RequestQueue:
         """Note that a request has tokens in this step. A starved one becomes the most senior: else it would be
         preempted at once."""
         was_starved = self._starved.pop(request.request_id, None) is not None
+        if request.is_paused:
+            self._resume(request)
         self._touch(request)
         if was_starved:
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
@@ -193,11 +199,21 @@ class RequestQueue:
             self._running.insert(0, request)
             self.policy.on_starved(request)
 
+    def mark_without_slot(self, request: Request) -> None:
+        """Note that a running request has no tokens in this step because all request slots were taken."""
+        if self.policy.pauses and not request.is_paused:
+            request.is_paused = True
+            self.policy.on_paused(request)
+
     def mark_throttled(self, request: Request, blocker: Blocker) -> None:
         """Note that a request could not run because of its own limits, which is no starvation."""
         self._starved.pop(request.request_id, None)
         self._touch(request)
         request.protected_until_tokens = 0
+        self._limited[blocker] = self.step
+        if len(self._limited) > self._next_sweep:
+            self._limited = {b: at for b, at in self._limited.items() if self.step - at < self._max_wait_steps}
+            self._next_sweep = max(MIN_SWEEP, 2 * len(self._limited))
         if not blocker.is_of_key:  # else the adapters of the key are throttled alike
             self.policy.on_throttled(request)
 
@@ -228,19 +244,37 @@ class RequestQueue:
         assert self.requests.keys() == live, "a request is lost"
         assert self._starved.keys() <= live, "a request that is gone is starved"
         loading = {r.request_id for requests in self._loading.values() for r in requests} & self._waiting.keys()
-        of_wait = (*self._by_wait, *self._starved, *loading)
+        of_wait = (*(r.request_id for r in self._by_wait), *self._starved, *loading)
         assert sorted(of_wait) == sorted(live), "a wait is counted twice, or not at all"
-        steps = [request.last_share_step for request in self._by_wait.values()]
-        assert steps == sorted(steps), "waits are not in order"
+        steps = {request: self._by_wait.rank(request)[0] for request in self._by_wait}
+        assert all(request.last_share_step == step for request, step in steps.items()), "waits are not in order"
 
     def _unprotected(self) -> Iterator[Request]:
-        return (r for r in self._running if _is_preemptible(r) and not _is_protected(r))
+        return (r for r in self._running if _is_preemptible(r) and not r.is_protected)
+
+    def _leave_batch(self, request: Request) -> None:
+        if request.is_paused:
+            self._resume(request)
+        self._running.remove(request)
+        self.policy.on_left_batch(request)
+
+    def _resume(self, request: Request) -> None:
+        request.is_paused, request.resumed_at = False, request.num_generated_tokens
+        self.policy.on_resumed(request)
 
     def _touch(self, request: Request) -> None:
         """Note that the wait of a request, which is not starved, begins now."""
-        request.last_share_step = self.step
-        self._by_wait[request.request_id] = request
-        self._by_wait.move_to_end(request.request_id)
+        self._watch(request, self.step)
+
+    def _watch(self, request: Request, since: int) -> None:
+        """Check, when the time has come, whether a request that has waited since a step is starved."""
+        request.last_share_step = since
+        self._by_wait.add(request, (since, request.number))
+
+    def _limited_step(self, request: Request) -> int:
+        """Return the last step in which a limit of the request's adapter or key held requests back."""
+        message = request.message
+        return max(self._limited.get(limit, 0) for limit in Blocker.limits_of(message.adapter_id, message.principal))
 
     def _enqueue(self, request: Request) -> None:
         self.policy.on_waiting(request)
@@ -256,7 +290,3 @@ class RequestQueue:
 def _is_preemptible(request: Request) -> bool:
     """Return whether no step in flight writes to the request's pages."""
     return not request.num_in_flight_tokens
-
-
-def _is_protected(request: Request) -> bool:
-    return request.num_generated_tokens < request.protected_until_tokens

@@ -130,10 +130,13 @@ class StepPlanner:
         for request in list(self._queue.running):
             if request.request_id in state.budget.counts:
                 self._queue.mark_scheduled(request)
+            elif not state.budget.request_slots and num_unscheduled_tokens(request):
+                self._queue.mark_without_slot(request)
         return StepPlan(state.budget, state.keep_free, state.has_preempted, state.wake_s, tuple(state.unfit))
 
     def _budget(self) -> TokenBudget:
-        options, running = self._options, self._queue.running
+        options = self._options
+        running = [request for request in self._queue.running if not request.is_paused]
         has_priority_waiting = bool(self._queue.starved) or (
             self._queue.policy.may_displace and bool(self._queue.waiting)
         )

@@ -231,6 +231,13 @@ class WaitingLanes:
                 if len(lane.requests) and lane not in self._homes:
                     self._file(lane)
 
+    def first(self, count: int) -> list[Request]:
+        """Return the first requests of the best `count` lanes, before a walk."""
+        lanes = [lane for _ in range(count) if (lane := self._open.pop()) is not None]
+        for lane in lanes:
+            self._homes[lane] = self._open.add(lane, is_cold=lane.is_cold)
+        return [lane.first for lane in lanes]
+
     def block(self, request: Request, blocker: Blocker, until_s: float | None = None) -> None:
         """Block a request's lane, or all lanes of its key, until the blocker is relieved or a time has come."""
         lane = self._lanes[LaneName.of(request)]

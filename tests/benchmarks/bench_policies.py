@@ -1,6 +1,7 @@
 """Measure what each scheduling policy does to waiting requests: a hot adapter, bursts, long prompts, priorities.
 
     python tests/benchmarks/bench_policies.py hot         # nine personas beside one with ten times the load of each
+    python tests/benchmarks/bench_policies.py sharing     # four personas, one request at a time, beside 48 of another
     python tests/benchmarks/bench_policies.py bursts      # 64 mixed requests at once
     python tests/benchmarks/bench_policies.py chunking    # long prompts among 32 streams, by target_itl_ms
     python tests/benchmarks/bench_policies.py priorities  # a few urgent requests among many
@@ -26,6 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from harness import (
     ASSETS,
@@ -51,6 +53,7 @@ from lorasrv.config import BUILTIN_MODEL, POLICIES, EngineConfig, MemoryOptions,
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.policies.fair import Fair
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import SchedulerOutput
 from lorasrv.worker import device
@@ -263,6 +266,65 @@ def _latencies(answers: list[Answer]) -> list[float]:
     return [ms for values in kinds for ms in quantiles(values, 0.5, 0.99)]
 
 
+# Slots that change hands.
+
+NUM_COOL = 4
+
+
+@dataclass
+class _Round:
+    """What four personas saw of their first tokens, and the tokens a second of the hot one beside them."""
+
+    ttfts_ms: list[float] = field(default_factory=list)
+    cool_per_s: list[float] = field(default_factory=list)
+    hot_per_s: list[float] = field(default_factory=list)
+
+
+async def sharing(a: argparse.Namespace) -> None:
+    """Compare `fair` with itself, not allowed to pause anything, in turns."""
+    print(
+        f"{NUM_COOL} personas, one request of {a.answer} tokens at a time each, beside {3 * a.seats} of another on "
+        f"{a.seats} request slots; {a.rounds} turns of {a.seconds:g} s"
+    )
+    rounds = {name: _Round() for name in ("alone", "with pauses", "without")}
+    async with serving(a, "fair") as server:
+        await server.warm_up(2 * a.seats)
+        for _ in range(a.rounds):
+            await _share(a, server, rounds["alone"], is_hot=False)
+            await _share(a, server, rounds["with pauses"], is_hot=True)
+            with patch.object(Fair, "_above_share", lambda *_: []):
+                await _share(a, server, rounds["without"], is_hot=True)
+    titles = ("requests", "TTFT p50 ms", "p99", "p50 to alone", "p99 to alone", "tok/s", "hot tok/s", "to without")
+    table(("four personas", *titles))
+    alone, before = quantiles(rounds["alone"].ttfts_ms, 0.5, 0.99), statistics.mean(rounds["without"].hot_per_s)
+    for name, seen in rounds.items():
+        p50, p99 = quantiles(seen.ttfts_ms, 0.5, 0.99)
+        cool_per_s, hot_per_s = statistics.mean(seen.cool_per_s), statistics.mean(seen.hot_per_s)
+        ratios = p50 / alone[0], p99 / alone[1]
+        row(name, len(seen.ttfts_ms), p50, p99, *ratios, cool_per_s, hot_per_s, hot_per_s / before)
+
+
+async def _share(a: argparse.Namespace, server: Server, seen: _Round, *, is_hot: bool) -> None:
+    rng, begun = random.Random(3), time.perf_counter()
+    answers: list[Answer] = []
+
+    async def client(persona: int) -> None:
+        while time.perf_counter() - begun < a.seconds:
+            answers.append(await server.ask(Ask(persona, rng.randint(16, 96), a.answer)))
+
+    async def cool(persona: int) -> None:
+        await asyncio.sleep(0.1 * persona)  # once the slots are taken
+        await client(persona)
+
+    clients = [client(HOT) for _ in range(3 * a.seats * is_hot)]
+    await asyncio.gather(*clients, *(cool(1 + number) for number in range(NUM_COOL)))
+    times = [at for answer in answers if answer.ask.persona == HOT for at in answer.arrivals_s]
+    seen.hot_per_s.append(sum(at - begun < a.seconds for at in times) / a.seconds)
+    others = [answer for answer in answers if answer.ask.persona != HOT]
+    seen.cool_per_s.append(sum(at - begun < a.seconds for x in others for at in x.arrivals_s) / a.seconds)
+    seen.ttfts_ms += [answer.ttft_ms for answer in others]
+
+
 # Bursts.
 
 
@@ -467,6 +529,7 @@ async def overhead(a: argparse.Namespace) -> None:
 
 MEASURES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
     "hot": hot,
+    "sharing": sharing,
     "bursts": bursts,
     "chunking": chunking,
     "priorities": priorities,
@@ -486,10 +549,11 @@ def main() -> None:
         pages=(int, "of the pool; 6000 of the tiny base, 2000 of the built-in one"),
         load=(1.3, "hot: offered load, as a multiple of the capacity"),
         capacity=(float, "hot: requests/s with all slots taken; measured if left out"),
-        seconds=(6.0, "hot: of arrivals"),
+        seconds=(6.0, "hot and sharing: of arrivals"),
         probes=(160, "hot: requests that measure the capacity"),
         burst=(64, "bursts: requests at once"),
-        rounds=(3, "bursts: times"),
+        rounds=(3, "bursts and sharing: times"),
+        answer=(48, "sharing: tokens of an answer"),
         many=(256, "priorities: requests of priority 1"),
         streams=(32, "chunking: long answers"),
         prompts=(8, "chunking: long prompts"),

@@ -7,19 +7,24 @@ from lorasrv.errors import ConfigError, InvalidLimits
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        *((name, 0, "must be above 0") for name in ("max_running", "tokens_per_s", "resident_bytes", "weight")),
-        ("max_queued", -1, "must be above 0"),
-        ("max_running", 10**400, "must be at most"),
-        *(("weight", value, "weight") for value in (float("nan"), float("inf"), 1e9, 1e-9)),
-    ],
+    ("field", "value"),
+    [("max_running", 0), ("max_queued", -1), ("tokens_per_s", 0.0), ("resident_bytes", 0), ("weight", 0.0)],
 )
-def test_a_limit_is_a_sane_number(field: str, value: float, words: str) -> None:
-    with pytest.raises(InvalidLimits, match=words) as caught:
+def test_a_limit_is_above_nothing(field: str, value: float) -> None:
+    with pytest.raises(InvalidLimits, match=f"{field} must be above 0") as caught:
         Limits(**{field: value})
-    assert str(caught.value).startswith(field)
     assert caught.value.param == field
+
+
+def test_a_limit_is_a_number_that_others_can_read() -> None:
+    with pytest.raises(InvalidLimits, match="max_running must be at most"):
+        Limits(max_running=10**400)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e9, 1e-9])
+def test_a_weight_is_a_sane_number(weight: float) -> None:
+    with pytest.raises(InvalidLimits, match="weight"):
+        Limits(weight=weight)
 
 
 @pytest.mark.parametrize(

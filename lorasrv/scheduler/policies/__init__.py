@@ -13,14 +13,14 @@ from lorasrv.scheduler.policies.sjf import Sjf
 from lorasrv.scheduler.quotas import Quotas
 
 __all__ = ["Policy", "make_policy"]
-_MAKERS: dict[str, Callable[[CostModel, LengthPredictor, Quotas], Policy]] = {
-    "fair": lambda costs, predictor, quotas: Fair(quotas, costs.step, predictor),
-    "fcfs": lambda costs, predictor, quotas: Fcfs(),
-    "mlfq": lambda costs, predictor, quotas: Mlfq(),
-    "sjf": lambda costs, predictor, quotas: Sjf(costs.step, predictor),
+_MAKERS: dict[str, Callable[[int, CostModel, LengthPredictor, Quotas], Policy]] = {
+    "fair": lambda slots, costs, predictor, quotas: Fair(slots, quotas, costs.step, predictor),
+    "fcfs": lambda slots, costs, predictor, quotas: Fcfs(),
+    "mlfq": lambda slots, costs, predictor, quotas: Mlfq(),
+    "sjf": lambda slots, costs, predictor, quotas: Sjf(costs.step, predictor),
 }
 
 
 def make_policy(options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, quotas: Quotas) -> Policy:
     """Return the policy that `options` name; `SchedulerOptions` has checked the name."""
-    return _MAKERS[options.scheduling_policy](costs, predictor, quotas)
+    return _MAKERS[options.scheduling_policy](options.max_num_seqs, costs, predictor, quotas)

@@ -6,7 +6,7 @@ order. It decides on order alone: pages, request slots, limits and the bound on 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lorasrv.request import Request
 from lorasrv.scheduler.policies.lane import Lane
@@ -18,6 +18,8 @@ class Policy(ABC):
 
     may_displace = False
     """Whether a waiting request may take the slot and the pages of a running one."""
+    pauses = False
+    """Whether a request that has lost its slot goes after those that have one, until it has one again."""
 
     @abstractmethod
     def rank(self, request: Request) -> Rank:
@@ -46,8 +48,14 @@ class Policy(ABC):
         """Return the running requests, best first; given by seniority."""
         return list(running)
 
-    def in_order(self, running: Sequence[Request], waiting: Iterator[Request]) -> Iterator[Request]:
-        """Yield all requests, best first. By default a new request delays none that has begun."""
+    def in_order(
+        self, running: Sequence[Request], waiting: Iterator[Request], first: Callable[[int], Sequence[Request]]
+    ) -> Iterator[Request]:
+        """Yield all requests, best first. By default a new request delays none that has begun.
+
+        Args:
+            first: returns so many of those that `waiting` will yield, before it has begun.
+        """
         yield from self.running(running)
         yield from waiting
 
@@ -65,6 +73,12 @@ class Policy(ABC):
 
     def on_left_batch(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """Note that a request runs no more: it has finished, or it was preempted and `on_waiting` follows."""
+
+    def on_paused(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+        """Note that a running request has no slot any more."""
+
+    def on_resumed(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+        """Note that a paused request has a slot again, or leaves the batch."""
 
     def on_throttled(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """Note that the limits of its adapter or key forbid a request to run for now."""

@@ -9,13 +9,18 @@ key that both have waiting requests all the time, and likewise two keys, the wei
 with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is added
 here).
 
+Admission in this order alone would be slow to be fair: an answer keeps its request slot to its end. So an account below
+its share of the slots takes one from an account above its share that has had hardly less service: a running request
+there is paused, and keeps its pages. Paused requests go on in the order of service as soon as a slot is free. A request
+that takes a slot pauses one other at most, and accounts at their share pause nothing.
+
 A step that serves fewer distinct adapters is shorter. Where the gap between two accounts is worth less than that, the
 account whose adapter is in the batch already goes first.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
@@ -30,7 +35,9 @@ from lorasrv.sorted_items import Rank, SortedItems
 PROMPT_WEIGHT = 1.0
 ANSWER_WEIGHT = 2.0
 SHARING_TOKENS = 256.0
-"""Largest gap in service that is accepted to share an adapter."""
+"""Largest gap in service that is accepted to share an adapter, or for a slot that is an account's share."""
+RESUMED_TOKENS = 16
+"""A request that has generated fewer tokens since a pause is paused again only if no other can be."""
 MAX_COMPARED = 8
 MIN_SWEEP = 1024
 
@@ -43,15 +50,30 @@ class _FairAccount:
     # Weighted tokens.
     served: float = 0.0
     num_running: int = 0
+    # Running requests without a slot.
+    num_paused: int = 0
     num_waiting: int = 0
+    # Its part in the sum of weights of all accounts with requests; 0 without any.
+    weight: float = 0.0
     # Whether its limits forbade admission at the last attempt.
     is_throttled: bool = False
 
+    @property
+    def num_slots(self) -> int:
+        """Return the number of request slots that it has."""
+        return self.num_running - self.num_paused
+
 
 class _Ledger:
-    """Compare accounts with one another."""
+    """Compare accounts with one another.
 
-    def __init__(self) -> None:
+    Args:
+        weigh: returns the weight of an account.
+    """
+
+    def __init__(self, weigh: Callable[[str], float]) -> None:
+        self._weigh = weigh
+        self._weight = 0.0
         self._accounts: dict[str, _FairAccount] = {}
         # (service, name) of accounts with waiting requests; an entry is outdated if the account has more service now.
         self._least: list[tuple[float, str]] = []
@@ -72,6 +94,7 @@ class _Ledger:
             self.lift(account)
             self._num_waiting += 1
         account.num_waiting += 1
+        self._count(account)
 
     def lift(self, account: _FairAccount) -> None:
         """Raise an account's service to the floor: time without requests, or throttled, earns no credit."""
@@ -85,12 +108,28 @@ class _Ledger:
         """Count one waiting request less."""
         account = self._accounts[name]
         account.num_waiting -= 1
+        self._count(account)
         if account.num_waiting:
             return
         self._num_waiting -= 1
         self._floor = self._least_served() if self._num_waiting else account.served
         if len(self._accounts) >= self._next_sweep:
             self._sweep()
+
+    def add_running(self, account: _FairAccount, change: int) -> None:
+        """Count one more, or one less, running request of an account."""
+        account.num_running += change
+        self._count(account)
+
+    def share(self, account: _FairAccount, slots: float) -> float:
+        """Return the request slots of `slots` that are an account's by its weight, at least one."""
+        return max(1.0, slots * account.weight / self._weight)
+
+    def _count(self, account: _FairAccount) -> None:
+        """Count the weight of an account as long as it has requests."""
+        weight = self._weigh(account.name) if account.num_waiting or account.num_running else 0.0
+        self._weight += weight - account.weight
+        account.weight = weight
 
     def charge(self, name: str, tokens: float) -> None:
         """Add weighted tokens to an account."""
@@ -119,15 +158,26 @@ class _Ledger:
 
 
 class Fair(Policy):
-    """Serve the account with the least weighted service."""
+    """Serve the account with the least weighted service.
 
-    def __init__(self, quotas: Quotas, costs: StepCosts, predictor: LengthPredictor) -> None:
+    Args:
+        slots: request slots of a step.
+    """
+
+    pauses = True
+
+    def __init__(self, slots: int, quotas: Quotas, costs: StepCosts, predictor: LengthPredictor) -> None:
+        self._slots = slots
         self._quotas = quotas
         self._costs = costs
         self._predictor = predictor
-        self._keys = _Ledger()
+        self._keys = _Ledger(lambda _: quotas.key_weight())
         self._adapters: dict[str, _Ledger] = {}
         self._in_batch: Counter[AdapterKey | None] = Counter()
+
+    def served_by_adapter(self, principal: str, adapter_id: str) -> float:
+        """Return the weighted tokens of an account, including lifts."""
+        return self._adapters[principal].account(adapter_id).served
 
     def rank(self, request: Request) -> Rank:
         return request.message.priority, preempted_first(request)
@@ -153,9 +203,59 @@ class Fair(Policy):
                 return lane
         return best
 
+    def in_order(
+        self, running: Sequence[Request], waiting: Iterator[Request], first: Callable[[int], Sequence[Request]]
+    ) -> Iterator[Request]:
+        """Yield those that have slots, then the others, those below their share first. If no slot is left for these,
+        they go before running requests of accounts above theirs."""
+        seated = [request for request in running if not request.is_paused]
+        paused = sorted((request for request in running if request.is_paused), key=self._rank_of)
+        num_free = self._slots - len(seated)
+        best = first(MAX_COMPARED) if num_free < MAX_COMPARED else ()
+        best = sorted((*paused, *best), key=self._rank_of)[:MAX_COMPARED] if paused else best
+        takers, lost = self._takers(best, seated, num_free) if len(best) > num_free else ([], [])
+        yield from (request for request in seated if request not in lost)
+        yield from takers
+        yield from reversed(lost)  # if a taker is not admitted, the last loser keeps its slot
+        others = heapq.merge(paused, waiting, key=self._rank_of) if paused else waiting
+        yield from (request for request in others if request not in takers)
+
+    def _takers(
+        self, first: Sequence[Request], seated: Sequence[Request], num_free: int
+    ) -> tuple[list[Request], list[Request]]:
+        """Return which of the first requests take slots before all others, and which running ones lose theirs."""
+        takers: list[Request] = []
+        lost: list[Request] = []
+        losers: list[Request] | None = None
+        for request in first:
+            if request.message.priority > first[0].message.priority or not self._is_below_share(request, first[0]):
+                continue
+            if len(takers) < num_free:
+                if self._may_share_adapter(first[0], request):
+                    continue
+            else:
+                losers = self._above_share(seated) if losers is None else losers
+                if (loser := self._find_loser(request, losers)) is None:
+                    continue
+                losers.remove(loser)
+                lost.append(loser)
+            takers.append(request)
+            self._count_slots(takers[-1:], 1)
+            self._count_slots(lost[-1:] if len(takers) > num_free else (), -1)
+        self._count_slots(takers, -1)  # they move when the planner agrees
+        self._count_slots(lost, 1)
+        return takers, lost
+
+    def select_victim(self, running: Iterable[Request]) -> Request | None:
+        """Return a paused request if there is one of the least urgent, else the newest of them."""
+        by_seniority = enumerate(running)
+        return max(by_seniority, key=lambda at: (at[1].message.priority, at[1].is_paused, at[0]), default=(0, None))[1]
+
     def on_waiting(self, request: Request) -> None:
         principal, adapter_id = _names(request)
-        self._adapters.setdefault(principal, _Ledger()).add_waiting(adapter_id)
+        if principal not in self._adapters:
+            self._adapters[principal] = _Ledger(self._quotas.weight)
+        self._adapters[principal].add_waiting(adapter_id)
         self._keys.add_waiting(principal)
 
     def on_taken(self, request: Request) -> None:
@@ -166,19 +266,28 @@ class Fair(Policy):
     def on_admitted(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
         key, adapter = self._accounts(request)
-        key.num_running += 1
-        adapter.num_running += 1
+        self._keys.add_running(key, 1)
+        self._adapters[key.name].add_running(adapter, 1)
         if adapter.is_throttled:
             self._adapters[key.name].lift(adapter)
         if not request.num_preemptions:
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
     def on_left_batch(self, request: Request) -> None:
-        for account in self._accounts(request):
-            account.num_running -= 1
+        key, adapter = self._accounts(request)
+        self._keys.add_running(key, -1)
+        self._adapters[key.name].add_running(adapter, -1)
         self._in_batch[request.adapter_key] -= 1
         if not self._in_batch[request.adapter_key]:
             del self._in_batch[request.adapter_key]
+
+    def on_paused(self, request: Request) -> None:
+        for account in self._accounts(request):
+            account.num_paused += 1
+
+    def on_resumed(self, request: Request) -> None:
+        for account in self._accounts(request):
+            account.num_paused -= 1
 
     def on_throttled(self, request: Request) -> None:
         principal, adapter_id = _names(request)
@@ -192,6 +301,71 @@ class Fair(Policy):
 
     def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
         self._charge(request, ANSWER_WEIGHT * num_generated)
+
+    def _above_share(self, seated: Sequence[Request]) -> list[Request]:
+        """Return the requests whose slots may go to others: of keys, or adapters of a key, above their share."""
+        found = []
+        for request in seated:
+            if not request.is_protected and request.message.beams is None:
+                key, adapter = self._accounts(request)
+                is_above = key.num_slots - 1 >= self._keys.share(key, self._slots)
+                if is_above or adapter.num_slots - 1 >= self._adapter_share(key, adapter):
+                    found.append(request)
+        return found
+
+    def _adapter_share(self, key: _FairAccount, adapter: _FairAccount) -> float:
+        slots = max(key.num_slots, self._keys.share(key, self._slots))
+        return self._adapters[key.name].share(adapter, slots)
+
+    def _is_below_share(self, request: Request, best: Request) -> bool:
+        """Return whether a waiting or paused request's account would not be above its share with one more slot, and
+        has hardly more service than that of the best request."""
+        if request.message.beams is not None:
+            return False
+        key, adapter = self._accounts(request)
+        best_key, best_adapter = self._accounts(best)
+        if key is not best_key:
+            share, mine, other = self._keys.share(key, self._slots), key, best_key
+        else:
+            share, mine, other = self._adapter_share(key, adapter), adapter, best_adapter
+        return mine.num_slots + 1 <= share and mine.served <= other.served + SHARING_TOKENS
+
+    def _find_loser(self, request: Request, losers: Sequence[Request]) -> Request | None:
+        """Return the running request whose slot `request` may take: of the account with the most slots the newest, but
+        one that has just had a pause only if there is no other."""
+        return max((r for r in losers if self._may_take_from(request, r)), key=self._readiness, default=None)
+
+    def _readiness(self, loser: Request) -> tuple[int, bool, int, int]:
+        was_resumed = loser.resumed_at is not None and loser.num_generated_tokens < loser.resumed_at + RESUMED_TOKENS
+        return loser.message.priority, not was_resumed, self._accounts(loser)[1].num_slots, loser.number
+
+    def _may_take_from(self, request: Request, loser: Request) -> bool:
+        """Return whether a request's account is below its share, and the loser's has hardly less service and is not
+        below its share afterwards, so that no slot goes back and forth. Requests of two keys are compared by key."""
+        if loser.message.priority < request.message.priority or not self._is_below_share(request, loser):
+            return False
+        key, adapter = self._accounts(request)
+        other_key, other_adapter = self._accounts(loser)
+        if key is not other_key:
+            return other_key.num_slots - 1 >= self._keys.share(other_key, self._slots)
+        is_above = other_adapter.num_slots - 1 >= self._adapter_share(key, other_adapter)
+        return is_above and adapter is not other_adapter
+
+    def _may_share_adapter(self, best: Request, other: Request) -> bool:
+        """Return whether the best request goes first because its adapter is in the batch, unlike the other's."""
+        is_shared = best.adapter_key in self._in_batch and other.adapter_key not in self._in_batch
+        gap = self._accounts(best)[1].served - self._accounts(other)[1].served
+        return is_shared and gap <= self._sharing_gain(other)
+
+    def _count_slots(self, requests: Iterable[Request], change: int) -> None:
+        """Count slots that requests would get or lose."""
+        for account in (account for request in requests for account in self._accounts(request)):
+            account.num_paused -= change
+
+    def _rank_of(self, request: Request) -> Rank:
+        """Return the rank of a waiting or paused request among all."""
+        key, adapter = self._accounts(request)
+        return request.message.priority, preempted_first(request), key.served, adapter.served, request.number
 
     def _charge(self, request: Request, tokens: float) -> None:
         principal, adapter_id = _names(request)

@@ -7,7 +7,7 @@ generated tokens; a prompt token, computed beside many others, counts a sixteent
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lorasrv.request import Request
 from lorasrv.scheduler.policies.base import Policy
@@ -27,7 +27,9 @@ class Mlfq(Policy):
     def running(self, running: Sequence[Request]) -> Sequence[Request]:
         return sorted(running, key=self.rank)
 
-    def in_order(self, running: Sequence[Request], waiting: Iterator[Request]) -> Iterator[Request]:
+    def in_order(
+        self, running: Sequence[Request], waiting: Iterator[Request], first: Callable[[int], Sequence[Request]]
+    ) -> Iterator[Request]:
         return heapq.merge(self.running(running), waiting, key=self.rank)
 
     def on_waiting(self, request: Request) -> None:

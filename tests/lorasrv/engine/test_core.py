@@ -201,6 +201,27 @@ async def test_a_begun_request_keeps_its_seat_but_under_mlfq(world: World, alone
     assert world.engine.metrics.snapshot().preemptions_total == 0
 
 
+@pytest.mark.engine(scheduling_policy="fair", max_num_seqs=4)
+async def test_an_account_below_its_share_takes_a_seat_under_fair(world: World, alone) -> None:
+    """The one that loses it keeps its pages meanwhile, and goes on where it was."""
+    await world.hold("one", "two")
+    asks = {f"hot {i}": (LONG[i : i + 20], 40, "one") for i in range(6)}
+    for label, ask in asks.items():
+        await world.add(label, *ask)
+    await world.gate.pass_on(4)
+    seen = len(world.gate.steps)
+    await world.add("cool", LONG[40:60], 8, "two")
+    await world.gate.pass_on(3)
+    assert any("cool" in names for names in world.gate.named(seen)[:2])
+    paused = [request.status for request in world.requests().values() if request.is_paused]
+    assert paused == [RequestStatus.RUNNING], "it waits for its seat, not for its pages"
+    world.gate.open()
+    for label, ask in (asks | {"cool": (LONG[40:60], 8, "two")}).items():
+        assert await world.tokens(label) == alone(*ask)
+    assert world.engine.metrics.snapshot().preemptions_total == 0
+    assert all(len(names) <= 4 for names in world.gate.named())
+
+
 @pytest.mark.parametrize("preemption_mode", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
 @pytest.mark.parametrize("scheduling_policy", POLICIES)
 @pytest.mark.engine("scheduling_policy", "preemption_mode", pages=20, max_num_seqs=4, max_num_batched_tokens=64)

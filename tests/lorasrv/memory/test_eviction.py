@@ -1,4 +1,4 @@
-"""What is evicted first: the order of the module's list, its floor, and what each need may take."""
+"""Who gives way to whom: the order of the module's list, its floor, and what each need may take."""
 
 import random
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Pool:
             prefixes.release(page)
 
     def fill(self) -> None:
-        """Nothing is free; the rest is held by a running request."""
+        """Nothing is free; the rest is held by somebody who runs."""
         assert self.books.kv_pool.allocate_singles(self.books.kv_pool.num_free) is not None
 
     def room(self, pages: int, level: EvictionLevel, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
@@ -72,10 +72,10 @@ class Pool:
         return prefixes.num_orphaned, prefixes.num_cached, names
 
 
-def _everything() -> Pool:
+def _everything(floor: float = 0.0) -> Pool:
     """Orphaned and cached prefix pages and four evictable adapters: not needed, needed further back, needed further
     ahead, pinned by the operator."""
-    pool = Pool(8 * SIZE)
+    pool = Pool(8 * SIZE, floor)
     pool.adapter(KEYS[5])
     pool.prefix(2, KEYS[5])
     pool.manager.evict(KEYS[5])
@@ -105,13 +105,21 @@ def test_adapters_and_prefix_pages_compete_in_one_currency() -> None:
         assert pool.left() == left
 
 
-def test_the_order_of_eviction() -> None:
-    pool, taken = _everything(), 0
-    left = [(0, 3, "abcd"), (0, 3, "bcd"), (0, 0, "bcd"), (0, 0, "cd"), (0, 0, "d"), (0, 0, "")]
-    for pages, expected in zip((2, SIZE, 3, SIZE, SIZE, SIZE), left, strict=True):
+def test_the_order_of_giving_way() -> None:
+    pool = _everything()
+    taken = 0
+    steps = [
+        (2, (0, 3, "abcd")),
+        (SIZE, (0, 3, "bcd")),
+        (3, (0, 0, "bcd")),
+        (SIZE, (0, 0, "cd")),
+        (SIZE, (0, 0, "d")),
+        (SIZE, (0, 0, "")),
+    ]
+    for pages, left in steps:
         taken += pages
         assert pool.room(taken, EvictionLevel.RUNNING, AHEAD)
-        assert pool.left() == expected
+        assert pool.left() == left
     assert not pool.room(taken + 1, EvictionLevel.RUNNING, AHEAD)
 
 
@@ -123,7 +131,7 @@ def test_the_order_of_eviction() -> None:
         (EvictionLevel.RUNNING, 5 + 4 * SIZE),
     ],
 )
-def test_each_need_takes_its_share_and_nothing_is_evicted_in_vain(level: EvictionLevel, most: int) -> None:
+def test_what_each_need_may_take_and_nothing_is_evicted_in_vain(level: EvictionLevel, most: int) -> None:
     pool = _everything()
     assert not pool.room(most + 1, level, AHEAD)
     assert pool.left() == (2, 3, "abcd")
@@ -180,7 +188,7 @@ def test_an_adapter_may_replace_another_below_the_floor() -> None:
     assert len(pool.books.adapters) == 2
 
 
-def test_prefetch_leaves_the_pages_that_running_requests_need() -> None:
+def test_prefetch_leaves_the_pages_that_those_who_run_need() -> None:
     pool = Pool(2 * SIZE + 3)
     pool.adapter(KEYS[0])
     pool.manager.add_request(KEYS[0])
@@ -189,7 +197,7 @@ def test_prefetch_leaves_the_pages_that_running_requests_need() -> None:
     assert pool.place(KEYS[1], 3, EvictionLevel.PREFETCH) is not None
 
 
-def test_scattered_pages_are_moved_before_anything_is_evicted() -> None:
+def test_scattered_pages_are_moved_before_anybody_is_evicted() -> None:
     wide = AdapterLayout(LAYOUT.sites, (((16,),),), 2)
     pool = Pool(30)
     pool.adapter(KEYS[0])
@@ -242,22 +250,25 @@ def test_the_window_with_the_fewest_pages_to_move_is_cleared() -> None:
     assert set(moves.singles) == {10}
     assert moves.singles[10] in {2, 20}
     assert pool.allocate_run(5) == (8, 5)
-    assert compact(_scattered(8, {1, 3}), 3, {}, {}) is None, "too few pages"
 
 
 def test_a_run_moves_as_a_whole_to_a_run() -> None:
     pool = _scattered(24, {0, 1, 2, 8, 9, 10, 14, 15, 16})
-    moves = compact(pool, 9, {(11, 3): "mia"}, {})
+    runs = {(11, 3): "mia"}
+    moves = compact(pool, 9, runs, {})
     assert moves is not None
     assert dict(moves.runs) == {(11, 3): (0, 3)}
     assert pool.allocate_run(9) == (8, 9)
 
 
-def test_pages_that_are_being_filled_stay() -> None:
-    free = {4, 5, 7, 8, 14, 15}
-    pool = _scattered(16, free)
+def test_what_is_being_filled_stays() -> None:
+    pool = _scattered(16, {4, 5, 7, 8, 14, 15})
     assert compact(pool, 6, {}, {(0, 4): "arriving", (6, 1): "arriving", (9, 5): "arriving"}) is None
-    pool.check_integrity(sorted(set(range(16)) - free))
+    pool.check_integrity([p for p in range(16) if p not in {4, 5, 7, 8, 14, 15}])
+
+
+def test_too_few_pages() -> None:
+    assert compact(_scattered(8, {1, 3}), 3, {}, {}) is None
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,9 +1,9 @@
 """Counts, fading rates and durations of what is asked, on a clock of the test's."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
-from clock import Clock
 
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import ContextLengthExceeded, EngineOverloaded
@@ -15,18 +15,18 @@ from lorasrv.sampling_params import SamplingParams
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def now() -> SimpleNamespace:
+    return SimpleNamespace(s=1000.0)
 
 
 @pytest.fixture
-def traffic(clock: Clock) -> RequestStats:
-    return RequestStats(clock)
+def traffic(now: SimpleNamespace) -> RequestStats:
+    return RequestStats(lambda: now.s)
 
 
-def accept(traffic: RequestStats, number: int, adapter_id: str = "", key: AdapterKey | None = None) -> RequestId:
+def accept(traffic: RequestStats, number: int, adapter_id: str = "", arrived_s: float = 1000.0) -> RequestId:
     rid = RequestId(f"r{number}")
-    traffic.on_accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), key, adapter_id=adapter_id)], 1000.0)
+    traffic.on_accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id=adapter_id)], arrived_s)
     return rid
 
 
@@ -34,11 +34,11 @@ def output(rid: RequestId, tokens: int, *, last: bool = False) -> RequestOutput:
     return RequestOutput(rid, "", (), 1, tokens, RequestTiming(), finish_reason=FinishReason.LENGTH if last else None)
 
 
-def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStats, clock: Clock) -> None:
+def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStats, now: SimpleNamespace) -> None:
     rid = accept(traffic, 0, "mia")
-    clock.now += 0.5
+    now.s += 0.5
     traffic.on_output(rid, output(rid, 1))
-    clock.now += 2.0
+    now.s += 2.0
     traffic.on_output(rid, output(rid, 4))
     traffic.on_output(rid, output(rid, 5, last=True))
     traffic.on_output(rid, output(rid, 9))
@@ -49,7 +49,7 @@ def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStat
     assert not traffic._open
 
 
-def test_an_aborted_request_is_no_answer(traffic: RequestStats) -> None:
+def test_who_left_is_no_answer(traffic: RequestStats) -> None:
     rid = accept(traffic, 0)
     traffic.on_finished(rid, "client")
     traffic.on_output(rid, output(rid, 1, last=True))
@@ -60,17 +60,17 @@ def test_an_aborted_request_is_no_answer(traffic: RequestStats) -> None:
     assert not traffic._open
 
 
-def test_a_steady_rate_is_that_rate_and_fades(traffic: RequestStats, clock: Clock) -> None:
+def test_a_steady_rate_is_that_rate_and_fades(traffic: RequestStats, now: SimpleNamespace) -> None:
     rid = accept(traffic, 0, "mia")
     for tokens in range(1, 2001):
-        clock.now += 0.05
+        now.s += 0.05
         traffic.on_output(rid, output(rid, tokens))
     assert traffic.rate(traffic.of("mia")) == pytest.approx(20.0, rel=0.01)
-    clock.now += FADE_S
+    now.s += FADE_S
     assert traffic.rate(traffic.of("mia")) == pytest.approx(20.0 / math.e, rel=0.01)
 
 
-def test_the_hottest_come_first(traffic: RequestStats, clock: Clock) -> None:
+def test_the_hottest_come_first(traffic: RequestStats, now: SimpleNamespace) -> None:
     for number, (name, tokens) in enumerate((("cold", 1), ("hot", 50), ("", 9))):
         rid = accept(traffic, number, name)
         traffic.on_output(rid, output(rid, tokens))
@@ -78,16 +78,14 @@ def test_the_hottest_come_first(traffic: RequestStats, clock: Clock) -> None:
     assert traffic.of("nobody").requests == 0
 
 
-def test_accounts_and_askers_are_bounded(traffic: RequestStats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_grow_for_ever(traffic: RequestStats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ACCOUNTS", 3)
     for number, name in enumerate(("a", "b", "c", "a", "d")):
-        traffic.on_finished(accept(traffic, number, name, key=AdapterKey(f"of {name}")), "client")
+        traffic.on_finished(accept(traffic, number, name), "client")
     assert [name for name, _ in traffic.hottest(9)] == ["c", "a", "d"]
-    accept(traffic, 9, "twin", key=AdapterKey("of a"))
-    assert traffic.askers == {"of c": "c", "of a": "twin", "of d": "d"}, "the last id that asked for a content"
 
 
-def test_open_requests_with_and_without_a_token(traffic: RequestStats) -> None:
+def test_who_has_a_token_and_who_has_not(traffic: RequestStats) -> None:
     first, second = accept(traffic, 0, "mia"), accept(traffic, 1, "tom")
     traffic.on_output(first, output(first, 1))
     assert dict(traffic.open()) == {"mia": True, "tom": False}
@@ -97,7 +95,7 @@ def test_open_requests_with_and_without_a_token(traffic: RequestStats) -> None:
     assert traffic.aborted == {"client": 1}
 
 
-def test_listeners_hear_of_the_end(traffic: RequestStats, clock: Clock) -> None:
+def test_whoever_listens_hears_of_the_end(traffic: RequestStats, now: SimpleNamespace) -> None:
     heard: list[FinishedRequestStats] = []
     own: list[FinishedRequestStats] = []
 
@@ -109,10 +107,10 @@ def test_listeners_hear_of_the_end(traffic: RequestStats, clock: Clock) -> None:
     rid = accept(traffic, 0, "mia")
     REQUEST_LISTENER.reset(token)
     other = accept(traffic, 1, "tom")
-    clock.now += 3.0
+    now.s += 3.0
     timing = RequestTiming(queue_ms=500.0, load_ms=1500.0, num_cached_tokens=7, tier=AdapterTier.DISK)
     traffic.on_output(rid, RequestOutput(rid, "", (), 1, 1, timing))
-    clock.now += 2.0
+    now.s += 2.0
     traffic.on_output(rid, RequestOutput(rid, "", (), 1, 4, timing, finish_reason=FinishReason.STOP))
     refused = RequestOutput(
         other, "", (), 1, 0, RequestTiming(), FinishReason.REFUSED, error="no", refusal=Refusal.COLD, retry_after_s=1.0
@@ -127,7 +125,7 @@ def test_listeners_hear_of_the_end(traffic: RequestStats, clock: Clock) -> None:
     assert traffic.rejected == {"adapter_cold": 1}
 
 
-def test_refused_requests_are_counted_by_their_error(traffic: RequestStats) -> None:
+def test_what_was_not_accepted_is_counted_by_its_error(traffic: RequestStats) -> None:
     for error in (
         EngineOverloaded("full", retry_after_s=1.0),
         EngineOverloaded("full", retry_after_s=1.0),
@@ -137,3 +135,13 @@ def test_refused_requests_are_counted_by_their_error(traffic: RequestStats) -> N
         traffic.on_refused(error)
     assert traffic.rejected == {"engine_overloaded": 2, "context_length_exceeded": 1}
     assert traffic.aborted == {"client": 1}
+
+
+def test_who_asked_last_is_remembered(traffic: RequestStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ACCOUNTS", 2)
+    for number, (name, key) in enumerate((("mia", "k1"), ("tom", "k1"), ("eva", "k2"), ("kim", "k3"))):
+        message = EngineCoreRequest(
+            RequestId(f"r{number}"), (1,), 9, SamplingParams(), AdapterKey(key), adapter_id=name
+        )
+        traffic.on_accepted([message], 0.0)
+    assert traffic.askers == {"k2": "eva", "k3": "kim"}

@@ -59,18 +59,17 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, complaint: str)
     assert len(message) < 200
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b'{"arrival_s": \xff}\n', "t:1: not a line of JSON"),
-        (b"", "the trace is empty"),
-        (b"\n  \n", "the trace is empty"),
-    ],
-)
-def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes, complaint: str) -> None:
-    (tmp_path / "t").write_bytes(content)
-    with pytest.raises(InvalidTrace, match=complaint):
-        read_trace(tmp_path / "t")
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(b'{"arrival_s": \xff}\n')
+    with pytest.raises(InvalidTrace, match="t:1: not a line of JSON"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("lines", [(), ("", "  ")])
+def test_an_empty_trace(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidTrace, match="the trace is empty"):
+        read_trace(_file(tmp_path, *lines))
 
 
 def test_unknown_fields_are_ignored_and_arrivals_sorted(tmp_path: Path) -> None:
@@ -79,15 +78,13 @@ def test_unknown_fields_are_ignored_and_arrivals_sorted(tmp_path: Path) -> None:
     assert read[1] == TraceRequest(1.5, 7, 3)
 
 
-def test_a_written_trace_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     full = TraceRequest(
         0.25, 7, 3, "mia", 9, 4, -2, 30.0, "key", 460800, 1.5, 20.0, 0.5, 0.25, AdapterTier.DISK, "stop"
     )
     write_trace(tmp_path / "t", [full, TraceRequest(1.0, 1, 1)])
     assert read_trace(tmp_path / "t") == (full, TraceRequest(1.0, 1, 1))
-    [_, line] = (tmp_path / "t").read_text().splitlines()
-    assert line == TraceRequest(1.0, 1, 1).line()
-    assert parse_line(line, "here") == TraceRequest(1.0, 1, 1)
+    assert (tmp_path / "t").read_text().splitlines()[1] == TraceRequest(1.0, 1, 1).line()
 
 
 # Recording.
@@ -119,7 +116,7 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_an_aborted_request_is_marked_and_one_without_tokens_left_out(tmp_path: Path) -> None:
+def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> None:
     with TraceRecorder(tmp_path / "t", Clock()) as recorder:
         recorder.on_accepted([_message("leaves"), _message("refused")], 1000.0)
         recorder.on_output(RequestId("leaves"), _output("leaves", 4))
@@ -141,7 +138,7 @@ def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
     assert 8 <= second.arrival_s < 60, "after the end of the first, by the time that lay between"
 
 
-def test_a_file_that_is_no_trace_is_not_written_to(tmp_path: Path) -> None:
+def test_what_is_no_trace_is_not_written_to(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk\n")
     with pytest.raises(InvalidTrace, match=r"notes\.txt, last line: not a line of JSON"):
@@ -157,3 +154,7 @@ def test_a_full_disk_ends_recording_and_nothing_else(tmp_path: Path, caplog: pyt
     for name in "ab":
         recorder.on_output(RequestId(name), _output(name, 1, FinishReason.STOP))
     assert caplog.text.count("cannot be written any more") == 1
+
+
+def test_a_line_by_itself() -> None:
+    assert parse_line(TraceRequest(0.0, 1, 1).line(), "here") == TraceRequest(0.0, 1, 1)

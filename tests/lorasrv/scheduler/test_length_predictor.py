@@ -13,6 +13,7 @@ from lorasrv.request import EngineCoreRequest, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.length_predictor import (
     MIN_ANSWERS,
+    PLANNED_QUANTILE,
     UNKNOWN_TOKENS,
     LengthPredictor,
     peak_growth,
@@ -160,3 +161,7 @@ def test_short_answers_let_more_in() -> None:
 
     assert admitted(ends_at=2) == 8
     assert admitted(ends_at=90) == 1
+
+
+def test_the_quantile_that_admission_plans_with_is_between_even_and_certain() -> None:
+    assert 0.5 < PLANNED_QUANTILE < 1.0

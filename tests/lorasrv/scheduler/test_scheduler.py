@@ -31,12 +31,17 @@ def test_ends_by_length_eos_and_stop_id() -> None:
     bench.step()
     bench.step(token=EOS)
     bench.step(token=EOS)
-    stop, length = FinishReason.STOP, FinishReason.LENGTH
-    assert {o.request_id: (o.finish_reason, o.stop_token_id) for o in bench.outputs if o.finish_reason} == {
-        "length": (stop, None),
-        "eos": (stop, None),
-        "ignores": (length, None),
-        "stop": (stop, EOS),
+    assert bench.ends() == {
+        "length": FinishReason.STOP,
+        "eos": FinishReason.STOP,
+        "ignores": FinishReason.LENGTH,
+        "stop": FinishReason.STOP,
+    }
+    assert {o.request_id: o.stop_token_id for o in bench.outputs if o.finish_reason} == {
+        "length": None,
+        "eos": None,
+        "ignores": None,
+        "stop": EOS,
     }
 
 
@@ -49,7 +54,7 @@ def test_max_num_seqs_and_order_of_arrival() -> None:
     assert names(bench.step()) == ["c"]
 
 
-def test_pool_exhaustion_preempts_the_newest_and_fails_none() -> None:
+def test_pool_exhaustion_preempts_the_newest_and_nobody_fails() -> None:
     bench = Bench(pages=8, max_num_batched_tokens=64)
     expect_short_answers(bench.scheduler.predictor)
     bench.add("old", prompt=8, max_tokens=20)
@@ -64,7 +69,7 @@ def test_pool_exhaustion_preempts_the_newest_and_fails_none() -> None:
     assert bench.pool.num_free == 8
 
 
-def test_a_request_waits_for_its_adapter_and_no_other_does() -> None:
+def test_a_request_waits_for_its_adapter_and_nobody_else_does() -> None:
     bench = Bench()
     bench.add("cold", key=KEYS[0])
     bench.add("base", max_tokens=9)
@@ -165,7 +170,7 @@ def test_an_adapter_without_room_holds_back_later_requests_until_it_fits() -> No
     assert set(bench.ends()) == {"running", "persona", "later"}
 
 
-def test_an_adapter_placed_in_pieces_is_evicted_for_its_own_request() -> None:
+def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     """In pieces it holds a page more than its size. Alone, its request grows to the very last page that admission
     promised: the adapter must leave and come back in one run, or the request waits for itself for ever."""
     bench = Bench(pages=24, max_num_seqs=32, max_num_batched_tokens=128)

@@ -218,6 +218,53 @@ def test_one_hot_persona_does_not_starve_nine_others() -> None:
     assert fair["others"] == 9 * 15, "all nine are through"
 
 
+@given(data=st.data())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_an_account_below_its_share_has_a_slot_within_two_steps(data: st.DataObject) -> None:
+    """However long the answers are that hold the slots. Those that pause keep their pages and end, and no request that
+    takes a slot pauses more than one of them."""
+    seats = data.draw(st.integers(2, 8), "slots")
+    count_cool = data.draw(st.integers(1, seats - 1), "accounts that ask one by one")
+    by_key = data.draw(st.booleans(), "by key")
+    answer = data.draw(st.integers(4, 40), "answer")
+    bench = scheduler("fair", seats=seats, budget=9 * seats, bench={"checks": False}, max_wait_steps=400)
+    for i in range(3 * seats):
+        bench.add(f"hot{i}", 8, 60, adapter_id="hot", principal="hot" if by_key else "all")
+    bench.step()
+    asked: dict[str, int] = {}
+    number = count()
+    for step in range(1, 120):
+        bench.scheduler.check_integrity()
+        for account in range(count_cool):
+            if not any(name.startswith(f"cool{account} ") for name in _live(bench)):
+                rid = f"cool{account} {next(number)}"
+                who = f"cool{account}"
+                bench.add(rid, 8, answer, adapter_id=who, principal=who if by_key else "all")
+                asked[rid] = step
+        bench.step()
+    for rid, step in asked.items():
+        if step < 118:
+            assert bench.first_step(rid) <= step + 1
+    bench.run()
+    assert bench.scheduler.counters.preemptions == 0
+    assert bench.scheduler.num_starved == 0
+    assert sum(_num_pauses(bench, f"hot{i}") for i in range(3 * seats)) <= len(asked)
+
+
+def _num_pauses(bench: Bench, name: str) -> int:
+    had = [name in names(step) for step in bench.steps]
+    last = max(i for i, has in enumerate(had) if has)
+    return sum(had[i] and not had[i + 1] for i in range(last))
+
+
+def test_of_as_many_accounts_as_slots_nobody_pauses() -> None:
+    bench = scheduler("fair", seats=4, bench={"checks": False})
+    for i in range(12):
+        bench.add(f"r{i}", 8, 30, adapter_id=f"a{i}")
+    bench.run()
+    assert all(_num_pauses(bench, f"r{i}") == 0 for i in range(12))
+
+
 def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
     bench = scheduler("fair", seats=2, bench={"checks": False})
     for i in range(60):

@@ -18,13 +18,13 @@ def _order(bench: Bench) -> list[str]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lower_priority_number_goes_first(policy: str) -> None:
     bench = scheduler(policy, seats=1)
-    for i, priority in enumerate((1, 1, 1, 1, 1, 1, 0, 0, -1, -1, 1, 0, -1)):
-        bench.add(f"{priority} {i}", priority=priority, adapter_id=str(i % 5))
-    assert [int(name.split()[0]) for name in _order(bench)] == [-1] * 3 + [0] * 3 + [1] * 7
+    for priority in (1, 0, -1):
+        bench.add(f"p{priority}", priority=priority, adapter_id=str(priority))
+    assert _order(bench) == ["p-1", "p0", "p1"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_least_urgent_is_preempted_first(policy: str) -> None:
+def test_the_least_urgent_gives_way_first(policy: str) -> None:
     bench = scheduler(policy, seats=4, pages=8)
     bench.scheduler.predictor.planned_remaining = lambda request: 1
     bench.add("idle talk", prompt=8, max_tokens=20, priority=3)
@@ -36,15 +36,18 @@ def test_the_least_urgent_is_preempted_first(policy: str) -> None:
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [("fcfs", ["hot 1", "hot 2", "cool 1", "cool 2"]), ("fair", ["hot 1", "cool 1", "hot 2", "cool 2"])],
-)
-def test_fcfs_goes_by_arrival_and_fair_takes_turns(policy: str, order: list[str]) -> None:
-    bench = scheduler(policy, seats=1)
+def test_fcfs_is_the_order_of_arrival() -> None:
+    bench = scheduler("fcfs", seats=1)
+    for name in ("hot 1", "hot 2", "cool"):
+        bench.add(name, adapter_id=name.split()[0])
+    assert _order(bench) == ["hot 1", "hot 2", "cool"]
+
+
+def test_fair_takes_turns() -> None:
+    bench = scheduler("fair", seats=1)
     for name in ("hot 1", "hot 2", "cool 1", "cool 2"):
         bench.add(name, adapter_id=name.split()[0])
-    assert _order(bench) == order
+    assert _order(bench) == ["hot 1", "cool 1", "hot 2", "cool 2"]
 
 
 def test_fair_weighs() -> None:
@@ -57,8 +60,7 @@ def test_fair_weighs() -> None:
     assert sum(name.startswith("gold") for name in first) == 9
 
 
-@pytest.mark.parametrize(("adapter_s", "order"), [(0.0, ["other", "same"]), (1.0, ["same", "other"])])
-def test_fair_shares_an_adapter_if_the_gap_is_worth_less(adapter_s: float, order: list[str]) -> None:
+def _who_is_next(adapter_s: float) -> list[str]:
     """A seat becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
     bench = scheduler("fair", seats=2)
     bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0]
@@ -70,10 +72,15 @@ def test_fair_shares_an_adapter_if_the_gap_is_worth_less(adapter_s: float, order
     bench.step()
     bench.add("same", prompt=4, key=KEYS[0])
     bench.add("other", prompt=4, key=KEYS[1])
-    assert [name for name in _order(bench) if name in ("same", "other")] == order
+    return [name for name in _order(bench) if name in ("same", "other")]
 
 
-def test_sjf_learns_which_answers_are_short() -> None:
+def test_fair_shares_an_adapter_if_the_gap_is_worth_less() -> None:
+    assert _who_is_next(adapter_s=0.0) == ["other", "same"]
+    assert _who_is_next(adapter_s=1.0) == ["same", "other"]
+
+
+def test_sjf_learns_who_is_short() -> None:
     bench = scheduler("sjf", seats=1)
     for i in range(10):
         bench.add(f"terse {i}", max_tokens=200, adapter_id="terse", ends_at=2)
@@ -176,6 +183,9 @@ def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
     assert _share(bench.step(), "long") == 63, "nobody else is there"
 
 
+# What a review found.
+
+
 def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
     bench = scheduler("mlfq", seats=4, budget=4)
     for i in range(4):
@@ -195,16 +205,12 @@ def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
     assert names(bench.step()) == ["of the warm version"]
 
 
-def test_a_running_account_is_kept_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs on, though it has had less service by now than all that wait."""
+def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 4)
-    bench = scheduler("fair", seats=2)
+    bench = scheduler("fair", seats=8)
     bench.add("long", max_tokens=100, adapter_id="long")
-    for i in range(40):
-        bench.add(f"busy {i}", prompt=20, max_tokens=1, adapter_id="busy")
-    for i in range(15):
-        bench.add(f"short {i}", prompt=20, max_tokens=1, adapter_id=f"a{i}")
+    for i in range(30):
+        bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")
         bench.step()
-        bench.step()
-    bench.run()
-    assert bench.tokens("long") == 100
+    bench.add("again", adapter_id="long")
+    assert bench.scheduler.policy.served_by_adapter("anonymous", "long") >= 3 + 2 * bench.tokens("long")
