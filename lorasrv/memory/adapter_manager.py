@@ -172,10 +172,10 @@ class AdapterManager:
         """Return the number of adapters that a step may read."""
         return len(self._states) - len(self._host_copies)
 
-    @property
-    def has_host_memory(self) -> bool:
-        """Return whether a load may begin, if its host copy is small enough."""
-        return not self._host_copies or self._host_bytes < self._max_host_bytes
+    def has_host_memory(self, nbytes: int, ahead: int) -> bool:
+        """Return whether a load of `nbytes` bytes may begin after others of `ahead` bytes in all."""
+        is_first = not self._host_copies and not ahead
+        return is_first or self._host_bytes + ahead + nbytes <= self._max_host_bytes
 
     def take_moved(self) -> Iterable[AdapterKey]:
         """Return the adapters whose state has changed since the last call."""

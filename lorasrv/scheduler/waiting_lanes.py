@@ -33,8 +33,8 @@ MAX_MOVED = 64
 """Most lanes that change their place at the beginning of a step."""
 MAX_WOKEN = 16
 """Most lanes of one blocker that are tried again in a step: as a rule the first of them blocks the others again."""
-LOADS_AT_A_TIME = 2 * PARALLEL_LOADS
-"""Most lanes that are tried for a load in a step."""
+MAX_LOADS = PARALLEL_LOADS
+"""Most loads that begin in a step."""
 
 
 class _KeyLanes:
@@ -350,10 +350,15 @@ class WaitingLanes:
                 self._take_out(lane)
                 self._homes[lane] = self._order(HOST_MEMORY).add(lane)
         self._tried.clear()
-        for _ in range(LOADS_AT_A_TIME if self._adapters.has_host_memory else 0):
+        num_bytes = 0
+        for _ in range(MAX_LOADS):
             order = self._blocked.get(HOST_MEMORY)
             best = order.pop() if order is not None else None
             if order is None or best is None:
+                break
+            layout = best.first.message.layout
+            if layout is None or not self._adapters.has_host_memory(layout.nbytes, num_bytes):
+                self._homes[best] = order.add(best)
                 break
             if not order.num_lanes:
                 del self._blocked[HOST_MEMORY]
@@ -361,6 +366,7 @@ class WaitingLanes:
             if self._is_on_disk(best) and Blocker.of_key(best.name.principal) not in self._blocked:
                 self._open_lane(best)
                 self._tried.append(best)
+                num_bytes += layout.nbytes
             else:
                 self._file(best)
 
