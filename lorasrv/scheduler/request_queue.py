@@ -59,7 +59,7 @@ class RequestQueue:
         self.requests: dict[RequestId, Request] = {}
         self._preempted: dict[RequestId, Request] = {}
         self._starved: dict[RequestId, Request] = {}
-        # Those that are not starved, by the step of their last tokens.
+        # Those that are not starved, by the step of their last tokens or an earlier one.
         self._by_wait: SortedItems[Request] = SortedItems()
         # Steps in which limits were last seen to hold requests back.
         self._limited: dict[Blocker, int] = {}
@@ -145,8 +145,12 @@ class RequestQueue:
         num_before = len(self._starved)
         for _ in range(min(MAX_CHECKED, len(self._by_wait))):
             request = self._by_wait.first
-            if self.step - request.last_share_step < self._max_wait_steps or len(self._starved) >= MAX_STARVED:
+            since = self._by_wait.rank(request)[0]
+            if self.step - since < self._max_wait_steps or len(self._starved) >= MAX_STARVED:
                 break
+            if since < request.last_share_step:
+                self._watch(request, request.last_share_step)
+                continue
             blocker = self._find_blocker(request) if request.request_id in self._waiting else None
             if blocker is not None:
                 self.mark_throttled(request, blocker)
@@ -192,8 +196,9 @@ class RequestQueue:
         was_starved = self._starved.pop(request.request_id, None) is not None
         if request.is_paused:
             self._resume(request)
-        self._touch(request)
+        request.last_share_step = self.step
         if was_starved:
+            self._touch(request)
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
             self._running.remove(request)
             self._running.insert(0, request)
@@ -247,7 +252,7 @@ class RequestQueue:
         of_wait = (*(r.request_id for r in self._by_wait), *self._starved, *loading)
         assert sorted(of_wait) == sorted(live), "a wait is counted twice, or not at all"
         steps = {request: self._by_wait.rank(request)[0] for request in self._by_wait}
-        assert all(request.last_share_step == step for request, step in steps.items()), "waits are not in order"
+        assert all(step <= request.last_share_step for request, step in steps.items()), "waits are not in order"
 
     def _unprotected(self) -> Iterator[Request]:
         return (r for r in self._running if _is_preemptible(r) and not r.is_protected)
