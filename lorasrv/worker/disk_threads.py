@@ -146,18 +146,27 @@ class DiskThreads:
 
     def _run(self) -> None:
         self._prepare()
-        while (read := self._next()) is not None:
-            result, error = None, None
-            try:
-                result = read.work()
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                self._end(read)
-            if not read.is_given_up:
-                read.result.set_result(result) if error is None else read.result.set_exception(error)
-            elif error is None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Do the next read, and keep nothing of it: it holds an adapter in the store. Return False at the end."""
+        read = self._next()
+        if read is None:
+            return False
+        try:
+            result = read.work()
+        except BaseException as error:
+            if self._end(read):
+                read.result.set_exception(error)
+        else:
+            if self._end(read):
+                read.result.set_result(result)
+            else:
                 read.on_late(result)
+        # An error's traceback has this frame, and would keep the read, which has the error.
+        del read
+        return True
 
     def _next(self) -> _Read | None:
         """Begin the next read and return it; None if the thread is not needed any more."""
@@ -177,13 +186,16 @@ class DiskThreads:
                     return read
                 self._let_next(read.key)
 
-    def _end(self, read: _Read) -> None:
-        if read.is_given_up:
-            self._hung.discard(read.key)
-        else:
-            del self._running[read]
-            self._has_ended.notify_all()
-            self._let_next(read.key)
+    def _end(self, read: _Read) -> bool:
+        """Note that a read has returned; return whether its result is still wanted."""
+        with self._lock:
+            if read.is_given_up:
+                self._hung.discard(read.key)
+            else:
+                del self._running[read]
+                self._has_ended.notify_all()
+                self._let_next(read.key)
+            return not read.is_given_up
 
     def _let_next(self, key: Hashable) -> None:
         """Make the next read of a key ready."""
@@ -194,20 +206,23 @@ class DiskThreads:
             del self._behind[key]
 
     def _watch(self) -> None:
-        """Give up the reads whose time is over."""
-        while True:
-            with self._lock:
-                self._has_begun.wait_for(lambda: self._running or self._is_closed)
-                if self._is_closed:
-                    return
-                oldest = next(iter(self._running))
-                left_s = oldest.until_s - time.monotonic()
-                if left_s > 0:
-                    self._has_ended.wait(left_s)
-                    continue
-                failed = self._give_up(oldest)
-            for read in failed:
-                read.fail(f"the disk did not return the adapter within {self._timeout_s:g} s (--load-timeout-s)")
+        while self._watch_oldest():
+            pass
+
+    def _watch_oldest(self) -> bool:
+        """Give up the oldest read when its time is over, and keep nothing of it. Return False at the end."""
+        with self._lock:
+            self._has_begun.wait_for(lambda: self._running or self._is_closed)
+            if self._is_closed:
+                return False
+            left_s = next(iter(self._running)).until_s - time.monotonic()
+            if left_s > 0:
+                self._has_ended.wait(left_s)
+                return True
+            failed = self._give_up(next(iter(self._running)))
+        for read in failed:
+            read.fail(f"the disk did not return the adapter within {self._timeout_s:g} s (--load-timeout-s)")
+        return True
 
     def _give_up(self, read: _Read) -> list[_Read]:
         """Leave a read's thread behind and replace it; return the reads that fail with it."""

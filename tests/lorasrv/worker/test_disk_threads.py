@@ -1,6 +1,7 @@
 """Reads that never return: their waiters fail, other reads go on, and what is left behind is bounded."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -118,3 +119,22 @@ def test_closing_leaves_behind_what_hangs() -> None:
             read.result(0)
     disk.gates["a"].set()
     eventually(lambda: disk.late == ["a"])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_idle_threads_keep_nothing_of_what_they_read(fails: bool) -> None:
+    """A read holds its adapter in the store, and a deleted one stays until nothing holds it."""
+
+    class Hold:
+        def read(self) -> object:
+            if fails:
+                raise OSError("gone")
+            return self
+
+    threads, holds = DiskThreads(NUM_THREADS, "test", 60.0), [Hold() for _ in range(4)]
+    held = [weakref.ref(hold) for hold in holds]
+    done = [threads.submit(number, hold.read) for number, hold in enumerate(holds)]
+    assert all(bool(future.exception(30)) is fails for future in done)
+    del holds, done
+    eventually(lambda: not any(hold() for hold in held))
+    threads.close()
