@@ -1,4 +1,4 @@
-"""Structured output through a real server process and sockets: fault rows 33 and 34, while another stream goes on."""
+"""Structured output through a real server process and sockets, while another stream goes on."""
 
 import json
 import re

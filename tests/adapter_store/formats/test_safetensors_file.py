@@ -191,6 +191,6 @@ def test_refusing_it_is_cheap(case: Hostile) -> None:
 
 
 def test_the_bounds_are_small_beside_what_is_refused() -> None:
-    """Ten MB is what row 3 of the list of faults allows to grow; a header of the cap is four thousand tensors."""
+    """Memory may grow by ten MB; a header of the cap is four thousand tensors."""
     assert CAP_BYTES == 1 << 20
     assert max(len(case.make()) for case in HOSTILE) > 50e6
