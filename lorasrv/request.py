@@ -271,7 +271,7 @@ class EngineCoreRequest:
     priority: int = 0
     # From arrival to the last token.
     timeout_s: float | None = None
-    # Keeps the adapter in the store until the request has finished and this message is dropped.
+    # Keeps the adapter in the store until the request has finished.
     hold: object = None
     # Which tokens may come next; None: any.
     constraint: TokenConstraint | None = None

@@ -8,6 +8,7 @@ scheduler tells them what happens, and emits what happens to each request.
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
@@ -479,7 +480,9 @@ class Scheduler:
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
         self._drafter.forget(request)
-        request.constraint_state = None  # may be large, and `Deadlines` keeps the request for a while
+        # `Deadlines`, among others, keeps the request for a while: not its grammar, nor its adapter in the store.
+        request.constraint_state = None
+        request.message = replace(request.message, hold=None)
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
         """Change a request's status and tell every account of it; no status changes elsewhere.

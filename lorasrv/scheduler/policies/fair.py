@@ -175,10 +175,6 @@ class Fair(Policy):
         self._adapters: dict[str, _Ledger] = {}
         self._in_batch: Counter[AdapterKey | None] = Counter()
 
-    def served_by_adapter(self, principal: str, adapter_id: str) -> float:
-        """Return the weighted tokens of an account, including lifts."""
-        return self._adapters[principal].account(adapter_id).served
-
     def rank(self, request: Request) -> Rank:
         return request.message.priority, preempted_first(request)
 

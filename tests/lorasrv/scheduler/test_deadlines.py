@@ -1,5 +1,7 @@
 """Deadlines of requests and of the queue, on the bare scheduler, and what is refused because it would be late."""
 
+import weakref
+
 from bare_scheduler import KEYS, Bench
 from tiny_scheduler import scheduler
 
@@ -7,6 +9,10 @@ from lorasrv.memory.cost_model import MIN_MEASURED_STEPS
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
 from lorasrv.scheduler.length_predictor import MIN_ANSWERS
+
+
+class Hold:
+    """What keeps an adapter in the store."""
 
 
 def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
@@ -105,3 +111,14 @@ def test_the_queue_ahead_counts_and_so_does_what_passes_while_waiting() -> None:
     assert outputs["behind"].refusal is Refusal.LATE, "two answers of 50 s are ahead"
     assert "queue timeout is 60 s" in (outputs["behind"].error or "")
     assert "next" not in outputs
+
+
+def test_a_finished_request_does_not_keep_its_adapter_until_its_deadline() -> None:
+    bench = scheduler(queue_timeout_s=3600.0, early_abort=True)
+    held = Hold()
+    bench.add("mia", max_tokens=1, timeout_s=3600.0, hold=held)
+    is_held = weakref.ref(held)
+    del held
+    assert is_held() is not None
+    bench.run()
+    assert is_held() is None

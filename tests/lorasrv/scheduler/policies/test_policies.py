@@ -213,4 +213,5 @@ def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest
         bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")
         bench.step()
     bench.add("again", adapter_id="long")
-    assert bench.scheduler.policy.served_by_adapter("anonymous", "long") >= 3 + 2 * bench.tokens("long")
+    account = bench.scheduler.policy._adapters["anonymous"].account("long")
+    assert account.served >= 3 + 2 * bench.tokens("long")
