@@ -16,6 +16,7 @@ from lorasrv.config import (
     size,
 )
 from lorasrv.errors import ConfigError, NotEnoughMemory
+from lorasrv.models.quantization import FORMATS
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.device import DeviceMemory, activation_dtype
 from lorasrv.worker.host_memory import free_bytes
@@ -23,8 +24,6 @@ from sgmv_kernels.formats.kv_format import get_kv_format
 
 MIN_POOL_PAGES = 4
 _LOGIT_BYTES = 4
-# Approximate bits per weight, scales included; embedding and head keep eight bits where layers have fewer.
-_BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
 
 
 def linear_weights(spec: ModelSpec) -> int:
@@ -39,11 +38,10 @@ def table_weights(spec: ModelSpec) -> int:
 
 def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
     """Estimate the bytes of a base in a weight format."""
-    linear, table = linear_weights(spec), table_weights(spec)
-    if quantization not in _BITS:
-        return (linear + table) * dtype.itemsize
-    bits = _BITS[quantization]
-    return int((linear * bits + table * max(8.5, bits)) / 8)
+    chosen, bits = FORMATS[quantization], 8.0 * dtype.itemsize
+    linear = linear_weights(spec) * (chosen.linear_bits or bits)
+    table = table_weights(spec) * (chosen.table_bits or bits)
+    return int((linear + table) / 8)
 
 
 def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from adapter_store.errors import AdapterError
 from api.cli.doctor.machine import Check
 from api.config.settings import ServerSettings
 from lorasrv.config import PAGE_SIZE_TOKENS, size
-from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFound
+from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFound, UnsupportedFormat
 
 if TYPE_CHECKING:
     from api.config.sources import Sources
@@ -69,7 +69,11 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     except LorasrvError:
         return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
     config, device = settings.engine_config(), resolve_device(settings.device)
-    plan = MemoryPlan.of(config, shape.spec, _quantization(settings), device)
+    try:
+        quantization = _quantization(settings)
+    except UnsupportedFormat as error:
+        return Check("fail", f"{size(free_bytes())} free on the host", str(error))
+    plan = MemoryPlan.of(config, shape.spec, quantization, device)
     pages, packed = _adapter(settings, shape, rank)
     fit = plan.pool // plan.block // pages
     text = (
@@ -155,13 +159,17 @@ def _shape(name: str) -> "ModelShape":
 
 
 def _quantization(settings: ServerSettings) -> str:
-    """Return the weight format that serve will choose; int8 if the weights are not there yet."""
+    """Return the weight format that serve will choose; int8 if the weights are not there yet.
+
+    Raises:
+        UnsupportedFormat: an unknown format or group, with the choices.
+    """
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import locate
-    from lorasrv.models.quantization import StoredWeights, select_format
+    from lorasrv.models.quantization import StoredWeights, find_format, select_format
 
     if settings.quantization != "auto":
-        return settings.quantization
+        return find_format(settings.quantization, settings.quantization_group).name
     try:
         path, _ = locate(settings.model, download=False)
         with closing(open_checkpoint(str(path), settings.load_format, settings.quantized_weights)) as checkpoint:

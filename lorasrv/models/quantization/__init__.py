@@ -19,6 +19,7 @@ __all__ = [
     "Linear",
     "QuantFormat",
     "StoredWeights",
+    "find_format",
     "get_format",
     "select_format",
 ]
@@ -39,7 +40,7 @@ def select_format(stored: StoredWeights, name: str = "auto", group: int | None =
     """
     if name == "auto":
         name = max(FORMATS, key=lambda known: FORMATS[known].accepts(stored).fit)
-    return name, _find(name, group).accepts(stored, group)
+    return name, find_format(name, group).accepts(stored, group)
 
 
 def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes: bool = True) -> QuantFormat:
@@ -53,10 +54,15 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
     """
-    return _find(name, group).make(ops, group, keep_int8_codes=keep_int8_codes)
+    return find_format(name, group).make(ops, group, keep_int8_codes=keep_int8_codes)
 
 
-def _find(name: str, group: int | None) -> type[QuantFormat]:
+def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
+    """Return the class of a format.
+
+    Raises:
+        UnsupportedFormat: an unknown format or group, with the choices.
+    """
     if name not in FORMATS:
         raise UnsupportedFormat(f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}")
     found = FORMATS[name]

@@ -113,6 +113,10 @@ class QuantFormat(ABC):
     name: ClassVar[str]
     # Values of --quantization-group that the format has; empty for formats without groups.
     groups: ClassVar[tuple[int, ...]] = ()
+    # Approximate bits of a weight, scales included, in the layers' linears and in embedding and head; None for those of
+    # the dtype.
+    linear_bits: ClassVar[float | None] = None
+    table_bits: ClassVar[float | None] = None
     # Whether linears compute with `Ops` alone, so that a row's results depend on other rows only if those of `Ops` do.
     is_batch_invariant: ClassVar[bool] = False
 

@@ -40,6 +40,7 @@ class Fp8Format(QuantFormat):
     """
 
     name = "fp8"
+    linear_bits = 8.0
 
     @classmethod
     def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:

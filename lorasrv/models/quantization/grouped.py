@@ -66,6 +66,7 @@ class GroupQuantFormat(QuantFormat):
     levels: ClassVar[int]
     default_group: ClassVar[int]
     is_batch_invariant = True
+    table_bits = 8.5
     # How well the format serves a checkpoint whose weights it has to round.
     fit_of_rounding: ClassVar[Fit] = Fit.ON_REQUEST
 
@@ -132,6 +133,7 @@ class Q3hFormat(GroupQuantFormat):
     """Pack `--quantization q3h`."""
 
     name = "q3h"
+    linear_bits = 4.0
     levels = Q3H_LEVELS
     groups = (64, 128)
     default_group = 64
@@ -144,6 +146,7 @@ class Int4Format(GroupQuantFormat):
     """Pack `--quantization int4`."""
 
     name = "int4"
+    linear_bits = 4.5
     levels = INT4_LEVELS
     groups = (32, 64, 128)
     default_group = 32
@@ -156,6 +159,7 @@ class Int8Format(GroupQuantFormat):
     """Pack `--quantization int8`."""
 
     name = "int8"
+    linear_bits = 8.5
     levels = INT8_LEVELS
     groups = (32, 64, 128)
     default_group = 32

@@ -128,9 +128,13 @@ class TestMemory:
             ({"pool_bytes": 1 << 60}, 2, "fail", "a smaller --pool-bytes"),
             ({"host_cache_bytes": 1 << 60}, 2, "warn", ""),
             ({"pool_bytes": "64KiB"}, 256, "warn", "not even one adapter"),
+            ({"quantization": "int5"}, 2, "fail", "'int5' is unknown; choose from auto, none, int8"),
+            ({"quantization": "int4", "quantization_group": 48}, 2, "fail", "choose from 32, 64, 128"),
         ],
     )
-    def test_too_small_and_too_large(self, tmp_path: Path, options: Any, rank: int, status: str, fix: str) -> None:
+    def test_what_serve_would_refuse_or_warn_of(
+        self, tmp_path: Path, options: Any, rank: int, status: str, fix: str
+    ) -> None:
         found = doctor_serving.memory(settings(tmp_path, **options), rank)
         assert (found.status, fix in (found.fix or "")) == (status, True)
 
