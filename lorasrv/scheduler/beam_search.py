@@ -2,20 +2,21 @@
 
 The beams of a group are ordinary requests, forked with copy-on-write pages and batched with all others. In a step a
 beam offers its likeliest next tokens; when all beams of the group have offered, the best continuations become the new
-beams. A beam that has offered waits for the others and keeps its pages unless no other request can proceed. Two groups
-that wait could block each other, so one group runs at a time, in the order in which they began.
+beams. A beam that has offered waits for the others and keeps its pages unless no other request can proceed. So that two
+groups never wait for what the other holds, groups run at the same time only if there is enough for all of them to get
+to their ends. A group that does not fit waits, and no other group begins before it meanwhile.
 
 Source: the search of transformers' `generate(num_beams=...)`, including its scores and its three early-stopping modes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.outputs import RequestId
-from lorasrv.request import Request
+from lorasrv.request import Request, RequestStatus
 from lorasrv.sampling_params import BeamOptions
 
 Offer = Sequence[tuple[int, float]]
@@ -120,13 +121,24 @@ class BeamGroups:
     Args:
         allocator: forks the pages of beams.
         eos: tokens that end any answer.
+        allow_together: whether groups can run to their ends at the same time, given one beam of each.
     """
 
-    def __init__(self, allocator: RequestAllocator, eos: frozenset[int]) -> None:
+    def __init__(
+        self,
+        allocator: RequestAllocator,
+        eos: frozenset[int],
+        allow_together: Callable[[Iterable[Request]], bool],
+    ) -> None:
         self._allocator = allocator
         self._eos = eos
+        self._allow_together = allow_together
         self._groups: dict[RequestId, _Group] = {}
-        self._running_group: RequestId | None = None
+        # Groups with a beam that has run.
+        self._running: dict[RequestId, _Group] = {}
+        # The first group that was found waiting for others since the last change.
+        self._next: RequestId | None = None
+        self._has_changed = False
 
     def add(self, request: Request) -> bool:
         """Add a beam; the first beam of a group comes before the others.
@@ -149,26 +161,59 @@ class BeamGroups:
         return True
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether a beam must not be admitted now: another group runs, or it has offered and waits for its
-        group."""
-        if request.message.beams is None or self._running_group not in self._groups:
+        """Return whether a beam must not be admitted now: it has offered and waits for its group, or its group waits
+        for others."""
+        if request.message.beams is None:
             return False
-        return self._running_group != _name(request) or request.request_id in self._groups[self._running_group].offers
+        name = _name(request)
+        if request.request_id in self._groups[name].offers:
+            return True
+        if name in self._running or not self._running:
+            return False
+        return self._next not in (None, name) or not self._fit_together(request)
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether a group runs, so that others must wait."""
-        return self._running_group in self._groups
+    def hold_back(self, request: Request) -> None:
+        """Note that a beam must wait. Of the groups that wait for others, the first one begins before the rest."""
+        if not self.is_of_running_group(request):
+            self._next = self._next or _name(request)
+
+    def take_changed(self) -> bool:
+        """Return whether a group that waited for others may begin since the last call."""
+        changed, self._has_changed = self._has_changed, False
+        if changed:
+            self._next = None
+        return changed
 
     def is_of_running_group(self, request: Request) -> bool:
-        """Return whether a beam belongs to the group that runs."""
-        return self._running_group == _name(request)
+        """Return whether a beam belongs to a group that runs."""
+        return _name(request) in self._running
 
     def on_admitted(self, request: Request) -> None:
         """Note that a request is running now."""
-        if request.message.beams is not None:
-            assert not self.must_wait(request), "two groups of beams run"
-            self._running_group = _name(request)
+        if request.message.beams is None or self.is_of_running_group(request):
+            return
+        assert not self.must_wait(request), "a group of beams runs that must wait"
+        name = _name(request)
+        self._running[name] = self._groups[name]
+        self._has_changed |= self._next == name
+
+    def stop_youngest(self) -> list[Request]:
+        """Stop the youngest of the groups that run if they do not fit together any more, because limits were lowered.
+
+        Returns:
+            Its running beams, which must be preempted.
+        """
+        if len(self._running) < 2 or self._fit_together():
+            return []
+        name = next(reversed(self._running))
+        beams = [beam for beam in self._running[name].requests if beam.status is RequestStatus.RUNNING]
+        if any(beam.num_in_flight_tokens for beam in beams):
+            return []
+        del self._running[name]
+        return beams
+
+    def _fit_together(self, *more: Request) -> bool:
+        return self._allow_together([*(group.requests[0] for group in self._running.values()), *more])
 
     def offer(self, request: Request, offer: Offer) -> None:
         """Record the offer of a beam whose tokens are all computed."""
@@ -195,7 +240,7 @@ class BeamGroups:
             if children:
                 group.beams = self._moved(beams, children)
                 continue
-            del self._groups[name]
+            self._drop(name)
             for request, answer in zip(group.requests, state.finished, strict=True):
                 finish(request, answer)
         return tokens
@@ -203,8 +248,13 @@ class BeamGroups:
     def remove(self, request: Request) -> list[Request]:
         """Drop the group of a beam that has finished outside the search; return its other beams, which must finish
         too."""
-        group = self._groups.pop(_name(request), None)
+        group = self._drop(_name(request))
         return [] if group is None else [other for other in group.requests if other is not request]
+
+    def _drop(self, name: RequestId) -> _Group | None:
+        self._has_changed = True
+        self._running.pop(name, None)
+        return self._groups.pop(name, None)
 
     def check_integrity(self, requests: Mapping[RequestId, Request]) -> None:
         """Compare the groups with the live requests.
@@ -214,6 +264,7 @@ class BeamGroups:
         """
         beams = {r.request_id: r for group in self._groups.values() for r in group.requests}
         assert beams == {rid: r for rid, r in requests.items() if r.message.beams is not None}, "beams differ"
+        assert self._running.keys() <= self._groups.keys(), "a group runs that is gone"
 
     def _moved(self, beams: Sequence[Request], children: Sequence[Child]) -> list[Request]:
         """Return the requests of the new beams, in their order. The first child of a beam reuses its request; the

@@ -6,7 +6,7 @@ Quotas only answer questions; the caller decides what to do with a request that 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,6 +92,12 @@ class _QuotaAccount:
         most = self.limits.max_running
         return most is None or self.num_running + self.num_with_slot < most
 
+    def allows(self, num_running: int, resident_bytes: int) -> bool:
+        """Return whether so many requests may run at a time and hold so many bytes of the pool."""
+        limits = self.limits
+        slots_fit = limits.max_running is None or num_running <= limits.max_running
+        return slots_fit and (limits.resident_bytes is None or resident_bytes <= limits.resident_bytes)
+
     @property
     def label(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else "the base"
@@ -160,8 +166,7 @@ class Quotas:
     def why_unfit(self, request: Request) -> str | None:
         """Return which limit forbids that the request ever runs, with all beams that must run together; None if none
         does."""
-        width = 1 if request.message.beams is None else request.message.beams.width
-        needed = width * self._pages_reserved_by(request) + self._pages_for_adapter(request)
+        width, needed = self._needs_of_group(request)
         for account in self._accounts(request):
             if account.limits.max_running is not None and account.limits.max_running < width:
                 return f"{width} beams run together, but max_running of {account.label} is {account.limits.max_running}"
@@ -172,6 +177,30 @@ class Quotas:
                     f"but {account.label} may hold {most}; lower max_tokens or raise the limit"
                 )
         return None
+
+    def allow_together(self, groups: Iterable[Request]) -> bool:
+        """Return whether groups of beams can all run to their ends at the same time: together they need no more request
+        slots, pages and shares of any account than there are.
+
+        Args:
+            groups: one beam of each.
+        """
+        accounts: dict[tuple[str, str], _QuotaAccount] = {}
+        slots, pages = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for request in groups:
+            width, needed = self._needs_of_group(request)
+            for account in self._accounts(request):
+                name = account.kind, account.name
+                accounts[name] = account
+                slots[name] += width
+                pages[name] += needed
+        # Every request counts on one account of a key.
+        of_keys = [name for name in accounts if name[0] == "key"]
+        if sum(slots[name] for name in of_keys) > self._request_slots:
+            return False
+        if sum(pages[name] for name in of_keys) > self._memory.kv_pool.num_pages:
+            return False
+        return all(account.allows(slots[name], pages[name] * self._page_bytes) for name, account in accounts.items())
 
     def blocker(self, request: Request) -> tuple[Blocker, float | None] | None:
         """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
@@ -307,6 +336,11 @@ class Quotas:
 
     def _pages_reserved_by(self, request: Request) -> int:
         return self._memory.kv.pages_for(request.num_prompt_tokens + request.message.max_tokens)
+
+    def _needs_of_group(self, request: Request) -> tuple[int, int]:
+        """Return how many requests run together, one without beam search, and the pages that they may come to hold."""
+        width = 1 if request.message.beams is None else request.message.beams.width
+        return width, width * self._pages_reserved_by(request) + self._pages_for_adapter(request)
 
     def _pages_for_adapter(self, request: Request) -> int:
         layout = request.message.layout

@@ -68,7 +68,7 @@ class Scheduler:
         self._queue = RequestQueue(self.policy, self._adapter_manager, options.max_wait_steps, self._find_blocker)
         self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
         self._allocator = RequestAllocator(memory)
-        self._beams = BeamGroups(self._allocator, eos_token_ids)
+        self._beams = BeamGroups(self._allocator, eos_token_ids, self.quotas.allow_together)
         self._drafter = drafter or CheckedDrafter(None, vocab_size=0)
         self._planner = StepPlanner(
             options,
@@ -184,7 +184,7 @@ class Scheduler:
         """
         preemptions = self.counters.preemptions
         self._allocator.record_moves()  # of a step whose planning failed
-        if not self._beams.is_running:
+        if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
         self._queue.begin_step(self._clock(), self.quotas.take_relieved())
         self.quotas.begin_step()
