@@ -31,6 +31,7 @@ from lorasrv.config import EngineConfig
 from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
+from lorasrv.worker.host_memory import release_freed
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -210,8 +211,10 @@ def _serve(
 
         def tell_ready() -> None:
             # Exclude the objects so far from garbage collection: scanning them takes a full collection 120 ms, during a
-            # step.
+            # step. What the start took and freed goes back to the system.
+            gc.collect()
             gc.freeze()
+            release_freed()
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
         watchdog = Watchdog(engine, settings.watchdog_s)
