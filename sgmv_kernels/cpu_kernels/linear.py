@@ -8,7 +8,6 @@ from numba import carray, njit
 from sgmv_kernels.cpu_ops.linear import (
     BIAS,
     CODE_BYTES,
-    CODE_STRIDE,
     CODES,
     DATA,
     GROUP,
@@ -16,38 +15,41 @@ from sgmv_kernels.cpu_ops.linear import (
     LINES,
     NUM_ARGS,
     OUT,
-    ROUND_ROWS,
+    ROUND_BLOCKS,
+    ROW_BYTES,
     SCRATCH,
+    SCRATCH_AGAIN,
     SCRATCH_BYTES,
     TASK_TILES,
     TILES,
-    UNIT_STRIDE,
+    UNIT_BYTES,
     UNITS,
     WIDTH,
     X,
     Y,
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
+from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.elementwise import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (
-    FACTORS,
     LINE,
+    QUAD,
+    TILES_AT_ONCE,
     begin_tile,
+    copy_factors,
+    end_tile,
     make_product,
-    put_factors,
     round_block,
-    unpack_nibbles,
     unpack_sevens,
-    unpack_signed,
     widen_signed,
 )
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
 
-ROWS = 3 if VECTORS == 2 else 8
-"""Rows whose sums are kept in registers at a time: sixteen registers take 3 * 2 whole sums and as many of fp32."""
-_BLOCK_BYTES = CODE_BLOCK * TILE
-"""Codes of a block, unpacked to bytes."""
+ROWS = 4 if VECTORS == 2 else 8
+"""Rows whose whole sums are kept in registers at a time: eight registers of sixteen, or sixteen of 32."""
+_WIDTH = 4 * TILE * TILES_AT_ONCE
+"""Bytes of a row's sums."""
 
 
 def round8(raw: Any) -> None:
@@ -60,21 +62,21 @@ def round16(raw: Any) -> None:
 
 @njit
 def _round_rows(args, size):  # type: ignore[no-untyped-def]
+    """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes beside."""
     blocks = args[WIDTH] // CODE_BLOCK
+    parts = (blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
     while True:
-        first = take_next(args.ctypes.data) * ROUND_ROWS
-        if first >= args[NUM_ROWS]:
+        task = take_next(args.ctypes.data)
+        group, first = task // parts, task % parts * ROUND_BLOCKS
+        if group * ROW_GROUP >= args[NUM_ROWS]:
             return
-        for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
-            x, codes = args[X] + row * 4 * args[WIDTH], args[CODES] + row * args[CODE_STRIDE]
-            units = args[UNITS] + row * args[UNIT_STRIDE]
-            for i in range(blocks):
-                round_block(x + i * 4 * CODE_BLOCK, codes + i * size * CODE_BLOCK, units + 8 * i, size)
-
-
-@njit
-def unpack_int4(source, group, out):  # type: ignore[no-untyped-def]
-    unpack_nibbles(source, group // 8, out)
+        for i in range(min(ROW_GROUP, args[NUM_ROWS] - group * ROW_GROUP)):
+            x = args[X] + (group * ROW_GROUP + i) * 4 * args[WIDTH]
+            codes = args[CODES] + group * ROW_GROUP * args[ROW_BYTES] + 4 * i
+            units = args[UNITS] + group * ROW_GROUP * args[UNIT_BYTES] + 4 * i
+            for j in range(first, min(first + ROUND_BLOCKS, blocks)):
+                quads = codes + j * size * CODE_BLOCK // 4 * QUAD
+                round_block(x + j * 4 * CODE_BLOCK, quads, units + j * qm.UNITS, size)
 
 
 @njit
@@ -84,85 +86,120 @@ def unpack_q3h(source, group, out):  # type: ignore[no-untyped-def]
 
 
 @njit
-def unpack_int8(source, group, out):  # type: ignore[no-untyped-def]
-    unpack_signed(source, group // 4, out)
-
-
-@njit
 def widen_int8(source, group, out):  # type: ignore[no-untyped-def]
     widen_signed(source, group // 4, out)
 
 
-def make_linear(unpack: Any, kind: str, signed: bool) -> Any:
-    """Return the kernel of one format; `kind` as in `make_product`."""
-    size = 2 if kind == "words" else 1
+def make_linear(kind: str, unpack: Any = None) -> Any:
+    """Return the kernel of one format.
+
+    Args:
+        kind: how the codes are multiplied: see `quant_matmul.CODES`.
+        unpack: (source, group, out) makes such codes of a group's stored ones; None: they are stored so.
+    """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
+    factor_bytes = qm.CODES[kind].factor_bytes
+    code_bytes = 2 if qm.CODES[kind].is_wide else 1
 
     @njit
-    def unpack_chunk(args, tile, first, last, codes, factors):  # type: ignore[no-untyped-def]
-        """Unpack the codes and factors of a tile's groups into scratch memory."""
-        group, stored = args[GROUP], args[CODE_BYTES]
-        group_bytes = stored + 2 * TILE + (0 if signed else 2 * TILE)
-        blocks = group // CODE_BLOCK
+    def begin(args, tile, row, sums):  # type: ignore[no-untyped-def]
+        """Start the sums of a row with the bias."""
+        for i in range(TILES_AT_ONCE):
+            bias = args[BIAS] + 4 * TILE * (tile + i) if args[BIAS] and tile + i < args[TILES] else np.int64(0)
+            begin_tile(bias, sums + row * _WIDTH + i * 4 * TILE)
+
+    @njit
+    def end(args, tile, row, sums):  # type: ignore[no-untyped-def]
+        """Copy the sums of a row to y, up to the last output."""
+        for i in range(TILES_AT_ONCE):
+            first, source = TILE * (tile + i), sums + row * _WIDTH + i * 4 * TILE
+            y = args[Y] + 4 * (row * args[OUT] + first)
+            if first + TILE <= args[OUT]:
+                end_tile(source, y)
+            else:
+                for j in range(args[OUT] - first):
+                    put_f32(y, j, f32(source, j))
+
+    @njit
+    def multiply(args, data, following, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
+        """Add the products of all rows with groups of the tiles, from the group `first` on."""
+        group, blocks = args[GROUP], first * args[GROUP] // CODE_BLOCK
+        row = np.int64(0)
+        while row < args[NUM_ROWS]:
+            inside = row % ROW_GROUP
+            left = min(args[NUM_ROWS] - row, ROW_GROUP - inside)
+            x = (
+                args[CODES]
+                + (row - inside) * args[ROW_BYTES]
+                + 4 * inside
+                + blocks * code_bytes * CODE_BLOCK // 4 * QUAD
+            )
+            u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + blocks * qm.UNITS
+            at, out = sums + row * _WIDTH, again + row * _WIDTH
+            if left >= ROWS:
+                product(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                row += ROWS
+            elif left >= 2:
+                product_2(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                row += 2
+            else:
+                product_1(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                row += 1
+
+    @njit
+    def unpack_groups(args, data, first, last, out):  # type: ignore[no-untyped-def]
+        """Unpack groups of a tile into scratch memory."""
+        stored, unpacked = args[CODE_BYTES], TILE * args[GROUP] * code_bytes
         for g in range(first, last):
-            source = args[DATA] + (tile * args[GROUPS] + g) * group_bytes
-            minima = np.int64(0) if signed else source + stored + 2 * TILE
-            at = (g - first) * blocks
-            unpack(source, group, codes + at * _BLOCK_BYTES * size)
-            put_factors(source + stored, minima, factors + at * FACTORS, blocks)
+            source = data + g * (stored + factor_bytes)
+            target = out + (g - first) * (unpacked + factor_bytes)
+            unpack(source, args[GROUP], target)
+            copy_factors(source + stored, factor_bytes, target + unpacked)
 
     @njit
-    def multiply(args, first, last, codes, factors, y, y_bytes):  # type: ignore[no-untyped-def]
-        """Multiply all rows with the unpacked groups and add to y."""
-        blocks, begin = (last - first) * args[GROUP] // CODE_BLOCK, first * args[GROUP] // CODE_BLOCK
-        x_bytes, unit_bytes = args[CODE_STRIDE], args[UNIT_STRIDE]
-        x, units = args[CODES] + begin * CODE_BLOCK * size, args[UNITS] + begin * 8
-        row, rows = np.int64(0), args[NUM_ROWS]
-        while row + ROWS <= rows and row + ROWS + 1 != rows:
-            xr, ur, yr = x + row * x_bytes, units + row * unit_bytes, y + row * y_bytes
-            product(xr, x_bytes, ur, unit_bytes, codes, factors, blocks, args[LINES], yr, y_bytes)
-            row += ROWS
-        while row + 2 <= rows:
-            xr, ur, yr = x + row * x_bytes, units + row * unit_bytes, y + row * y_bytes
-            product_2(xr, x_bytes, ur, unit_bytes, codes, factors, blocks, args[LINES], yr, y_bytes)
-            row += 2
-        while row < rows:
-            xr, ur, yr = x + row * x_bytes, units + row * unit_bytes, y + row * y_bytes
-            product_1(xr, x_bytes, ur, unit_bytes, codes, factors, blocks, args[LINES], yr, y_bytes)
-            row += 1
+    def multiply_unpacked(args, data, following, scratch, sums, again):  # type: ignore[no-untyped-def]
+        step = max(1, CHUNK // args[GROUP])
+        unpacked = TILE * args[GROUP] * code_bytes
+        tile_bytes = step * (unpacked + factor_bytes)
+        for first in range(0, args[GROUPS], step):
+            last = min(first + step, args[GROUPS])
+            for i in range(TILES_AT_ONCE):
+                unpack_groups(args, data + i * following, first, last, scratch + i * tile_bytes)
+            multiply(args, scratch, tile_bytes, first, last - first, unpacked, sums, again)
+
+    is_stored = unpack is None
 
     @njit
     def work(args):  # type: ignore[no-untyped-def]
         """Take tasks until none is left."""
         if args[NUM_ROWS] == 0:
             return
-        scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
-        factors = scratch + TILE * CHUNK * 2
-        edge = factors + FACTORS * (CHUNK // CODE_BLOCK)
-        step = max(1, CHUNK // args[GROUP])
+        own = take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
+        sums, again = args[SCRATCH] + own, args[SCRATCH_AGAIN] + own
+        scratch = sums + args[NUM_ROWS] * _WIDTH
+        tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         while True:
-            begin = take_next(args.ctypes.data) * args[TASK_TILES]
-            if begin >= args[TILES]:
+            task = take_next(args.ctypes.data) * args[TASK_TILES]
+            if task >= args[TILES]:
                 return
-            for tile in range(begin, min(begin + args[TASK_TILES], args[TILES])):
-                whole = TILE * (tile + 1) <= args[OUT]
-                y, y_bytes = (args[Y] + 4 * TILE * tile, 4 * args[OUT]) if whole else (edge, np.int64(4 * TILE))
+            for tile in range(task, min(task + args[TASK_TILES], args[TILES]), TILES_AT_ONCE):
+                # Past the last tile, the last one is multiplied again, and not copied.
+                following = tile_bytes if tile + 1 < args[TILES] else np.int64(0)
+                data = args[DATA] + tile * tile_bytes
                 for row in range(args[NUM_ROWS]):
-                    begin_tile(args[BIAS] + 4 * TILE * tile if args[BIAS] else np.int64(0), y + row * y_bytes)
-                for first in range(0, args[GROUPS], step):
-                    last = min(first + step, args[GROUPS])
-                    unpack_chunk(args, tile, first, last, scratch, factors)
-                    multiply(args, first, last, scratch, factors, y, y_bytes)
-                if not whole:
-                    for row in range(args[NUM_ROWS]):
-                        for i in range(TILE * tile, args[OUT]):
-                            put_f32(args[Y] + row * 4 * args[OUT], i, f32(edge + row * y_bytes, i - TILE * tile))
+                    begin(args, tile, row, sums)
+                if is_stored:
+                    multiply(args, data, following, 0, args[GROUPS], args[CODE_BYTES], sums, again)
+                else:
+                    multiply_unpacked(args, data, following, scratch, sums, again)
+                for row in range(args[NUM_ROWS]):
+                    end(args, tile, row, sums)
 
     return work
 
 
-_int4, _q3h = make_linear(unpack_int4, "small", False), make_linear(unpack_q3h, "small", False)
-_int8, _int8_words = make_linear(unpack_int8, "bytes", True), make_linear(widen_int8, "words", True)
+_int4, _q3h = make_linear("int4"), make_linear("small", unpack_q3h)
+_int8, _int8_words = make_linear("int8"), make_linear("words", widen_int8)
 
 
 def int4(raw: Any) -> None:

@@ -1,7 +1,8 @@
 """Linears over weight codes on the CPU; activations are rounded to int8, too, with a unit for every 32 neighbours.
 
 Sums of 32 products are therefore whole numbers, the same on every processor, and a row's result does not depend on the
-rows beside it. A task is a few tiles of outputs for all rows: a tile is unpacked once and stays in the L1 cache.
+rows beside it. A task is a few tiles of outputs for all rows: two tiles at a time, which stay in the L1 cache, times up
+to eight rows, whose sums stay in registers.
 Source: blocks of 32 with a scale on both sides, ggml's Q8_0 (Gerganov).
 """
 
@@ -16,16 +17,18 @@ from torch import Tensor
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
 from sgmv_kernels.cpu_runtime.openmp import team_size
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 MODULE = "linear"
-ROUND_ROWS = 4
-"""Rows of a task of rounding."""
+ROUND_BLOCKS = 8
+"""Blocks of 32 neighbours, of eight rows, in a task of rounding."""
 TASKS_A_THREAD = 4
 """Tasks of a thread: enough that a late one costs little."""
-WIDTH, X, CODES, CODE_STRIDE, UNITS, UNIT_STRIDE = range(NUM_ROWS + 1, 9)
-TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_BYTES, LINES = range(9, 21)
+WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
+TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
+    9, 22
+)
 """Places in the kernels' arguments, after the counters."""
 NUM_ARGS = LINES + 1
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
@@ -35,9 +38,9 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 class RoundedRows:
     """Hold rounded activations."""
 
-    # [T, H] int8, or int16 in the order of `cpu_simd.quant_matmul.round_block`.
+    # [T / 8, H / 4, 8, 4] int8, or [T / 8, H / 2, 8, 2] int16 in the order of `cpu_simd.quant_matmul.round_block`.
     codes: Tensor
-    # [T, H / 32, 2] fp32: unit, and unit * sum.
+    # [T / 8, H / 32, 2, 8] fp32: units, and units * sums.
     units: Tensor
 
 
@@ -95,12 +98,14 @@ def needs_words() -> bool:
 
 def round_rows(x: Tensor, words: bool) -> RoundedRows:
     """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours."""
-    rows, width = x.shape
-    codes = empty("codes", (rows, width), torch.int16 if words else torch.int8)
-    units = empty("units", (rows, width // CODE_BLOCK, 2))
-    own = {WIDTH: width, X: x.data_ptr(), **_codes(codes, units)}
-    launch(MODULE, "round16" if words else "round8", rows_part(rows, rows // ROUND_ROWS), own)
-    return RoundedRows(codes, units)
+    (rows, width), in_quad = x.shape, 2 if words else 4
+    groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
+    codes = empty("codes", (groups, width // in_quad, ROW_GROUP, in_quad), torch.int16 if words else torch.int8)
+    units = empty("units", (groups, blocks, 2, ROW_GROUP))
+    rounded = RoundedRows(codes, units)
+    tasks = groups * -(-blocks // ROUND_BLOCKS)
+    launch(MODULE, "round16" if words else "round8", rows_part(rows, tasks), {X: x.data_ptr(), **_codes(rounded)})
+    return rounded
 
 
 def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
@@ -113,10 +118,11 @@ def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
     rounded = round_rows(x, words)
     y = empty("linear", (len(x), weight.out_features))
     threads, tiles = team_size(), len(weight.data)
-    task_tiles = max(1, tiles // (threads * TASKS_A_THREAD))
+    # Even, because two tiles may be multiplied at a time.
+    task_tiles = 2 * max(1, tiles // (2 * threads * TASKS_A_THREAD))
     scratch = empty("scratch", (threads, scratch_bytes(len(x))), torch.uint8)
     own = {
-        **_codes(rounded.codes, rounded.units),
+        **_codes(rounded),
         TILES: tiles,
         TASK_TILES: task_tiles,
         DATA: weight.data.data_ptr(),
@@ -127,25 +133,26 @@ def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
         OUT: weight.out_features,
         BIAS: 0 if bias is None else bias.data_ptr(),
         SCRATCH: scratch.data_ptr(),
+        SCRATCH_AGAIN: scratch.data_ptr(),
         SCRATCH_BYTES: scratch.stride(0),
-        LINES: 16 if words else 8,
+        LINES: {INT4_LEVELS: 4, Q3H_LEVELS: 8, INT8_LEVELS: 16 if words else 8}[weight.levels],
     }
     entry = ENTRIES[weight.levels] + ("_words" if words else "")
     launch(MODULE, entry, rows_part(len(x), -(-tiles // task_tiles)), own)
     return y
 
 
-def _codes(codes: Tensor, units: Tensor) -> Words:
+def _codes(rounded: RoundedRows) -> Words:
+    codes, units = rounded.codes, rounded.units
     return {
+        WIDTH: codes.shape[1] * codes.shape[3],
         CODES: codes.data_ptr(),
-        CODE_STRIDE: codes.stride(0) * codes.itemsize,
+        ROW_BYTES: codes.stride(0) * codes.itemsize // ROW_GROUP,
         UNITS: units.data_ptr(),
-        UNIT_STRIDE: units.stride(0) * units.itemsize,
+        UNIT_BYTES: units.stride(0) * units.itemsize // ROW_GROUP,
     }
 
 
 def scratch_bytes(rows: int) -> int:
-    """Return the scratch bytes of a thread: codes of a chunk as int16, their factors, results of a tile that passes the
-    last output.
-    """
-    return TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 8 * TILE + rows * 4 * TILE
+    """Return the scratch bytes of a thread: sums of all rows, and a chunk of two tiles as int16 with its factors."""
+    return 2 * (rows * 4 * TILE + TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 4 * TILE)

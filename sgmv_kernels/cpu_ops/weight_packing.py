@@ -2,7 +2,7 @@
 
 A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima if the format has them.
 Codes lie in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are stored unchanged. Of
-codes of 16 levels, the lines of a group's second half share the bytes of its first. Of codes of 11 levels, 64
+codes of 16 levels, the lines of a block's second half share the bytes of its first. Of codes of 11 levels, 64
 neighbours are 16 lines; the first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is
 spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row.
 """
@@ -20,6 +20,8 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
 """Bytes of 64 codes, by their levels."""
 _QUAD = 4
+_HALF = CODE_BLOCK // 2 // _QUAD
+"""Lines of half a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ def _pack_lines(lines: Tensor, levels: int) -> Tensor:
     if levels == INT8_LEVELS:
         return lines.contiguous().view(torch.uint8)
     if levels == INT4_LEVELS:
-        first, second = lines.chunk(2, dim=2)
-        return first | second << 4
+        first, second = _split(lines, 2, 2, _HALF).unbind(3)
+        return (first | second << 4).flatten(2, 3)
     first, second = _split(lines, 2, 2, 8).unbind(3)
     pairs = first * Q3H_LEVELS + second
     spread = torch.stack([(pairs[:, :, :, 7] >> i & 1) << 7 for i in range(7)], dim=3)
@@ -120,7 +122,8 @@ def _unpack_lines(lines: Tensor, levels: int) -> Tensor:
     if levels == INT8_LEVELS:
         return lines.contiguous().view(torch.int8)
     if levels == INT4_LEVELS:
-        return torch.cat((lines & 15, lines >> 4), dim=2)
+        halves = _split(lines, 2, _HALF)
+        return torch.stack((halves & 15, halves >> 4), dim=3).flatten(2, 4)
     stored = _split(lines, 2, 7)
     last = torch.stack([(stored[:, :, :, i] >> 7) << i for i in range(7)]).sum(0, dtype=torch.uint8)
     pairs = torch.cat((stored & 0x7F, last[:, :, :, None]), dim=3)

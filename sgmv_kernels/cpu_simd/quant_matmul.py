@@ -1,15 +1,15 @@
 """Define vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
 
-Addresses and strides are int64, in bytes. A block is 32 neighbours along H; its unpacked codes are `LINES` lines of 64
-bytes (`cpu_simd.quant_ir`).
+Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rounded activations lie in groups of
+`ROW_GROUP` rows: four neighbours (two, of int16) of every row of the group, then the next four. So the rows that are
+multiplied at a time are read from one place.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sgmv_kernels.cpu_simd.quant_ir import (
@@ -28,13 +28,20 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     store_vector,
 )
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, c64, loop_of
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, TILE
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, TILE
 
 LEVELS = 127
-LINE, FACTORS = 4 * TILE, 8 * TILE
-"""Bytes of a line, and of a block's scales and minima, fp32."""
+LINE = 4 * TILE
+"""Bytes of a line of codes, four neighbours (two, of int16) of every output of a tile."""
+QUAD = 4 * ROW_GROUP
+"""Bytes from four neighbours of a row to the next four."""
+UNITS = 8 * ROW_GROUP
+"""Bytes of the units, then of the units times sums, of a block of a group of rows."""
+TILES_AT_ONCE = 2 // VECTORS
+"""Tiles that are multiplied at a time: two vectors of outputs, so that a loaded activation is used twice."""
 FETCH_BYTES = 2048
-"""Bytes that codes are prefetched ahead of the unpacked ones."""
+"""Bytes that codes are prefetched ahead."""
+MINIMA, SIGNED, NO_MINIMA = range(3)
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _VECTOR = LINE // VECTORS
@@ -42,10 +49,11 @@ _VECTOR = LINE // VECTORS
 
 @intrinsic
 def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped-def]
-    """Round 32 fp32 numbers to whole multiples of a unit, 127 for the largest magnitude; store unit and unit * sum.
+    """Round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the largest magnitude.
 
-    `codes`: int8 in order; where `size` is an int16, int16 in the order 0 2 1 3 of every four, which is that of
-    `widen_signed`. Numbers that are none, or infinite, make the unit NaN.
+    `codes`: where the row's first four go, `QUAD` bytes before the next; int8 in order, or where `size` is an int16,
+    int16 in the order 0 2 1 3 of every four, which is that of `widen_signed`. `unit_sum`: where the row's unit goes,
+    and `UNITS` / 2 bytes on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -73,42 +81,23 @@ def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped
             total_int = b.add(total_int, part)
         total_float = b.sitofp(total_int, emit.float)
         one.store(unit, unit_sum, c64(0))
-        one.store(b.fmul(unit, emit.sum(total_float)), unit_sum, c64(1))
-        for i, part in enumerate(whole):
+        one.store(b.fmul(unit, emit.sum(total_float)), unit_sum, c64(ROW_GROUP))
+        place = codes
+        for part in whole:
             if sig.args[3] == types.int16:
                 order = [4 * q + k for q in range(LANES // 4) for k in (0, 2, 1, 3)]
                 mask = ir.Constant(ir.VectorType(I32, LANES), order)
-                words = b.trunc(b.shuffle_vector(part, part, mask), ir.VectorType(_I16, LANES))
-                store_vector(b, words, b.add(codes, c64(2 * i * LANES)))
+                small = b.trunc(b.shuffle_vector(part, part, mask), ir.VectorType(_I16, LANES))
             else:
-                store_vector(b, b.trunc(part, ir.VectorType(_I8, LANES)), b.add(codes, c64(i * LANES)))
+                small = b.trunc(part, ir.VectorType(_I8, LANES))
+            count = LANES * small.type.element.width // 32
+            quads = b.bitcast(small, ir.VectorType(I32, count))
+            for q in range(count):
+                b.store(b.extract_element(quads, ir.Constant(I32, q)), b.inttoptr(place, I32.as_pointer()), align=4)
+                place = b.add(place, c64(QUAD))
         return ctx.get_dummy_value()
 
     return types.void(_A, _A, _A, size), codegen
-
-
-@intrinsic
-def unpack_nibbles(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Unpack lines of two codes a byte: low halves to lines 0 to n - 1, high halves to n to 2n - 1."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        source, lines, out = args
-        size = b.mul(lines, c64(LINE))
-
-        def body(at: Value, state: list[Value]) -> list[Value]:
-            place = b.add(source, at)
-            Emitter(b, LANES).fetch(b.add(place, c64(FETCH_BYTES)))
-            both = load_vector(b, place, WORDS)
-            low = b.and_(both, filled(WORDS, 0x0F0F))
-            high = b.and_(b.lshr(both, filled(WORDS, 4)), filled(WORDS, 0x0F0F))
-            store_vector(b, low, b.add(out, at))
-            store_vector(b, high, b.add(b.add(out, size), at))
-            return state
-
-        loop_of(b, c64(0), size, _VECTOR, [], body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _A), codegen
 
 
 @intrinsic
@@ -134,24 +123,6 @@ def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
         return ctx.get_dummy_value()
 
     return types.void(_A, _A), codegen
-
-
-@intrinsic
-def unpack_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Turn lines of int8 into lines of unsigned bytes by adding 128."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        source, lines, out = args
-
-        def body(at: Value, state: list[Value]) -> list[Value]:
-            value = load_vector(b, b.add(source, at), WORDS)
-            store_vector(b, b.xor(value, filled(WORDS, 0x8080)), b.add(out, at))
-            return state
-
-        loop_of(b, c64(0), b.mul(lines, c64(LINE)), _VECTOR, [], body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _A), codegen
 
 
 @intrinsic
@@ -196,91 +167,155 @@ def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def put_factors(typingctx, scales, minima, out, times):  # type: ignore[no-untyped-def]
-    """Convert a tile's fp16 scales and minima (0: none; 1: -128 scales) to fp32, for `times` blocks."""
+def end_tile(typingctx, sums, y):  # type: ignore[no-untyped-def]
+    """Copy a row of a tile."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        scales, minima, out, times = args
+        sums, y = args
         emit = Emitter(b, LANES)
-        first, second = ([cgutils.alloca_once(b, emit.float) for _ in range(VECTORS)] for _ in range(2))
         for v in range(VECTORS):
-            scale = emit.load_kind(scales, c64(v * LANES), types.int16)
-            b.store(scale, first[v])
-            b.store(b.fmul(scale, emit.const(-128.0)), second[v])
-        with b.if_else(b.icmp_signed(">", minima, c64(1))) as (stored, derived):
-            with stored:
-                for v in range(VECTORS):
-                    b.store(emit.load_kind(minima, c64(v * LANES), types.int16), second[v])
-            with derived:
-                pass
-
-        def body(at: Value, state: list[Value]) -> list[Value]:
-            place = b.add(out, b.mul(at, c64(FACTORS)))
-            for v in range(VECTORS):
-                emit.store(b.load(first[v]), place, c64(v * LANES))
-                emit.store(b.load(second[v]), place, c64(TILE + v * LANES))
-            return state
-
-        loop_of(b, c64(0), times, 1, [], body)
+            emit.store(emit.load(sums, c64(v * LANES)), y, c64(v * LANES))
         return ctx.get_dummy_value()
 
-    return types.void(_A, _A, _A, _A), codegen
+    return types.void(_A, _A), codegen
+
+
+@intrinsic
+def copy_factors(typingctx, factors, nbytes, out):  # type: ignore[no-untyped-def]
+    """Copy the fp16 scales and minima of a tile's group."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        factors, nbytes, out = args
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            half = ir.VectorType(_I8, 2 * TILE)
+            store_vector(b, load_vector(b, b.add(factors, at), half), b.add(out, at))
+            return state
+
+        loop_of(b, c64(0), nbytes, 2 * TILE, [], body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A), codegen
+
+
+class Codes(NamedTuple):
+    """Describe how a tile's group lies in memory: lines of codes, 16 fp16 scales, and 16 fp16 minima if it has them."""
+
+    dot: type[Dot]
+    # Turns a loaded vector into the codes of the first or the second half of a block.
+    read: Callable[[Any, Value, bool], Value]
+    # The lines of a block's second half share the bytes of its first.
+    is_halved: bool = False
+    # int16 instead of bytes.
+    is_wide: bool = False
+    # What is added to scale * code: a stored number, -128 scales, or nothing.
+    minima: int = MINIMA
+
+    @property
+    def factor_bytes(self) -> int:
+        return 2 * TILE * (2 if self.minima == MINIMA else 1)
+
+
+def _nibbles(b: Any, value: Value, is_second: bool) -> Value:
+    return b.and_(b.lshr(value, filled(WORDS, 4)) if is_second else value, filled(WORDS, 0x0F0F))
+
+
+CODES = {
+    "int4": Codes(SmallDot, _nibbles, is_halved=True),
+    "small": Codes(SmallDot, lambda b, v, _: v),
+    "int8": Codes(ByteDot, lambda b, v, _: b.xor(v, filled(WORDS, 0x8080)), minima=SIGNED),
+    "words": Codes(WordDot, lambda b, v, _: v, is_wide=True, minima=NO_MINIMA),
+}
+"""Codes that `make_product` multiplies."""
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
-    """product(x, xs, u, us, codes, factors, blocks, lines, y, ys): y[i, :16] += x[i] @ a tile, for `rows` rows.
+    """product(x, u, data, next, groups, group, stored, lines, sums, out): out[i, :] = sums[i, :] + x[i] @ tiles for
+    `rows` rows.
 
-    `x`: rounded activations, `xs` bytes from row to row; `u` their units and unit * sum; `codes` and `factors` of the
-    tile, unpacked; `y` fp32. kind: "small" codes below 16, "bytes" unsigned, "words" int16 without minima.
+    `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
+    `data`, the second `next` bytes on; `stored` bytes of a group are codes, `lines` lines a block. `sums`: fp32 [rows,
+    TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not know: it would
+    keep all sums in registers from block to block, more than there are, and spill them to addresses that cross cache
+    lines.
     """
-    kinds: dict[str, type[Dot]] = {"small": SmallDot, "bytes": ByteDot, "words": WordDot}
-    dot = kinds[kind]()
-    parts = 2 if kind == "words" else 1
+    codes = CODES[kind]
+    dot = codes.dot()
+    num_lines = LINES * (2 if codes.is_wide else 1)
+    num_stored = num_lines // (2 if codes.is_halved else 1)
+    vectors = [(tile, v) for tile in range(TILES_AT_ONCE) for v in range(VECTORS)]
+    # A few sums stay in registers; more would displace the whole sums of a block.
+    in_registers = rows * len(vectors) <= 4
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, xs, u, us, codes, factors, blocks, lines_of_block, y, ys = args
+        x, u, data, following, groups, group, stored, lines, sums, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
-        x_rows, u_rows, y_rows = (
-            [b.add(start, b.mul(stride, c64(i))) for i in range(rows)] for start, stride in ((x, xs), (u, us), (y, ys))
-        )
+        places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
+        tiles = [b.add(data, b.mul(following, c64(tile))) for tile in range(TILES_AT_ONCE)]
+        blocks = b.sdiv(group, c64(CODE_BLOCK))
+        group_bytes = b.add(stored, c64(codes.factor_bytes))
 
-        def body(at: Value, sums: list[Value]) -> list[Value]:
-            lines, quads = b.add(codes, b.mul(at, c64(LINES * LINE * parts))), b.mul(at, c64(CODE_BLOCK * parts))
+        def add_group(at: Value, state: list[Value]) -> list[Value]:
+            starts = [b.add(tile, b.mul(at, group_bytes)) for tile in tiles]
 
-            def line(n: Value, sums: list[Value]) -> list[Value]:
-                place = b.add(lines, b.mul(n, c64(LINE)))
-                loaded = [load_vector(b, b.add(place, c64(_VECTOR * v)), INTS) for v in range(VECTORS)]
-                taken = [splat_int(b, b.add(b.add(row, quads), b.mul(n, c64(4)))) for row in x_rows]
-                return [
-                    dot.step(b, sums[i * VECTORS + v], loaded[v], quad)
-                    for i, quad in enumerate(taken)
-                    for v in range(VECTORS)
-                ]
+            def add_block(j: Value, state: list[Value]) -> list[Value]:
+                block = b.add(b.mul(at, blocks), j)
+                quads = b.add(x, b.mul(block, c64(num_lines * QUAD)))
+                lines_of = [b.add(start, b.mul(j, c64(num_stored * LINE))) for start in starts]
 
-            whole = loop_of(b, c64(0), lines_of_block, 1, [dot.begin() for _ in sums], line)
-            factor = b.mul(at, c64(2 * TILE))
-            scales = [emit.load(factors, b.add(factor, c64(v * LANES))) for v in range(VECTORS)]
-            minima = [emit.load(factors, b.add(factor, c64(TILE + v * LANES))) for v in range(VECTORS)]
-            results = []
-            for i, row in enumerate(u_rows):
-                place = b.mul(at, c64(2))
-                unit, unit_sum = (emit.splat(one.load(row, b.add(place, c64(k)))) for k in (0, 1))
-                for v in range(VECTORS):
-                    products = b.sitofp(dot.end(b, whole[i * VECTORS + v]), emit.float)
-                    total = emit.fma(unit, b.fmul(products, scales[v]), sums[i * VECTORS + v])
-                    results.append(total if kind == "words" else emit.fma(unit_sum, minima[v], total))
-            return results
+                def add_line(n: Value, whole: list[Value]) -> list[Value]:
+                    stored_lines = [b.add(line, b.mul(n, c64(LINE))) for line in lines_of]
+                    for line in stored_lines:
+                        emit.fetch(b.add(line, c64(FETCH_BYTES)))
+                    loaded = [load_vector(b, b.add(stored_lines[tile], c64(_VECTOR * v)), WORDS) for tile, v in vectors]
+                    for half in range(num_lines // num_stored):
+                        read = [codes.read(b, value, half > 0) for value in loaded]
+                        own = b.add(quads, b.mul(b.add(n, c64(half * num_stored)), c64(QUAD)))
+                        taken = [splat_int(b, b.add(own, c64(4 * i))) for i in range(rows)]
+                        whole = [dot.step(b, whole[p], read[k], taken[i]) for p, (i, k, _) in enumerate(places)]
+                    return whole
 
-        begin = [emit.load(row, c64(v * LANES)) for row in y_rows for v in range(VECTORS)]
-        sums = loop_of(b, c64(0), blocks, 1, begin, body)
-        for i, row in enumerate(y_rows):
-            for v in range(VECTORS):
-                emit.store(sums[i * VECTORS + v], row, c64(v * LANES))
+                # LLVM unrolls a loop over a number that it knows, which is right for a few rows; for more, it runs out
+                # of registers.
+                count = c64(num_stored) if in_registers else lines
+                whole = loop_of(b, c64(0), count, 1, [dot.begin() for _ in places], add_line)
+                factors = [b.add(start, stored) for start in starts]
+                scales = [emit.load_kind(factors[tile], c64(v * LANES), types.int16) for tile, v in vectors]
+                if codes.minima == MINIMA:
+                    minima = [emit.load_kind(factors[tile], c64(TILE + v * LANES), types.int16) for tile, v in vectors]
+                else:
+                    minima = [b.fmul(scale, emit.const(-128.0)) for scale in scales]
+                units = b.add(u, b.mul(block, c64(UNITS)))
+                results = []
+                for p, (i, k, place) in enumerate(places):
+                    unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
+                    before = state[p] if in_registers else emit.load(sums, place)
+                    products = b.sitofp(dot.end(b, whole[p]), emit.float)
+                    total = emit.fma(unit, b.fmul(products, scales[k]), before)
+                    if codes.minima != NO_MINIMA:
+                        total = emit.fma(unit_sum, minima[k], total)
+                    results.append(total)
+                    if not in_registers:
+                        emit.store(total, out, place)
+                return results if in_registers else []
+
+            return loop_of(b, c64(0), blocks, 1, state, add_block)
+
+        begin = [emit.load(sums, place) for _, _, place in places] if in_registers else []
+        totals = loop_of(b, c64(0), groups, 1, begin, add_group)
+        for total, (_, _, place) in zip(totals, places, strict=False):
+            emit.store(total, out, place)
         return ctx.get_dummy_value()
 
     @intrinsic
-    def product(typingctx, x, xs, u, us, codes, factors, blocks, lines, y, ys):  # type: ignore[no-untyped-def]
+    def product(typingctx, x, u, data, following, groups, group, stored, lines, sums, out):  # type: ignore[no-untyped-def]
         return types.void(*(_A,) * 10), codegen
 
     made: Callable[..., Any] = product
     return made
+
+
+def _splat_word(b: Any, value: Value) -> Value:
+    undefined = ir.Constant(WORDS, ir.Undefined)
+    first = b.insert_element(undefined, b.trunc(value, _I16), ir.Constant(I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, WORDS.count), [0] * WORDS.count))

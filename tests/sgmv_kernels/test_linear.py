@@ -111,9 +111,9 @@ def test_without_the_processors_own_products(levels: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
     monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
-    unpack = getattr(linear_numba, f"unpack_{linear_cpu.ENTRIES[levels]}")
-    is_int8 = levels == INT8_LEVELS
-    work = linear_numba.make_linear(unpack, "bytes" if is_int8 else "small", is_int8)
+    is_q3h = levels == Q3H_LEVELS
+    kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[levels], None)
+    work = linear_numba.make_linear(kind, unpack)
 
     def entry(raw):  # type: ignore[no-untyped-def]
         work(numba.carray(raw, (WORDS,), numba.int64))
