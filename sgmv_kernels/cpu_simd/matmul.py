@@ -151,7 +151,7 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, deinterleave
         a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
         c_rows = [b.add(c, b.mul(cs, c64(i))) for i in range(rows)]
         done: Value = c64(0)
-        for lanes, width in dict.fromkeys(((LANES, 2 * pairs), (LANES, 2), (1, 1))):
+        for lanes, width in dict.fromkeys(((LANES, 2 * pairs), (LANES, 2), (LANES, 1), (1, 1))):
             emit, step = Emitter(b, lanes), lanes * width
             end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
 
