@@ -1,6 +1,7 @@
 """Bundle the parts of a server that routes use; `create_app` puts them into `app.state`."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,26 +32,45 @@ if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
 PROBE_TIMEOUT_S = 2.0
+PROBE_SHARED_S = 1.0
 
 
 class StoreProbe:
     """Check whether the store's disk accepts writes; used in the event loop's thread.
 
     The check runs in a thread of its own, because a network disk may hang, and a readiness probe must not block others.
+    Anybody may probe, so one check at a time serves all: those who come while it runs, and those who come up to
+    `shared_s` after its end. Once it has run for `timeout_s`, nobody waits for it.
     """
 
-    def __init__(self, store: AdapterStore, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+    def __init__(
+        self, store: AdapterStore, timeout_s: float = PROBE_TIMEOUT_S, shared_s: float = PROBE_SHARED_S
+    ) -> None:
         self._store = store
         self._timeout_s = timeout_s
+        self._shared_s = shared_s
         self._thread = ThreadPoolExecutor(1, "lorasrv-store-probe")
+        self._check: asyncio.Task[bool] | None = None
+        # Event loop time at which the check began, and at which it is too old; infinite while it runs.
+        self._started_s = 0.0
+        self._stale_s = 0.0
 
     async def is_writable(self) -> bool:
         """Return whether the disk accepts writes; False also without a response in time."""
-        probe = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._store.is_writable)
+        now = asyncio.get_running_loop().time()
+        check = self._check
+        if check is None or now >= self._stale_s:
+            self._started_s, self._stale_s = now, math.inf
+            check = self._check = asyncio.create_task(self._checked())
+        done, _ = await asyncio.wait([check], timeout=max(0.0, self._started_s + self._timeout_s - now))
+        return bool(done) and check.result()
+
+    async def _checked(self) -> bool:
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(probe, self._timeout_s)
-        except TimeoutError:
-            return False
+            return await loop.run_in_executor(self._thread, lambda: self._store.is_writable)
+        finally:
+            self._stale_s = loop.time() + self._shared_s
 
 
 T = TypeVar("T")

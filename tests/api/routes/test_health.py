@@ -12,7 +12,9 @@ import pytest
 from answers import coded, error_of
 from prometheus_client.parser import text_string_to_metric_families
 
+from adapter_store.storage.blobs import PROBE_BYTES
 from api.observability.metrics.engine import ELSEWHERE, TIERS
+from api.serving.services import StoreProbe
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.metrics.engine_stats import EngineStats
 
@@ -43,6 +45,13 @@ class TestModels:
 
 
 class TestHealth:
+    @pytest.fixture
+    def store_probe(self, server, dispatcher) -> StoreProbe:
+        """The server's check of its disk, whose result is shared by no later probe."""
+        probe = dispatcher[0].app.state.services.store_probe
+        probe._shared_s = 0.0
+        return probe
+
     def test_alive_and_dead(self, server, engine) -> None:
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
@@ -70,6 +79,7 @@ class TestHealth:
         shown = server.http.get("/metrics").text
         assert 'lorasrv_http_requests_total{method="HEAD",route="/health",status="200"} 1.0' in shown
 
+    @pytest.mark.usefixtures("store_probe")
     def test_a_store_that_takes_no_uploads_is_alive_but_not_ready(self, server, tmp_path: Path) -> None:
         root = tmp_path / "store"
         (root / "tmp").rename(root / "gone")
@@ -78,6 +88,7 @@ class TestHealth:
         (root / "gone").rename(root / "tmp")
         assert server.http.get("/ready").status_code == 200
 
+    @pytest.mark.usefixtures("store_probe")
     def test_a_full_disk_is_alive_but_not_ready(self, server, tmp_path: Path, monkeypatch) -> None:
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -89,8 +100,17 @@ class TestHealth:
         assert server.http.get("/ready").status_code == 200
         assert list((tmp_path / "store" / "tmp").iterdir()) == []
 
-    def test_a_disk_that_does_not_answer_delays_no_other_check(self, server, dispatcher, monkeypatch) -> None:
-        services = dispatcher[0].app.state.services
+    def test_many_probes_write_once(self, server, store_probe, monkeypatch) -> None:
+        """Anybody may ask, without a key; that must not keep the disk busy."""
+        store_probe._shared_s = 3600.0
+        written: list[int] = []
+        monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, length: written.append(length))
+        with ThreadPoolExecutor(8) as clients:
+            answers = [one.result() for one in [clients.submit(server.http.get, "/ready") for _ in range(40)]]
+        assert [answer.status_code for answer in answers] == [200] * 40
+        assert written == [PROBE_BYTES]
+
+    def test_a_disk_that_does_not_answer_delays_no_other_check(self, server, store_probe, monkeypatch) -> None:
         asked, go_on = threading.Event(), threading.Event()
 
         class Hanging:
@@ -99,8 +119,8 @@ class TestHealth:
                 asked.set()
                 return go_on.wait(30)
 
-        monkeypatch.setattr(services.store_probe, "_store", Hanging())
-        monkeypatch.setattr(services.store_probe, "_timeout_s", 0.2)
+        monkeypatch.setattr(store_probe, "_store", Hanging())
+        monkeypatch.setattr(store_probe, "_timeout_s", 0.2)
         with ThreadPoolExecutor(1) as other:
             ready = other.submit(server.http.get, "/ready")
             assert asked.wait(10)
