@@ -32,6 +32,7 @@ STATIC_FILES = (
     "summary.js",
     "try_it.js",
     "upload.js",
+    "verdict.js",
 )
 """Files of `static/` except for the page itself."""
 CONSOLE_PATHS = ("/console", "/console/", *(f"/console/{name}" for name in STATIC_FILES))

@@ -236,13 +236,44 @@ _TOKENIZER: Json = {
     "eos_token_ids": [2],
     "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
 }
+_LOGIT_ERRORS: Json = {
+    "positions": 36,
+    "max_abs": 1.31,
+    "mean_abs": 0.16,
+    "rms": 0.21,
+    "spread": 3.4,
+    "max_relative": 0.042,
+    "greedy_equal": 33,
+    "largest_gap": 0.08,
+}
 _VERDICT: Json = {
     "object": "adapter.verdict",
     "id": "mia",
     "version": 1,
     "digest": _DIGEST,
     "created": _CREATED,
-    "passed": True,
+    "verdict": "within",
+    "reasons": [],
+    "notes": [],
+    "adapter_error": _LOGIT_ERRORS,
+    "base_error": _LOGIT_ERRORS | {"rms": 0.23, "greedy_equal": 35},
+    "error_over_base": {"difference": -0.02, "ratio": 0.913, "allowed_rms": 0.765},
+    "effect": {"max_abs": 29.1, "mean_abs": 4.8, "rms": 6.1, "tokens_changed": 31, "shows_in_logits": True},
+    "linears": {
+        "compared": 210,
+        "adapted": 210,
+        "max_error": 6e-07,
+        "worst": "model.layers.3.self_attn.q_proj",
+        "wrong": [],
+        "num_wrong": 0,
+        "limit": 0.01,
+    },
+    "computed_with": {"model": _BASE, "quantization": "int4", "dtype": "bfloat16", "kernels": "numba"},
+    "prompts": 4,
+    "new_tokens": 8,
+    "seconds": 35.2,
+    "cpu_seconds": 18.1,
+    "peak_bytes": 1288490188,
 }
 
 _FILE: Json = {

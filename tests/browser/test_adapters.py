@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from api.schemas.openapi_examples import EXAMPLES
 from tests.browser.conftest import NUM_COPIES
 
 MARKUP = "<img src=x onerror=window.hurt=1>"
@@ -98,6 +99,33 @@ def test_details(page, served, eventually) -> None:
     page.keyboard.press("Escape")
     assert dialog.is_hidden()
     assert page.evaluate("document.activeElement.textContent") == "one", "the focus goes back"
+
+
+def test_a_verdict_is_shown(open_page, served, eventually) -> None:
+    """In words: no name of a JSON field, and what passed is not called refused."""
+    record = served.http.get("/v1/adapters/two").json()
+    verdict = EXAMPLES["POST", "/v1/adapters/{reference}:verify"].answer | {"notes": ["barely seen"]}
+
+    def shown(**changes: Any) -> tuple[str, str]:
+        def prepare(page: Any) -> None:
+            answer = record | {"verified": verdict | changes}
+            page.route(re.compile("/v1/adapters/two$"), lambda route: route.fulfill(json=answer))
+
+        page = open_page(prepare=prepare)
+        page.fill("#adapters-search", "two")
+        eventually(lambda: ids(page) == ["two"])
+        row(page, "two").get_by_role("button", name="Details of two").click()
+        dialog = page.locator("#details-dialog")
+        dialog.locator("summary", has_text="Figures").click()
+        dialog.get_by_text("Same likeliest token").wait_for()
+        return dialog.locator(".note").last.inner_text(), dialog.inner_text()
+
+    note, text = shown()
+    assert re.match(r"Within rounding: .*\. Version 1, \d{4}-\d\d-\d\d .*\s+barely seen", note)
+    assert "33 of 36 with the adapter" in text
+    assert re.findall(r"\w+_\w+|max abs|greedy", text.replace("q_proj", "").replace("self_attn", "")) == []
+    note, _ = shown(verdict="differs", reasons=["9 of 210 linears are off"])
+    assert re.match(r"Differs: .*\s+9 of 210 linears are off\s+barely seen", note)
 
 
 def test_a_ledger_is_shown_where_there_is_one(page, eventually) -> None:

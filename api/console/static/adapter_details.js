@@ -6,11 +6,7 @@ import { confirmDelete } from "./confirm.js";
 import { byId, el, facts, note, setText } from "./dom.js";
 import { bytes, count, digest, moment, plural, rate } from "./format.js";
 import { ledgerFacts } from "./ledger.js";
-
-const FORMATS = [
-  [/bytes/, bytes],
-  [/(_at|created|last_used)$/, moment],
-];
+import { verdictParts } from "./verdict.js";
 
 const LIMITS = {
   max_running: (value) => `${count(value)} running at a time`,
@@ -68,7 +64,7 @@ function parts(shown, stats) {
     el("h3", {}, "Report of the upload"),
     ...reportParts(shown.report),
     el("h3", {}, "Verified"),
-    verdict(shown),
+    ...verdictParts(shown.id, shown.verified),
     ...(stats ? [el("h3", {}, "Ledger"), ledgerFacts(stats)] : []),
   ];
 }
@@ -144,40 +140,3 @@ export function reportParts(report) {
 }
 
 const round = (value) => Number(value.toPrecision(4));
-
-function verdict({ id, verified }) {
-  if (!verified) return el("p", {}, "Not yet: ", el("code", {}, `lorasrv verify ${id}`), " compares it with PEFT.");
-  const passed = verified.passed ?? verified.verdict === "passed";
-  const word = verified.verdict ?? (passed ? "passed" : "failed");
-  const all = flat(verified).filter(
-    ([name]) => !["object", "id", "digest", "verdict", "passed", "created"].includes(name),
-  );
-  return el(
-    "div",
-    {},
-    note(passed ? "ok" : "bad", `${word}, version ${verified.version}, ${moment(verified.created)}`),
-    el("details", {}, el("summary", {}, "Figures"), facts(all)),
-  );
-}
-
-/** Nested figures as rows: `adapter error, rms`. */
-function flat(values, before = "") {
-  return Object.entries(values).flatMap(([name, value]) => {
-    const words = (before ? `${before}, ` : "") + name.replaceAll("_", " ");
-    if (name === "object" || value === null || (name === "id" && !before)) return [];
-    if (Array.isArray(value))
-      return value.length
-        ? [[words, value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(", ")]]
-        : [];
-    if (typeof value === "object") return flat(value, words);
-    return [[words, shownValue(name, value)]];
-  });
-}
-
-function shownValue(name, value) {
-  if (typeof value === "boolean") return value ? "yes" : "no";
-  if (typeof value !== "number") return String(value);
-  const format = FORMATS.find(([like]) => like.test(name))?.[1];
-  if (format) return format(value);
-  return Number.isInteger(value) ? count(value) : String(round(value));
-}

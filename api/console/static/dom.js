@@ -44,13 +44,14 @@ export function facts(pairs) {
   );
 }
 
+const NOTE_WORDS = { ok: "Done", warn: "Note", bad: "Refused" };
+
 /** A message box. `kind` is ok, warn or bad; its word is written, not only coloured. */
-export function note(kind, title, lines = []) {
-  const words = { ok: "Done", warn: "Note", bad: "Refused" };
+export function note(kind, title, lines = [], word = NOTE_WORDS[kind]) {
   return el(
     "div",
     { class: `note ${kind}`, role: kind === "bad" ? "alert" : null },
-    el("p", { class: "note-title" }, el("b", {}, `${words[kind]}: `), title),
+    el("p", { class: "note-title" }, el("b", {}, `${word}: `), title),
     lines.length
       ? el(
           "ul",

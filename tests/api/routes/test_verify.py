@@ -19,26 +19,12 @@ from server import server
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
+from api.schemas.openapi_examples import EXAMPLES
 from lorasrv.offline.verify.verifier import COMMAND, LIBRARY_BYTES, Verifier
 
-ERRORS = {
-    "positions": 36, "max_abs": 0.5, "mean_abs": 0.1, "rms": 0.2, "spread": 3.0, "max_relative": 0.02,
-    "greedy_equal": 35, "largest_gap": 0.01,
-}  # fmt: skip
-LINEARS = {"compared": 8, "adapted": 8, "max_error": 0.002, "worst": "layers.0.x", "wrong": [], "num_wrong": 0}
-RESULT: dict[str, Any] = {
-    "verdict": "within",
-    "reasons": [],
-    "notes": ["a note"],
-    "adapter_error": ERRORS,
-    "base_error": ERRORS,
-    "effect": {"max_abs": 9.0, "mean_abs": 2.0, "rms": 3.0, "tokens_changed": 20, "shows_in_logits": True},
-    "linears": LINEARS | {"limit": 0.01},
-    "computed_with": {"model": "tiny", "quantization": "int8", "dtype": "bfloat16", "kernels": "numba"},
-    "seconds": 12.0,
-    "cpu_seconds": 9.0,
-    "peak_bytes": 1 << 30,
-}
+EXAMPLE = EXAMPLES["POST", "/v1/adapters/{reference}:verify"].answer
+ABOUT = ("object", "id", "version", "digest", "created")
+RESULT: dict[str, Any] = {name: value for name, value in EXAMPLE.items() if name not in ABOUT} | {"notes": ["a note"]}
 
 PART = """
 import json, os, pathlib, sys, time
@@ -289,6 +275,11 @@ worker.main()
 """
 
 
+def names(answer: Any) -> Any:
+    """Return the names of an answer's fields, nested."""
+    return {name: names(value) for name, value in answer.items()} if isinstance(answer, dict) else None
+
+
 @pytest.mark.long
 class TestReal:
     """A real server, an adapter that PEFT has made, and the real process beside it."""
@@ -321,6 +312,7 @@ class TestReal:
         assert stored["adapter_error"]["positions"] == 4 * 9
         assert stored["computed_with"]["quantization"] == settings["quantization"]
         assert stored["effect"]["shows_in_logits"]
+        assert names(stored) == names(EXAMPLE), "the description of the API and the console's test go by it"
         assert stored["cpu_seconds"] > 0
         assert 100 << 20 < stored["peak_bytes"] < LIBRARY_BYTES
 
