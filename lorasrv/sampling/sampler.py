@@ -34,7 +34,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
 
 def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
     """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
-    finite = torch.isfinite(logits.sum(dim=-1))
+    finite = torch.isfinite(_reduced(logits, "sum"))
     if logits.device.type != "cuda" and not bool(finite.all()):
         tokens = iter(sample(logits[finite], [rows[i] for i in finite.nonzero()[:, 0].tolist()]))
         return [next(tokens) if is_good else None for is_good in finite.tolist()]
@@ -60,7 +60,7 @@ def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
 def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> Tensor:
     """Return [B] int64: the argmax of each row, replaced by a draw in the random rows among `of`."""
-    tokens = logits.argmax(dim=-1)
+    tokens = _reduced(logits, "argmax")
     random = [number for number in of if not rows[number].params.is_greedy]
     if random and logits.device.type == "cuda":
         (numbers,) = upload([np.array(random)], logits.device)
@@ -69,6 +69,15 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
     for number in random:
         tokens[number] = _draw(logits[number], rows[number].params, rows[number].num_generated)
     return tokens
+
+
+def _reduced(logits: Tensor, name: str) -> Tensor:
+    """Return the sum or argmax of each row. On a CPU numpy's: torch would wake all threads for a few microseconds."""
+    if logits.device.type != "cpu":
+        reduced: Tensor = getattr(logits, name)(dim=-1)
+        return reduced
+    with np.errstate(invalid="ignore", over="ignore"):
+        return torch.from_numpy(getattr(logits.numpy(), name)(axis=-1))
 
 
 def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:

@@ -10,6 +10,7 @@ spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,9 +55,11 @@ class CodeTiles:
 
     def rows(self, ids: Tensor) -> GroupQuantizedWeight:
         """Return the codes of some outputs, ids [N] int64, N at least 1."""
-        lines, factors = self._parts(self.data[ids // TILE])
-        at, lanes = torch.arange(len(ids)), ids % TILE
-        return self._codes(lines[at, :, :, lanes], factors[at, :, :, lanes])
+        # By numpy: torch would wake all threads for a few microseconds.
+        tiles, lanes = np.divmod(ids.numpy(), TILE)
+        parts = self._parts(torch.from_numpy(self.data.numpy()[tiles]))
+        stored, factors = (torch.from_numpy(part.numpy()[np.arange(len(ids)), :, :, lanes]) for part in parts)
+        return self._codes(stored, factors)
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """Split [N, G, group bytes] into stored lines [N, G, lines, TILE, 4], and scales and minima [N, G, 1 or 2,

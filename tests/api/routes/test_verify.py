@@ -253,9 +253,11 @@ class TestCommand:
         done = run(end, "mia@1", "--json", "--timeout", 60)
         assert (done.code, json.loads(done.out)["verdict"], "it is wrong" in done.err) == (code, verdict, code == 1)
 
-    @pytest.mark.parametrize(("end", "says"), [("fails", "overflows"), ("hangs", "not done within 1 s")])
-    def test_no_verdict(self, run, end: str, says: str) -> None:
-        failed(run(end, "mia", "--timeout", 1), 1, says)
+    @pytest.mark.parametrize(
+        ("end", "timeout_s", "says"), [("fails", 120, "overflows"), ("hangs", 1, "not done within 1 s")]
+    )
+    def test_no_verdict(self, run, end: str, timeout_s: int, says: str) -> None:
+        failed(run(end, "mia", "--timeout", timeout_s), 1, says)
 
     def test_no_prompt(self, cli, tmp_path: Path) -> None:
         (tmp_path / "none.txt").write_text("\n \n")
