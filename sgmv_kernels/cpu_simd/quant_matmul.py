@@ -251,12 +251,17 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         x, u, data, following, groups, group, stored, lines, sums, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
+        following_tiles = b.mul(following, c64(TILES_AT_ONCE - 1))
         tiles = [b.add(data, b.mul(following, c64(tile))) for tile in range(TILES_AT_ONCE)]
         blocks = b.sdiv(group, c64(CODE_BLOCK))
         group_bytes = b.add(stored, c64(codes.factor_bytes))
 
         def add_group(at: Value, state: list[Value]) -> list[Value]:
-            starts = [b.add(tile, b.mul(at, group_bytes)) for tile in tiles]
+            first = b.mul(at, group_bytes)
+            starts = [b.add(tile, first) for tile in tiles]
+            # Behind the end of a tile lies the one that is read beside it; behind that, the next to be read.
+            is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), b.mul(groups, group_bytes))
+            ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), following_tiles))
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
@@ -266,7 +271,7 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 def add_line(n: Value, whole: list[Value]) -> list[Value]:
                     stored_lines = [b.add(line, b.mul(n, c64(LINE))) for line in lines_of]
                     for line in stored_lines:
-                        emit.fetch(b.add(line, c64(FETCH_BYTES)))
+                        emit.fetch(b.add(line, ahead))
                     loaded = [load_vector(b, b.add(stored_lines[tile], c64(_VECTOR * v)), WORDS) for tile, v in vectors]
                     for half in range(num_lines // num_stored):
                         read = [codes.read(b, value, half > 0) for value in loaded]
