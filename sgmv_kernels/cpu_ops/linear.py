@@ -23,7 +23,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 MODULE = "linear"
 ROUND_BLOCKS = 8
 """Blocks of 32 neighbours, of eight rows, in a task of rounding."""
-TASKS_A_THREAD = 4
+TASKS_A_THREAD = 8
 """Tasks of a thread: enough that a late one costs little."""
 WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(

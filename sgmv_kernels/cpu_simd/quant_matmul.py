@@ -251,7 +251,7 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         x, u, data, following, groups, group, stored, lines, sums, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
-        following_tiles = b.mul(following, c64(TILES_AT_ONCE - 1))
+        tiles_bytes = b.mul(following, c64(TILES_AT_ONCE))
         tiles = [b.add(data, b.mul(following, c64(tile))) for tile in range(TILES_AT_ONCE)]
         blocks = b.sdiv(group, c64(CODE_BLOCK))
         group_bytes = b.add(stored, c64(codes.factor_bytes))
@@ -259,9 +259,11 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         def add_group(at: Value, state: list[Value]) -> list[Value]:
             first = b.mul(at, group_bytes)
             starts = [b.add(tile, first) for tile in tiles]
-            # Behind the end of a tile lies the one that is read beside it; behind that, the next to be read.
-            is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), b.mul(groups, group_bytes))
-            ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), following_tiles))
+            ahead = tiles_bytes
+            if in_registers:
+                # A few rows wait for memory only. Behind the end of a tile lies the one that is read beside it.
+                is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), b.mul(groups, group_bytes))
+                ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), b.sub(tiles_bytes, following)))
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
