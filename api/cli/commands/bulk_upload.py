@@ -63,11 +63,14 @@ def adapter_id_of(named: str | Path, slugify: bool) -> str:
     """Return the id as given; with `slugify`, or for a folder of that name, the nearest valid one.
 
     Raises:
-        CliError: the id has no valid characters.
+        CliError: the id is not allowed (suggests one), or has no valid characters.
     """
     wanted = Path(os.path.abspath(named)).name if isinstance(named, Path) else named
     if not (slugify or isinstance(named, Path)):
-        return wanted
+        try:
+            return check_adapter_id(wanted, VERBS)
+        except InvalidAdapterId as error:
+            raise CliError(f"{error}, or --slugify", code=ExitCode.USAGE) from error
     slug = suggest_id(wanted, VERBS)
     if slug is None:
         raise CliError(f"no id can be derived from {show(wanted)}; give one with --id", code=ExitCode.USAGE)

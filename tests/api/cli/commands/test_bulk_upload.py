@@ -238,9 +238,10 @@ class TestIds:
         failed(upload_all("--slugify", folder=lorax), 2, *says)
         assert blobs_sent == []
 
-    def test_single(self, run, lorax: Path, store: AdapterStore) -> None:
+    def test_single(self, run, lorax: Path, store: AdapterStore, blobs_sent: list[str]) -> None:
         command = ("upload", lorax / "zoe", "--id", "Org/Zoë V2")
-        assert run(*command).code == 1
+        failed(run(*command), 2, "'Org/Zoë V2' is not allowed", "try 'org-zoe-v2', or --slugify")
+        assert blobs_sent == []
         done = run(*command, "--slugify")
         assert (done.code, ids(store)) == (0, ["org-zoe-v2"])
         assert "'Org/Zoë V2' becomes 'org-zoe-v2'" in done.err
