@@ -156,6 +156,7 @@ class SchedulerOptions:
     Args:
         scheduling_policy: one of `POLICIES`.
         target_itl_ms: target for a step with running answers; prompt chunks are cut to meet it.
+        target_itl_ratio: the same target as a multiple of such a step without prompts; the lower of both counts.
         max_wait_steps: steps after which a waiting request that could run goes before all others.
         max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and prompt tokens that are not
             computed yet; further ones are refused.
@@ -173,6 +174,7 @@ class SchedulerOptions:
     preemption_mode: str = "auto"
     scheduling_policy: str = "fair"
     target_itl_ms: float | None = 250.0
+    target_itl_ratio: float | None = 3.0
     max_wait_steps: int = 512
     queue_timeout_s: float | None = None
     load_timeout_s: float | None = 60.0
@@ -188,6 +190,10 @@ class SchedulerOptions:
         _positive("--max-num-queued-seqs", self.max_num_queued_seqs)
         _positive("--max-num-queued-tokens", self.max_num_queued_tokens)
         _positive("--target-itl-ms", self.target_itl_ms)
+        if self.target_itl_ratio is not None and self.target_itl_ratio <= 1:
+            raise ConfigError(
+                f"--target-itl-ratio {self.target_itl_ratio:g} leaves no time for prompts; take more than 1, or off"
+            )
         _positive("--max-wait-steps", self.max_wait_steps)
         _positive("--queue-timeout-s", self.queue_timeout_s)
         _positive("--load-timeout-s", self.load_timeout_s)

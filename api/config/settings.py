@@ -218,6 +218,14 @@ class ServerSettings(BaseModel):
         float | None,
         _scheduling("Target duration of a step that generates tokens, in milliseconds, or off", takes_text=True),
     ] = _SCHEDULER.target_itl_ms
+    target_itl_ratio: Annotated[
+        float | None,
+        _scheduling(
+            "The same target as a multiple of a step without prompts, or off",
+            metavar="N",
+            takes_text=True,
+        ),
+    ] = _SCHEDULER.target_itl_ratio
     max_wait_steps: Annotated[
         int, _scheduling("Number of steps after which a waiting request goes before all others")
     ] = _SCHEDULER.max_wait_steps
@@ -379,7 +387,7 @@ class ServerSettings(BaseModel):
             raise ValueError(f"must not be negative, not {value}")
         return value
 
-    @field_validator("target_itl_ms", mode="before")
+    @field_validator("target_itl_ms", "target_itl_ratio", mode="before")
     @classmethod
     def _parse_target_itl(cls, value: object) -> object:
         return None if value == "off" else value

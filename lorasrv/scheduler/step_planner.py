@@ -147,6 +147,7 @@ class StepPlanner:
             options.max_num_seqs,
             running,
             self._target_s,
+            self._options.target_itl_ratio,
             self._memory.costs.step,
             slots_ahead=int(has_priority_waiting),
         )

@@ -48,6 +48,7 @@ class TokenBudget:
         max_seqs: int,
         running: Sequence[Request],
         target_s: float | None,
+        ratio: float | None,
         costs: StepCosts,
         slots_ahead: int = 0,
     ) -> "TokenBudget":
@@ -56,12 +57,14 @@ class TokenBudget:
         Args:
             running: running requests, by seniority.
             target_s: target for the time between tokens; None sets no target.
+            ratio: the target as a multiple of the time without prompts, if that is less.
             slots_ahead: request slots that others than the running requests may take first.
         """
         answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - slots_ahead)]
         chunk, num_late = max_tokens - len(answering), 0
         if target_s is not None and answering:
-            left_s = target_s - costs.seconds(_shape(answering, running))
+            calm_s = costs.seconds(_shape(answering, running))
+            left_s = (target_s if ratio is None else min(target_s, ratio * calm_s)) - calm_s
             in_time = max(0, int(left_s / max(costs.token_s, 1e-9)))
             chunk = min(chunk, max(MIN_CHUNK, in_time))
             num_late = max(0, chunk - in_time)

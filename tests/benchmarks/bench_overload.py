@@ -4,9 +4,10 @@
     python tests/benchmarks/bench_overload.py --model marked --seconds 10
 
 alone: one request after the other. full: as many clients as request slots, each with one request at a time: the
-capacity, and the latency when every slot is taken and no request is refused. flood: Poisson arrivals at ten times that
-rate. after: one request after the other again, from the last arrival on; the server has recovered with the first whose
-time to the first token and between tokens is within 1.5 times of the slowest tenth of alone.
+capacity, and the latency when every slot is taken and no request is refused. generator elsewhere: the same, while the
+flood goes to another process that only refuses, so that its own cost is known. flood: Poisson arrivals at ten times
+that rate. after: one request after the other again, from the last arrival on; the server has recovered with the first
+whose time to the first token and between tokens is within 1.5 times of the slowest tenth of alone.
 
 Server and clients share one machine's cores, so latencies include the cost of the clients. Exit code 1: an admitted
 request failed, one was refused in another way than 429 with Retry-After (or, with --queue-timeout-s, 504), memory grew
@@ -16,10 +17,13 @@ beyond the bound, or descriptors are left at the end. Latencies are printed, not
 import argparse
 import asyncio
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -59,6 +63,38 @@ class Phase:
         return percentile([gap for one in self.answered for gap in one.gaps()], share)
 
 
+REFUSE = """
+import asyncio
+
+async def refuse(reader, writer):
+    head = await reader.readuntil(b"\\r\\n\\r\\n")
+    length = next(line for line in head.lower().split(b"\\r\\n") if line.startswith(b"content-length:"))
+    await reader.readexactly(int(length.split(b":")[1]))
+    writer.write(b"HTTP/1.1 429 Too Many Requests\\r\\ncontent-length: 25\\r\\nconnection: close\\r\\n\\r\\n")
+    writer.write(b'{"error":{"code":"none"}}')
+    await writer.drain()
+    writer.close()
+
+async def main():
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def refusing_server() -> Iterator[str]:
+    """Yield the URL of a server in a process of its own that answers everything with 429."""
+    with subprocess.Popen([sys.executable, "-c", REFUSE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
 class Overload:
     """One run against one server."""
 
@@ -78,6 +114,7 @@ class Overload:
             self.phases["alone"] = await self._timed(closed_loop(http, body, 1, self.a.calm_seconds))
             self.phases["full"] = await self._timed(closed_loop(http, body, self.a.seats, self.a.calm_seconds))
             rate = self.a.times * self.capacity
+            self.phases["beside"] = await self._beside_generator(http, body, rate)
             print(f"capacity {self.capacity:.2f} requests/s; flood of {rate:.1f} for {self.a.seconds:g} s", flush=True)
             in_use = self._pool_bytes()
             flood = asyncio.create_task(
@@ -86,6 +123,16 @@ class Overload:
             after = asyncio.create_task(self._after(http, body, self.a.seconds))
             self.phases["flood"], self.phases["after"] = await flood, await after
             self.pool_grown_bytes = max(0, self._pool_bytes() - in_use)
+
+    async def _beside_generator(self, http: httpx2.AsyncClient, body: Body, rate: float) -> Phase:
+        """Fill every slot, and send the flood to a server that only refuses: what the generator itself costs."""
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        with refusing_server() as url:
+            async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=600, limits=limits) as elsewhere:
+                flood = asyncio.create_task(open_loop(elsewhere, body, rate, self.a.calm_seconds, MOST_REQUESTS))
+                phase = await self._timed(closed_loop(http, body, self.a.seats, self.a.calm_seconds))
+                await flood
+        return phase
 
     def _pool_bytes(self) -> int:
         """Return the used bytes of the pool, which is committed on first write, and caches prompts."""
@@ -167,16 +214,19 @@ def peak_growth(run: Overload, before: Held) -> int:
 
 def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
     """Return Markdown: latencies, then everything else."""
-    alone, full, flood = (run.phases[name] for name in ("alone", "full", "flood"))
+    phases = [run.phases[name] for name in ("alone", "full", "beside", "flood")]
+    flood = phases[-1]
     lines = [
-        "| ms | alone | full | flood, of those admitted | flood over alone | over full |",
-        "|---|---|---|---|---|---|",
+        "| ms | alone | full | full, generator elsewhere | flood, of those admitted | flood over alone | over full "
+        "| over generator elsewhere |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, of in (("to the first token", Phase.ttft), ("between tokens", Phase.gap)):
         for share in (0.5, 0.99):
-            a, f, o = (1e3 * of(phase, share) for phase in (alone, full, flood))
-            over = [f"{o / base:.2f}" if base else "-" for base in (a, f)]
-            lines.append(f"| {name}, p{100 * share:.0f} | {a:.1f} | {f:.1f} | {o:.1f} | {' | '.join(over)} |")
+            *calm, o = (1e3 * of(phase, share) for phase in phases)
+            over = [f"{o / base:.2f}" if base else "-" for base in calm]
+            cells = [*(f"{ms:.1f}" for ms in (*calm, o)), *over]
+            lines.append(f"| {name}, p{100 * share:.0f} | {' | '.join(cells)} |")
     statuses = Counter(one.status for one in flood.outcomes)
     waits = Counter(one.retry_after for one in flood.outcomes if one.status == 429)
     seconds = sorted(float(wait or 0) for wait in waits.elements())

@@ -35,6 +35,7 @@ def test_a_weight_is_a_sane_number(weight: float) -> None:
             "--scheduling-policy 'fairest' is unknown; choose from fair, fcfs, mlfq, sjf",
         ),
         ({"target_itl_ms": 0.0}, "--target-itl-ms must be positive"),
+        ({"target_itl_ratio": 1.0}, "--target-itl-ratio 1 leaves no time for prompts; take more than 1, or off"),
         ({"max_wait_steps": 0}, "--max-wait-steps must be positive"),
         ({"queue_timeout_s": float("nan")}, "--queue-timeout-s must be positive"),
         (

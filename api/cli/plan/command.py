@@ -30,7 +30,14 @@ _COSTS, _OUTPUT = "Costs", "Output"
 # Options of `serve` that apply to the simulated server.
 SERVER_SETTINGS = (
     *("model", "quantization", "quantization_group", "quantized_weights", "dtype", "device", "kernels", "pool_bytes"),
-    *("host_cache_bytes", "scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "target_itl_ms"),
+    *(
+        "host_cache_bytes",
+        "scheduling_policy",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "target_itl_ms",
+        "target_itl_ratio",
+    ),
 )
 
 

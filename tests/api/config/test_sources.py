@@ -74,6 +74,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "scheduling_policy": ("sjf", "sjf", "scheduler.scheduling_policy"),
     "preemption_mode": ("swap", "swap", "scheduler.preemption_mode"),
     "target_itl_ms": ("off", None, "scheduler.target_itl_ms"),
+    "target_itl_ratio": ("2.5", 2.5, "scheduler.target_itl_ratio"),
     "max_wait_steps": ("5", 5, "scheduler.max_wait_steps"),
     "queue_timeout_s": ("1.5", 1.5, "scheduler.queue_timeout_s"),
     "load_timeout_s": ("2.5", 2.5, "scheduler.load_timeout_s"),

@@ -245,7 +245,7 @@ async def test_every_policy_says_the_same(world: World, alone, scheduling_policy
     ("target_itl_ms", "max_num_batched_tokens", "chunk"),
     [(None, 512, 300), (None, 64, 60), (44.5, 512, 40), (0.001, 512, 16)],
 )
-@pytest.mark.engine("target_itl_ms", "max_num_batched_tokens", max_num_seqs=8)
+@pytest.mark.engine("target_itl_ms", "max_num_batched_tokens", max_num_seqs=8, target_itl_ratio=None)
 async def test_a_long_prompt_takes_its_chunk_only(
     world: World, alone, target_itl_ms: float | None, max_num_batched_tokens: int, chunk: int
 ) -> None:

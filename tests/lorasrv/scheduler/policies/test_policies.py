@@ -137,10 +137,15 @@ def _streams(bench: Bench, count: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("target_ms", "chunk"), [(None, 200 - 4), (100.0, 76), (1.0, 16)])
-def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(policy: str, target_ms: float | None, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("target_ms", "ratio", "chunk"),
+    [(None, 2.0, 200 - 4), (100.0, None, 76), (1.0, None, 16), (100.0, 3.0, 2 * 24), (60.0, 3.0, 36)],
+)
+def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(
+    policy: str, target_ms: float | None, ratio: float | None, chunk: int
+) -> None:
     """A step costs 20 ms and a ms for each token: 4 answers leave 76 tokens to a target of 100 ms."""
-    bench = scheduler(policy, seats=6, budget=200, target_itl_ms=target_ms)
+    bench = scheduler(policy, seats=6, budget=200, target_itl_ms=target_ms, target_itl_ratio=ratio)
     _streams(bench, 4)
     bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0]
     bench.add("prompt", prompt=500, max_tokens=2)
