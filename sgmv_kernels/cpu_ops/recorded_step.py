@@ -72,10 +72,8 @@ class RecordedStep:
             return {}
         program, whole = self._last
         ticks = program.ticks()
-        spent: dict[str, float] = {}
-        for kind, share in zip(program.kinds, (ticks * (whole / max(1, ticks.sum()))).tolist(), strict=True):
-            spent[kind] = spent.get(kind, 0.0) + share
-        return spent
+        second = whole / max(1.0, sum(ticks.values()))
+        return {kind: count * second for kind, count in ticks.items()}
 
     def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:
         shape = self._shape

@@ -140,7 +140,9 @@ class Program:
         self._kept = recorded.buffers
         self.threads = recorded.threads
         self._kernel = address_of("program", "run_items")
-        self.kinds = tuple(kind for kind, _, _, _ in recorded.launches)
+        kinds = [kind for kind, _, _, _ in recorded.launches]
+        self._kinds = list(dict.fromkeys(kinds))
+        self._kind_of = np.array([self._kinds.index(kind) for kind in kinds])
 
     def run(self, parts: Mapping[str, Words]) -> None:
         """Run all launches; `parts` has every part that they name."""
@@ -157,6 +159,7 @@ class Program:
         )
         run(self._kernel, block, self.threads, len(self._items) + 1)
 
-    def ticks(self) -> npt.NDArray[np.int64]:
-        """Return the processor ticks of each launch of the last run, including the wait at its end."""
-        return np.diff(self._clock)
+    def ticks(self) -> dict[str, float]:
+        """Return the processor ticks of the last run by kind of launch, including the waits at their ends."""
+        ticks = self._clock[1:] - self._clock[:-1]
+        return dict(zip(self._kinds, np.bincount(self._kind_of, weights=ticks).tolist(), strict=True))
