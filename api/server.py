@@ -32,6 +32,9 @@ from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
 from lorasrv.worker.host_memory import release_freed
+from sgmv_kernels.cpu_runtime.kernel_compiler import compiling
+from sgmv_kernels.cpu_runtime.kernel_names import Kernel, needed_kernels
+from sgmv_kernels.formats.kv_format import get_kv_format
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -195,17 +198,20 @@ def _serve(
     # cores; without busy-waiting (OMP_WAIT_POLICY=PASSIVE) a step takes three times as long. Figures:
     # docs/benchmarks.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-    from lorasrv.engine.async_engine import AsyncEngine
-
-    progress("importing torch", 1.0)
     with ExitStack() as opened:
+        # Compiling takes longest at a first start, and needs nothing of what follows.
+        compiling_early = opened.enter_context(ExitStack())
+        compiling_early.enter_context(compiling(_cpu_kernels(config)))
+        from lorasrv.engine.async_engine import AsyncEngine
+
+        progress("importing torch", 1.0)
         check_profile_path(settings.profile)
         observers = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
         faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress)
-        # One bar for the whole load, not one for each of its layers.
-        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share), observers)
+        engine = AsyncEngine.build(config, store, progress, observers)
+        compiling_early.close()
         faults.arm_engine(engine)
         app = create_app(engine, store, settings)
 
@@ -223,6 +229,13 @@ def _serve(
             bounds = settings.connection_limits()
             allow_open_files(bounds.max_connections)
             _Uvicorn(app, bounds, tell_ready, watchdog).run(sockets=[listener])
+
+
+def _cpu_kernels(config: EngineConfig) -> tuple[Kernel, ...]:
+    """Return the kernels that the engine will load, as far as is known before torch says whether there is a GPU."""
+    if config.model.device == "cuda" or config.model.kernels not in ("auto", "numba"):
+        return ()
+    return needed_kernels(config.model.dtype, get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name)
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":

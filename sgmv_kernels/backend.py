@@ -84,6 +84,8 @@ class StepTables:
 
 Angles = tuple[tuple[Tensor, Tensor], ...]
 """Cosines and sines of the rows' positions, each [T, half of the rotated numbers], for every RoPE of the model."""
+Progress = Callable[[str, float], None]
+"""Called with the current activity and its progress from 0 to 1."""
 Layers = Callable[[Tensor, Angles, StepTables], Tensor]
 """Function (x [T, H], angles, tables) -> logits [S, V] that consists of calls of `Ops` only."""
 
@@ -154,7 +156,7 @@ class Backend:
     take_rows: Callable[[Tensor, Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     linear: Callable[[Tensor, Any], Tensor]
-    warm_up: Callable[[torch.dtype, KVFormat], None]
+    warm_up: Callable[[torch.dtype, KVFormat, Progress], None]
     # Names of the KV formats that attention and rope_write_kv read and write; None for every format.
     kv_formats: Collection[str] | None = None
     # Whether launches can be recorded and run together.

@@ -19,6 +19,7 @@ from sgmv_kernels.backend import (
     Layers,
     PackedLinear,
     ProgramShape,
+    Progress,
     SgmvPlan,
     StepTables,
     choose_backend,
@@ -116,7 +117,9 @@ class Ops:
 
         return RecordedStep(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
 
-    def warm_up(self, adapter_dtype: torch.dtype, kv_format: KVFormat) -> None:
+    def warm_up(
+        self, adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress = lambda what, share: None
+    ) -> None:
         """Compile the kernels for these adapter panels and KV pages, so that no request waits for it.
 
         If the kernels cannot run and were not chosen by name, plain torch replaces them.
@@ -127,7 +130,7 @@ class Ops:
         try:
             if not self._reads(kv_format):
                 raise KernelsUnavailable(f"they do not read the KV format {kv_format.name!r}")
-            self._backend.warm_up(adapter_dtype, kv_format)
+            self._backend.warm_up(adapter_dtype, kv_format, progress)
         except Exception as error:
             if self._chosen:
                 raise KernelsUnavailable(f"kernels {self.name!r} cannot run here: {error}") from error

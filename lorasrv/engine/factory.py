@@ -30,7 +30,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.executor import InProcessExecutor
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import ModelRunner
-from lorasrv.worker.weights import load_weights
+from lorasrv.worker.weights import load_weights, silent
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 
@@ -95,9 +95,7 @@ def build(
     dtype = getattr(torch, config.model.dtype)
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    if progress and config.model.kernels != "torch" and device.type == "cpu":
-        progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
-    ops = _ops(config.model, spec, device, dtype, kv_format)
+    ops = _ops(config.model, spec, device, dtype, kv_format, progress or silent)
     # Before the weights, which take long: what can be refused is refused here.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
@@ -167,11 +165,16 @@ def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Op
 
 
 def _ops(
-    options: ModelOptions, spec: ModelSpec, device: torch.device, adapter_dtype: torch.dtype, kv_format: KVFormat
+    options: ModelOptions,
+    spec: ModelSpec,
+    device: torch.device,
+    adapter_dtype: torch.dtype,
+    kv_format: KVFormat,
+    progress: Progress,
 ) -> Ops:
     try:
         ops = make_ops(options, spec, device)
-        ops.warm_up(adapter_dtype, kv_format)
+        ops.warm_up(adapter_dtype, kv_format, progress)
         return ops
     except KernelsUnavailable as error:
         raise ConfigError(f"--kernels: {error}; use --kernels auto or torch") from error

@@ -18,6 +18,7 @@ from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
 Progress = Callable[[str, float], None]
 """Called with the current activity and the progress of the whole, from 0 to 1."""
 _SAMPLE = 64
+_LOADING = "loading the model"
 CPU = torch.device("cpu")
 
 
@@ -122,7 +123,7 @@ def load_weights(
         CorruptModel: a tensor cannot be read.
         UnsupportedFormat: the format cannot hold a weight.
     """
-    return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or _silent, device).build()
+    return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or silent, device).build()
 
 
 class _Builder:
@@ -144,15 +145,15 @@ class _Builder:
     @torch.inference_mode()
     def build(self) -> ModelWeights:
         # The embedding is the largest tensor: build it first, while little else is in memory.
-        self._progress("loading embeddings", 0.0)
+        self._progress(_LOADING, 0.0)
         embed, head = self._ends()
         layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
         final_norm = self._norm("model.norm")
-        self._progress("loaded weights", 1.0)
+        self._progress(_LOADING, 1.0)
         return ModelWeights(self._spec, embed, layers, final_norm, head, self._hash.hexdigest())
 
     def _layer(self, i: int) -> LayerWeights:
-        self._progress(f"loading layer {i + 1} of {self._spec.num_layers}", (i + 1) / (self._spec.num_layers + 1))
+        self._progress(_LOADING, (i + 1) / (self._spec.num_layers + 1))
         prefix = f"model.layers.{i}."
         qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites())
         norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms().items()}
@@ -246,5 +247,5 @@ def _moved(codes: GroupQuantizedWeight, device: torch.device) -> GroupQuantizedW
     return GroupQuantizedWeight(codes.codes.to(device), codes.scales.to(device), minima, codes.levels)
 
 
-def _silent(what: str, done: float) -> None:
+def silent(what: str, done: float) -> None:
     """Show no progress."""

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Backend, PackedLinear
+from sgmv_kernels.backend import Backend, PackedLinear, Progress
 from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv
 from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
+from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
+from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 
@@ -19,16 +21,12 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool
     return linear.pack_linear_cpu(codes, bias, None if few_rows else wide_rows())
 
 
-def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat) -> None:
-    """Load every kernel, or compile it."""
-    address_of(sgmv.MODULE, sgmv.ENTRIES[adapter_dtype])
-    address_of(attention.MODULE, attention.ENTRIES[kv_format.name])
-    address_of(pointwise.MODULE, pointwise.ROPE[kv_format.name])
-    for entry in ("norm", "silu", "gelu", "heads", "cap", "take"):
-        address_of(pointwise.MODULE, entry)
-    for entry in linear.entries():
-        address_of(linear.MODULE, entry)
-    address_of("program", "run_items")
+def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress) -> None:
+    """Load every kernel; compile those that are missing."""
+    kernels = needed_kernels(str(adapter_dtype).removeprefix("torch."), kv_format.name)
+    compile_missing(kernels, progress)
+    for kernel in kernels:
+        address_of(*kernel)
 
 
 BACKEND = Backend(

@@ -7,14 +7,13 @@ Source: blocks of 32 with a scale on both sides, ggml's Q8_0 (Gerganov).
 """
 
 from dataclasses import dataclass
-from functools import cache
 
-import llvmlite.binding as llvm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
+from sgmv_kernels.cpu_runtime.kernel_names import needs_words
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
 from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
@@ -80,20 +79,6 @@ def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from:
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
     return CpuLinear(tiles, bias, None if wide_from is None else codes.dequantize().bfloat16(), wide_from)
-
-
-def entries() -> list[str]:
-    """Return the kernels that linears need on this machine."""
-    return [*ENTRIES.values(), "round8", *(("int8_words", "round16") if needs_words() else ())]
-
-
-@cache
-def needs_words() -> bool:
-    """Return whether int8 codes are multiplied as int16, because the processor has no product of bytes that cannot
-    overflow.
-    """
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("avx2")) and not (features.get("avx512vnni") or features.get("avxvnni"))
 
 
 def round_rows(x: Tensor, words: bool) -> RoundedRows:

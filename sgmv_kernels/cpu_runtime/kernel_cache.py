@@ -2,7 +2,7 @@
 
 A kernel is a C function of one address, written as a Python function in a module of `cpu_kernels`. Importing Numba
 and reading its own cache took 2.2 s of every start, half of what a start may take; loading object code takes a tenth.
-Kernels raise nothing, so the functions that Numba's error paths would call are not needed.
+Kernels raise nothing, so the functions that Numba's error paths would call are not needed. Imports no torch.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
+
+from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 
 logger = logging.getLogger(__name__)
 _SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py", "formats/adapter_panels.py"
@@ -48,12 +51,11 @@ def numba_version() -> str:
 def address_of(module: str, function: str) -> int:
     """Return the address of a kernel, loaded from disk or compiled now, which takes seconds."""
     directory = cache_directory()
-    path = None if directory is None else directory / f"{module}.{function}"
-    stored = None if path is None else _read(path)
+    stored = None if directory is None else _read(directory / f"{module}.{function}")
     if stored is None:
         stored = _compile(module, function)
-        if path is not None:
-            _write(path, stored)
+        if directory is not None:
+            _write(directory / f"{module}.{function}", stored)
     engine = _new_engine()
     for name in stored.needed:
         _provide(name)
@@ -61,6 +63,16 @@ def address_of(module: str, function: str) -> int:
     engine.finalize_object()
     address: int = engine.get_function_address(stored.symbol)
     return address
+
+
+def missing(kernels: Sequence[Kernel], directory: Path) -> list[Kernel]:
+    """Return the kernels that are not kept in a directory."""
+    return [kernel for kernel in kernels if _read(directory / ".".join(kernel)) is None]
+
+
+def compile_into(directory: Path, kernel: Kernel) -> bool:
+    """Compile a kernel and keep it; return whether it could be kept."""
+    return _write(directory / ".".join(kernel), _compile(*kernel))
 
 
 def _compile(module: str, function: str) -> ObjectCode:
@@ -127,8 +139,8 @@ def _read(path: Path) -> ObjectCode | None:
     return ObjectCode(symbol.decode(), tuple(needed.decode().split()), code) if whole else None
 
 
-def _write(path: Path, stored: ObjectCode) -> None:
-    """Replace a file atomically: another process may read or write it at the same time."""
+def _write(path: Path, stored: ObjectCode) -> bool:
+    """Replace a file atomically: another process may read or write it at the same time. Return whether it is kept."""
     rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -137,6 +149,8 @@ def _write(path: Path, stored: ObjectCode) -> None:
             os.replace(whole, path)
     except OSError as error:
         logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
+        return False
+    return True
 
 
 def keep(path: Path | None, facts: dict[str, Any]) -> None:

@@ -23,5 +23,5 @@ BACKEND = Backend(
     take_rows=linear.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
     linear=linear.linear_torch,
-    warm_up=lambda adapter_dtype, kv_format: None,
+    warm_up=lambda adapter_dtype, kv_format, progress: None,
 )

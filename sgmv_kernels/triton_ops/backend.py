@@ -32,6 +32,6 @@ BACKEND = Backend(
     take_rows=linear_torch.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.pack_linear(codes, bias),
     linear=linear.linear,
-    warm_up=lambda adapter_dtype, kv_format: None,
+    warm_up=lambda adapter_dtype, kv_format, progress: None,
     kv_formats=attention.KV_FORMATS,
 )

@@ -42,7 +42,7 @@ def main() -> None:
         @classmethod
         def build(cls, config: Any, store: AdapterStore, progress: Any, observers: Any = ()) -> "AsyncEngine":
             for layer in range(8):
-                progress(f"layer {layer}", layer / 8)
+                progress("loading the model", layer / 8)
             engine, does = cls(), config.model.model
             if does == "slow":
                 time.sleep(60)
@@ -50,7 +50,7 @@ def main() -> None:
                 engine.breaks(2, HANG)
             elif does.isdigit():
                 engine.kill_at = int(does)
-            progress("loaded", 1.0)
+            progress("loading the model", 1.0)
             return engine
 
         async def add_choices(self, *arguments: Any, **options: Any) -> Any:

@@ -29,7 +29,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
     from lorasrv.engine.async_engine import AsyncEngine
 
     with open_store(settings) as store:
-        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
+        engine = AsyncEngine.build(config, store, progress)
         limits = AdapterLimits(engine, store, settings.limits("adapter"))
         limits.check()
         services = Services.create(engine, store, settings, limits, Verifier())

@@ -100,10 +100,10 @@ def kernels(settings: ServerSettings) -> Check:
     if directory is None:
         where = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         fix = f"make {where}/lorasrv writable by you only (chmod -R go-w), or set XDG_CACHE_HOME to such a folder"
-        return Check("warn", "compiled kernels cannot be cached: each start compiles them again, 15 to 30 s", fix)
+        return Check("warn", "compiled kernels cannot be cached: each start compiles them again, some 15 s", fix)
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
     if not files:
-        return Check("ok", f"none in {directory} yet: the first start compiles them, 15 to 30 s")
+        return Check("ok", f"none in {directory} yet: the first start compiles them, 5 to 15 s")
     return Check("ok", f"{len(files)} compiled ones in {directory}, {size(sum(path.stat().st_size for path in files))}")
 
 

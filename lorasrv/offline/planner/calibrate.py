@@ -111,7 +111,7 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
             write_random_adapter(store, f"a{number}", rank if number % 2 else large, seed=number)
         progress("making adapters", 1.0)
         memory = replace(config.memory, pool_bytes=POOL_BYTES, host_cache_bytes=POOL_BYTES, enable_prefix_caching=False)
-        built = build(checkpoint, replace(config, memory=memory), store, lambda _, s: progress("loading the model", s))
+        built = build(checkpoint, replace(config, memory=memory), store, progress)
         assert built.parts.source is not None
         observed = built.parts.memory.costs.step = _Observed()
         keys = [store.resolve(f"a{number}").key for number in range(NUM_ADAPTERS)]

@@ -96,7 +96,7 @@ def test_progress_rises_to_one(checkpoint: Checkpoint) -> None:
     what, shares = zip(*seen, strict=True)
     assert list(shares) == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert f"loading layer 2 of {checkpoint.spec.num_layers}" in what
+    assert set(what) == {"loading the model"}
 
 
 def test_fingerprint_tells_checkpoints_apart(tiny_hf_checkpoints: Tiny) -> None:

@@ -85,7 +85,14 @@ def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: p
 
 
 LOST = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
-BROKEN = "import sys\nsys.modules['numba'] = None\n"
+BROKEN = """
+import os, pathlib, sys
+folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "broken")
+folder.mkdir(parents=True)
+(folder / "numba.py").write_text("raise ImportError('broken')")
+sys.path.insert(0, str(folder))
+os.environ["PYTHONPATH"] = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+"""
 HIDDEN = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
 WARM = "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch.float32, KV_FORMATS['float32'])\nx ="
 

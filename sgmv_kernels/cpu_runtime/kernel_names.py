@@ -1,0 +1,36 @@
+"""Which kernels a server needs on this machine. Imports no torch."""
+
+from functools import cache
+
+import llvmlite.binding as llvm
+
+Kernel = tuple[str, str]
+"""A module of `cpu_kernels`, and the kernel's name in it."""
+_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
+    """Return the kernels of every model with these adapter panels and KV pages, the slowest to compile first.
+
+    Args:
+        adapter_dtype: torch's name of it.
+        kv_format: name of a KV format that these kernels read.
+    """
+    linear = ("q3h", "int4", "int8", *(("int8_words", "round16") if needs_words() else ()), "round8")
+    pointwise = (f"rope_{_KINDS[kv_format]}", "norm", "silu", "gelu", "heads", "cap", "take")
+    return (
+        ("attention", _KINDS[kv_format]),
+        ("sgmv", _KINDS[adapter_dtype]),
+        *(("linear", entry) for entry in linear),
+        *(("pointwise", entry) for entry in pointwise),
+        ("program", "run_items"),
+    )
+
+
+@cache
+def needs_words() -> bool:
+    """Return whether int8 codes are multiplied as int16, because the processor has no product of bytes that cannot
+    overflow.
+    """
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx2")) and not (features.get("avx512vnni") or features.get("avxvnni"))

@@ -1,0 +1,47 @@
+"""The first start on a machine: kernels are compiled by other processes and kept, by two servers at the same time."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from served import LORASRV, ROOT
+
+from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+
+@contextmanager
+def _started(model: Path, folder: Path, name: str) -> Iterator["subprocess.Popen[str]"]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder)}
+    flags = ("--model", model, "--pool-bytes", "16MiB", "--port", 0, "--store", folder / name)
+    with (folder / f"{name}.log").open("w") as log:
+        command = [*LORASRV, "serve", *map(str, flags)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+
+
+def test_two_first_starts_at_once(model: Path, tmp_path: Path) -> None:
+    with _started(model, tmp_path, "one") as one, _started(model, tmp_path, "two") as two:
+        for process in (one, two):
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready: ")
+            # Numba's own libraries are mapped for good in a process that has imported it.
+            assert "/numba/" not in Path(f"/proc/{process.pid}/maps").read_text()
+        [kept] = (tmp_path / "lorasrv" / "kernels").iterdir()
+        files = sorted(path.name for path in kept.iterdir() if path.suffix != ".json")
+        assert files == sorted(".".join(kernel) for kernel in needed_kernels("bfloat16", "bfloat16"))
+    logs = [(tmp_path / f"{name}.log").read_text() for name in ("one", "two")]
+    # How many are left when torch is imported depends on the machine.
+    assert all(re.search(r"compiling \d+ kernels, once on this machine done", log) for log in logs), logs
+    assert not any("in this process" in log or "plain torch" in log for log in logs), logs

@@ -1,0 +1,161 @@
+"""Missing kernels are compiled by other processes; whatever becomes of those, the caller goes on."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv
+from sgmv_kernels.cpu_runtime import kernel_cache, kernel_compiler
+from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels, needs_words
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+
+KERNELS = (("sgmv", "bf16"), ("pointwise", "norm"), ("pointwise", "take"))
+
+
+def test_what_launchers_name_is_compiled_before_serving() -> None:
+    entries = {(sgmv.MODULE, entry) for entry in sgmv.ENTRIES.values()}
+    entries |= {(attention.MODULE, entry) for entry in attention.ENTRIES.values()}
+    entries |= {(pointwise.MODULE, entry) for entry in pointwise.ROPE.values()}
+    entries |= {(linear.MODULE, entry) for entry in linear.ENTRIES.values()}
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in sgmv.ENTRIES]
+    found = {kernel for dtype in dtypes for kv_format in KV_FORMATS for kernel in needed_kernels(dtype, kv_format)}
+    assert entries <= found
+    assert ("linear", "int8_words") in found or not needs_words()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache directory, empty."""
+    monkeypatch.setattr(kernel_compiler, "cache_directory", lambda: tmp_path)
+    return tmp_path
+
+
+Told = list[tuple[str, float]]
+
+
+@pytest.fixture
+def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Told, int]]:
+    """Let this code compile three kernels, then return the progress, and the process's id."""
+
+    def run(code: str) -> tuple[Told, int]:
+        told: Told = []
+        seen: list[int] = []
+        popen = subprocess.Popen
+
+        def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
+            assert command[-3:] == ["sgmv.bf16", "pointwise.norm", "pointwise.take"]
+            process = popen([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
+            seen.append(process.pid)
+            return process  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(kernel_compiler.subprocess, "Popen", start)
+        kernel_compiler.compile_missing(KERNELS, lambda *now: told.append(now))
+        return told, seen[0]
+
+    return run
+
+
+KEEPS = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from sgmv_kernels.cpu_runtime.kernel_cache import ObjectCode, _write
+def keep(*names):
+    for name in names:
+        _write(Path(%r) / name, ObjectCode(name, (), b"code"))
+"""
+
+
+def test_progress_rises_with_the_kernels_that_are_there(compiled, folder: Path, caplog) -> None:
+    names = [".".join(kernel) for kernel in KERNELS]
+    told, _ = compiled(KEEPS % str(folder) + f"for name in {names}: keep(name); time.sleep(0.5)")
+    assert {what for what, _ in told} == {"compiling 3 kernels, once on this machine"}
+    assert [round(3 * share, 6) for _, share in told] == [0, 1, 2, 3]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "the one for it ended with code -9: it said nothing"),
+        ("raise ImportError('no numba')", "the one for it ended with code 1: ImportError: no numba"),
+        ("time.sleep(600)", "no other has compiled one for 3 s"),
+    ],
+)
+def test_a_process_that_fails_leaves_the_rest_to_this_one(
+    compiled, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, end: str, why: str
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "STALLED_S", 3.0)
+    begun = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        told, pid = compiled(KEEPS % str(folder) + f"keep('pointwise.norm')\n{end}")
+    assert time.monotonic() - begun < 60
+    assert caplog.messages == [f"2 kernels are compiled in this process, as {why}"]
+    assert kernel_cache.missing(KERNELS, folder) == [KERNELS[0], KERNELS[2]]
+    assert told[-1][1] == pytest.approx(1 / 3)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("lacks", ["a folder", "the right to write", "Numba", "a missing kernel"])
+def test_no_process_without_a_use_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    def no_numba() -> Path:
+        raise ImportError("Numba is not installed")
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(kernel_compiler.subprocess, "Popen", refused)
+    if lacks == "a folder":
+        monkeypatch.setattr(kernel_compiler, "cache_directory", lambda: None)
+    elif lacks == "the right to write":
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    elif lacks == "Numba":
+        monkeypatch.setattr(kernel_compiler, "cache_directory", no_numba)
+    else:
+        for module, name in KERNELS:
+            kernel_cache._write(folder / f"{module}.{name}", kernel_cache.ObjectCode(name, (), b"code"))
+    kernel_compiler.compile_missing(KERNELS, lambda *_: None)
+
+
+def test_no_process_can_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(kernel_compiler, "COMMAND", (str(folder / "nothing"),))
+    kernel_compiler.compile_missing(KERNELS, lambda *_: None)
+    assert "no process can be started to compile kernels: " in caplog.text
+
+
+WORKERS = f"""
+import os, sys, types
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from sgmv_kernels.cpu_runtime import kernel_compiler as it
+folder = Path(sys.argv[1])
+def compile_into(directory, kernel):
+    if kernel[1] == "dies":
+        os.kill(os.getpid(), 9)
+    with open(folder / kernel[1], "a") as file:
+        file.write("once")
+    return kernel[1] != "not kept"
+it.importlib = types.SimpleNamespace(import_module=lambda name: None)
+it.cache_directory, it.compile_into = (lambda: folder), compile_into
+sys.exit(it.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("bad", "code"), [("", 0), ("dies", 9), ("not kept", 1)])
+def test_workers_share_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, code: int) -> None:
+    """Each is compiled once; the death of one worker costs its kernel only, a full disk ends the one that sees it."""
+    names = [*([bad] if bad else []), *(f"k{i}" for i in range(20))]
+    command = [sys.executable, "-c", WORKERS, str(tmp_path), *(f"m.{name}" for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    others = len(os.sched_getaffinity(0)) > 1
+    if others or not bad:
+        assert {name: kept.get(name) for name in names if name != bad} == dict.fromkeys(names[bool(bad) :], "once")
