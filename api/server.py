@@ -199,6 +199,9 @@ def _serve(
     # docs/benchmarks.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     with ExitStack() as opened:
+        # Until the server is ready: hardly anything that the start makes can be freed.
+        gc.disable()
+        opened.callback(gc.enable)
         # Compiling takes longest at a first start, and needs nothing of what follows.
         compiling_early = opened.enter_context(ExitStack())
         compiling_early.enter_context(compiling(_cpu_kernels(config)))
@@ -220,6 +223,7 @@ def _serve(
             # step. What the start took and freed goes back to the system.
             gc.collect()
             gc.freeze()
+            gc.enable()
             release_freed()
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 

@@ -320,9 +320,3 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
 
     made: Callable[..., Any] = product
     return made
-
-
-def _splat_word(b: Any, value: Value) -> Value:
-    undefined = ir.Constant(WORDS, ir.Undefined)
-    first = b.insert_element(undefined, b.trunc(value, _I16), ir.Constant(I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, WORDS.count), [0] * WORDS.count))
