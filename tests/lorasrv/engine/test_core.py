@@ -229,7 +229,7 @@ async def test_every_policy_says_the_same(world: World, alone, scheduling_policy
     """More requests than seats, more answers than pages; under mlfq they lose seats as well."""
     expect_short_answers(world.scheduler.predictor)
     await world.hold("one", "two", "three")
-    asks = {f"r{i}": (LONG[5 * i : 5 * i + 20], 20 + 9 * (i % 4), NAMES[i % 4]) for i in range(12)}
+    asks = {f"r{i}": (LONG[5 * i : 5 * i + 20], 30 + 13 * (i % 4), NAMES[i % 4]) for i in range(12)}
     for i, (label, ask) in enumerate(asks.items()):
         await world.add(label, *ask, priority=i % 2)
     world.gate.open()
