@@ -37,16 +37,22 @@ class StagingRing:
         self.arranged.record()
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copy every piece; return when the device has all of them."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self.arranged)
-            for number, (source, target) in enumerate(_cut(pieces, len(self._slots[0]))):
-                slot, sent = self._slots[number % RING_SLOTS], self._sent[number % RING_SLOTS]
-                sent.synchronize()
-                slot[: len(source)].copy_(source)
-                target.copy_(slot[: len(source)], non_blocking=True)
-                sent.record()
-        self._stream.synchronize()
+        """Copy every piece; return when the device has all of them.
+
+        Raises:
+            Exception: a piece could not be copied; nothing is being written any more.
+        """
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self.arranged)
+                for number, (source, target) in enumerate(_cut(pieces, len(self._slots[0]))):
+                    slot, sent = self._slots[number % RING_SLOTS], self._sent[number % RING_SLOTS]
+                    sent.synchronize()
+                    slot[: len(source)].copy_(source)
+                    target.copy_(slot[: len(source)], non_blocking=True)
+                    sent.record()
+        finally:
+            self._stream.synchronize()
 
 
 def _cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
@@ -59,19 +65,25 @@ def _cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
 
 
 class SideStream:
-    """Run work beside the main stream: `with beside(): ...` starts after the work given to it so far; `join` makes
-    it wait."""
+    """Run work beside the main stream, inside a block `with joined():`; behind that the main stream has waited for it.
+
+    An error inside the block joins the streams too: a capture cannot be ended while a stream is apart.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Make the current stream wait for the side stream at the end of the block."""
+        try:
+            yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the block's work in the side stream."""
+        """Run the block's work in the side stream, after the work that the current stream was given so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-
-    def join(self) -> None:
-        """Make the current stream wait for the side stream."""
-        torch.cuda.current_stream().wait_stream(self._stream)

@@ -204,10 +204,10 @@ class Decoder:
         slab = self._memory.slab(layer)
         if self._side is not None and len(x) <= SIDE_ROWS and tables.lora.tables.num_segments:
             # Few rows leave most of a GPU idle: the shrink needs nothing of the base linear.
-            with self._side.beside():
-                v = self._ops.shrink(x, slab, tables.lora, layer, site)
-            y = linear(x)
-            self._side.join()
+            with self._side.joined():
+                with self._side.beside():
+                    v = self._ops.shrink(x, slab, tables.lora, layer, site)
+                y = linear(x)
             self._ops.expand_(y, v, slab, tables.lora, layer, site)
             return y
         y = linear(x)

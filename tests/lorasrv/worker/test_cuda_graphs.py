@@ -12,25 +12,32 @@ if not torch.cuda.is_available():
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization import get_format
+from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
-from lorasrv.worker.cuda_graphs import GraphedSteps, buckets
+from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, _Bucket, buckets
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import load_weights
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
+from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU real graphs are tested", allow_module_level=True)
@@ -60,15 +67,17 @@ class FakeStream:
     """Counts what it is asked."""
 
     def __init__(self) -> None:
-        self.begun = self.joined = 0
+        self.num_begun = self.num_joined = 0
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        yield
+        self.num_joined += 1
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        self.begun += 1
+        self.num_begun += 1
         yield
-
-    def join(self) -> None:
-        self.joined += 1
 
 
 class Served:
@@ -185,6 +194,82 @@ def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
     assert buckets(100)[-3:] == (64, 96, 128)
 
 
+def test_a_failed_capture_is_tried_again_much_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory is short: the step is computed, those that follow have no graph, other buckets keep theirs."""
+    monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 3)
+    served, attempts = Served(folder), 0
+
+    def record(compute: Callable[[], torch.Tensor]) -> FakeGraph:
+        nonlocal attempts
+        attempts += 1
+        if attempts in (1, 2):
+            raise torch.OutOfMemoryError("out of memory")
+        return served._record(compute)
+
+    served.graphed._record = record
+    one, other = served.step([(None, 5)]), served.step([(None, 5), (None, 9)])
+    logits, _ = served.graphed.compute(one)
+    assert torch.isfinite(logits).all()
+    assert [served.graphed.compute(one) for _ in range(2)] == [None, None]
+    assert served.graphed.compute(one) is not None
+    assert (attempts, len(caplog.records)) == (2, 2)
+    assert served.graphed.compute(other) is not None
+    assert served.graphed.compute(one) is None
+    assert served.graphed.compute(other) is not None
+    assert [graph.replays for graph in served.graphs] == [1]
+
+
+def test_buckets_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long contexts fit only the later buckets of parts: none is made to find that out."""
+    made: list[StaticCapacity] = []
+
+    def counted(dims: PlanDims, capacity: StaticCapacity) -> StaticPlans:
+        made.append(capacity)
+        return StaticPlans(dims, capacity)
+
+    monkeypatch.setattr(cuda_graphs, "StaticPlans", counted)
+    served = Served(folder)
+    served.graphed._forward = lambda batch: torch.zeros(len(batch.token_ids), 40)
+    for _ in range(2):
+        for shares in ([(None, 500)], [(None, 300), (None, 2)], [(None, 5)]):
+            assert served.graphed.compute(served.step(shares)) is not None
+    assert [(capacity.rows, capacity.parts) for capacity in made] == [(1, 4), (2, 4), (1, 1)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, MAX_CONTEXT), st.integers(-1, 3)), min_size=1, max_size=64),
+    st.lists(st.tuples(*[st.integers(0, 20)] * 6, st.integers(1, 256)), min_size=4, max_size=4),
+)
+def test_a_step_fits_the_bucket_that_it_gets(rows: list[tuple[int, int]], ranks: list[tuple[int, ...]]) -> None:
+    """Filling it refuses nothing, whatever the lengths and ranks; the next smaller number of parts would."""
+    spec = ModelSpec("llama", 1, 32, 48, 2, 1, 16, 40, MAX_CONTEXT, 1e-5)
+    memory = DevicePool(spec, 1, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
+    limits = DecoderLimits(MAX_CONTEXT, 64, 64, torch.float32)
+    graphed = GraphedSteps(lambda batch: torch.zeros(len(batch.token_ids), 40), spec, memory, limits, FakeGraph)
+    placements = {}
+    for number, (q, k, v, o, gate, up, down) in enumerate(ranks):
+        layout = AdapterLayout(site_dims(spec), (((q, k, v), (o,), (gate, up), (down,)),), 4)
+        placed = layout.place([(0, 1000)], memory.page_bytes)
+        assert placed is not None
+        placements[str(number)] = placed
+    scheduled = []
+    for i, (length, number) in enumerate(rows):
+        pages, name = (0,) * -(-length // PAGE_SIZE), None if number < 0 else str(number)
+        scheduled.append(ScheduledRequest(RequestId(str(i)), (1,), length - 1, pages, name, True, SamplingParams(), 0))
+    step = SchedulerOutput(tuple(scheduled), placements, (), AdapterOrders(), 0)
+    assert (graphed.compute(step) is None) == (not graphed._buckets)
+    for capacity in graphed._buckets:
+        if capacity.parts > PARTS[0]:
+            smaller = replace(capacity, parts=PARTS[PARTS.index(capacity.parts) - 1])
+            graphed._buckets = {smaller: _Bucket(StaticPlans(graphed._dims, smaller), torch.arange(capacity.rows))}
+            graphed._capacity_for = lambda scheduled, adapters, smaller=smaller: smaller
+            with pytest.raises(CapacityExceeded):
+                graphed.compute(step)
+
+
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_a_shrink_beside_the_base_linear_adds_the_same(folder: Path, kernels: str) -> None:
     stream = FakeStream()
@@ -192,6 +277,6 @@ def test_a_shrink_beside_the_base_linear_adds_the_same(folder: Path, kernels: st
     want, _ = plain.eager(plain.step(STEPS[0]))
     got, _ = beside.eager(beside.step(STEPS[0]))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert stream.begun == stream.joined == 2 * 4
+    assert stream.num_begun == stream.num_joined == 2 * 4
     beside.eager(beside.step(STEPS[2]))
-    assert stream.begun == 8
+    assert stream.num_begun == 8
