@@ -6,7 +6,7 @@ While a page of keys is processed, the next one is prefetched; the last one pref
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
@@ -49,6 +49,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     scaled,
     take_next,
 )
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import interleave, make_mul
 
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
@@ -69,7 +70,7 @@ def fp32(raw: Any) -> None:
     _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), FP32)
 
 
-@njit
+@kernel_part
 def _work(args, floats, kind):  # type: ignore[no-untyped-def]
     """Take tasks until none is left."""
     scale, softcap = np.float32(floats[SCALE]), np.float32(floats[SOFTCAP])
@@ -83,7 +84,7 @@ def _work(args, floats, kind):  # type: ignore[no-untyped-def]
             _attend(args, scale, softcap, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4), kind)
 
 
-@njit
+@kernel_part
 def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  # type: ignore[no-untyped-def]
     """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head."""
     dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
@@ -134,7 +135,7 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
             )
 
 
-@njit
+@kernel_part
 def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  # type: ignore[no-untyped-def]
     """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
@@ -167,14 +168,14 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  #
     put_f32(total, 0, f32(total, 0) + added)
 
 
-@njit
+@kernel_part
 def _page_of(args, base, sequence, head, token, kind):  # type: ignore[no-untyped-def]
     """Return the address of the keys or values of one head in the page of a token."""
     index = i32(args[TABLES], sequence * args[TABLE_WIDTH] + min(token // args[PAGE], args[TABLE_WIDTH] - 1))
     return base + index * args[PAGE_BYTES] + head * args[DIM] * args[PAGE] * itemsize(kind)
 
 
-@njit
+@kernel_part
 def _score(args, kind, queries, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
     """Compute scores[i, j] = query i . key j; each page prefetches the next one, the last one the first values."""
     page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
@@ -207,7 +208,7 @@ def _score(args, kind, queries, scores, sequence, head, rows, at, first, stop): 
         token += n
 
 
-@njit
+@kernel_part
 def _collect(args, kind, weights, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
     """Add weight[i, j] * value j to sums[i]; each page prefetches the next one, the last one the next block's keys."""
     page, dim, stride, width = args[PAGE], args[DIM], 4 * args[BLOCK], args[DIM] * itemsize(kind)

@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from sgmv_kernels.cpu_simd.elementwise import read_all, take_next
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 
 NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)
 """Indices of the kernel's arguments, after the counters."""
@@ -15,7 +16,7 @@ def read(raw: Any) -> None:
     _chunks(carray(raw, (SINK + 1,), np.int64))
 
 
-@njit
+@kernel_part
 def _chunks(args):  # type: ignore[no-untyped-def]
     while True:
         chunk = take_next(args.ctypes.data)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from sgmv_kernels.cpu_ops.linear import (
     BIAS,
@@ -31,6 +31,7 @@ from sgmv_kernels.cpu_ops.linear import (
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.elementwise import f32, put_f32, take_next
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (
     LINE,
@@ -60,7 +61,7 @@ def round16(raw: Any) -> None:
     _round_rows(carray(raw, (NUM_ARGS,), np.int64), np.int16(2))
 
 
-@njit
+@kernel_part
 def _round_rows(args, size):  # type: ignore[no-untyped-def]
     """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes beside."""
     blocks = args[WIDTH] // CODE_BLOCK
@@ -79,13 +80,13 @@ def _round_rows(args, size):  # type: ignore[no-untyped-def]
                 round_block(x + j * 4 * CODE_BLOCK, quads, units + j * qm.UNITS, size)
 
 
-@njit
+@kernel_part
 def unpack_q3h(source, group, out):  # type: ignore[no-untyped-def]
     for i in range(group // 64):
         unpack_sevens(source + i * 7 * LINE, out + i * 16 * LINE)
 
 
-@njit
+@kernel_part
 def widen_int8(source, group, out):  # type: ignore[no-untyped-def]
     widen_signed(source, group // 4, out)
 
@@ -101,14 +102,14 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     factor_bytes = qm.CODES[kind].factor_bytes
     code_bytes = 2 if qm.CODES[kind].is_wide else 1
 
-    @njit
+    @kernel_part
     def begin(args, tile, row, sums):  # type: ignore[no-untyped-def]
         """Start the sums of a row with the bias."""
         for i in range(TILES_AT_ONCE):
             bias = args[BIAS] + 4 * TILE * (tile + i) if args[BIAS] and tile + i < args[TILES] else np.int64(0)
             begin_tile(bias, sums + row * _WIDTH + i * 4 * TILE)
 
-    @njit
+    @kernel_part
     def end(args, tile, row, sums):  # type: ignore[no-untyped-def]
         """Copy the sums of a row to y, up to the last output."""
         for i in range(TILES_AT_ONCE):
@@ -120,7 +121,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 for j in range(args[OUT] - first):
                     put_f32(y, j, f32(source, j))
 
-    @njit
+    @kernel_part
     def multiply(args, data, following, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
         """Add the products of all rows with groups of the tiles, from the group `first` on."""
         group, blocks = args[GROUP], first * args[GROUP] // CODE_BLOCK
@@ -146,7 +147,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 product_1(x, u, data, following, groups, group, stored, args[LINES], at, out)
                 row += 1
 
-    @njit
+    @kernel_part
     def unpack_groups(args, data, first, last, out):  # type: ignore[no-untyped-def]
         """Unpack groups of a tile into scratch memory."""
         stored, unpacked = args[CODE_BYTES], TILE * args[GROUP] * code_bytes
@@ -156,7 +157,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             unpack(source, args[GROUP], target)
             copy_factors(source + stored, factor_bytes, target + unpacked)
 
-    @njit
+    @kernel_part
     def multiply_unpacked(args, data, following, scratch, sums, again):  # type: ignore[no-untyped-def]
         step = max(1, CHUNK // args[GROUP])
         unpacked = TILE * args[GROUP] * code_bytes
@@ -169,7 +170,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
 
     is_stored = unpack is None
 
-    @njit
+    @kernel_part
     def work(args):  # type: ignore[no-untyped-def]
         """Take tasks until none is left."""
         if args[NUM_ROWS] == 0:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from sgmv_kernels.cpu_ops.pointwise import (
     FLOAT,
@@ -43,6 +43,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     take_next,
     weighted,
 )
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 
 
 def norm(raw: Any) -> None:
@@ -81,7 +82,7 @@ def rope_fp32(raw: Any) -> None:
     _rope_rows(carray(raw, (NUM_ARGS,), np.int64), FP32)
 
 
-@njit
+@kernel_part
 def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
     width, eps = args[WIDTH], np.float32(floats[FLOAT])
     while True:
@@ -95,7 +96,7 @@ def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
             weighted(x, args[C], width, np.float32(1) / np.sqrt(mean + eps), args[OUT] + skip)
 
 
-@njit
+@kernel_part
 def _silu_rows(args):  # type: ignore[no-untyped-def]
     width = args[WIDTH]
     while True:
@@ -107,7 +108,7 @@ def _silu_rows(args):  # type: ignore[no-untyped-def]
             silu_times(gate, gate + 4 * width, width, args[OUT] + 4 * width * row)
 
 
-@njit
+@kernel_part
 def _gelu_rows(args):  # type: ignore[no-untyped-def]
     width = args[WIDTH]
     while True:
@@ -119,7 +120,7 @@ def _gelu_rows(args):  # type: ignore[no-untyped-def]
             gelu_times(gate, gate + 4 * width, width, args[OUT] + 4 * width * row)
 
 
-@njit
+@kernel_part
 def _head_rows(args, floats):  # type: ignore[no-untyped-def]
     dim, heads, kv_heads, eps = args[WIDTH], args[HEADS], args[KV_HEADS], np.float32(floats[FLOAT])
     while True:
@@ -133,7 +134,7 @@ def _head_rows(args, floats):  # type: ignore[no-untyped-def]
                 weighted(x, args[B] if h < heads else args[C], dim, np.float32(1) / np.sqrt(mean + eps), x)
 
 
-@njit
+@kernel_part
 def _cap_rows(args, floats):  # type: ignore[no-untyped-def]
     width, limit = args[WIDTH], np.float32(floats[FLOAT])
     while True:
@@ -144,7 +145,7 @@ def _cap_rows(args, floats):  # type: ignore[no-untyped-def]
             capped(args[A] + 4 * width * row, width, limit)
 
 
-@njit
+@kernel_part
 def _take_rows(args):  # type: ignore[no-untyped-def]
     width = args[WIDTH]
     while True:
@@ -155,7 +156,7 @@ def _take_rows(args):  # type: ignore[no-untyped-def]
             scaled(args[A] + 4 * width * i64(args[B], row), width, np.float32(1), args[OUT] + 4 * width * row)
 
 
-@njit
+@kernel_part
 def _rope_rows(args, kind):  # type: ignore[no-untyped-def]
     heads, kv_heads, dim = args[HEADS], args[KV_HEADS], args[WIDTH]
     half, page, head_bytes = args[HALF], args[PAGE], 4 * dim

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sgmv_kernels.cpu_runtime.launch import BARRIER, CLOCK, GRANTED, ITEM_WORDS, ITEMS, NUM_ITEMS
 from sgmv_kernels.cpu_simd.elementwise import i64, take_next
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
 ARRIVED, RELEASED = 0, 8
@@ -102,7 +103,7 @@ def run_items(raw: Any) -> None:
     _run_items(carray(raw, (_NUM_ARGS,), np.int64))
 
 
-@njit
+@kernel_part
 def _run_items(args):  # type: ignore[no-untyped-def]
     member = take_next(args.ctypes.data + 8)
     threads = count_threads(args[GRANTED]) if args[GRANTED] else np.int64(1)

@@ -7,7 +7,7 @@ with a short prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at 
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from sgmv_kernels.cpu_ops.sgmv import (
     DEINTERLEAVED,
@@ -35,6 +35,7 @@ from sgmv_kernels.cpu_ops.sgmv import (
     Y,
 )
 from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, f32, i32, itemsize, put_f32, take_next
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_INTS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
@@ -58,7 +59,7 @@ def fp32(raw: Any) -> None:
     _work(carray(raw, (NUM_ARGS,), np.int64), FP32)
 
 
-@njit
+@kernel_part
 def _work(args, kind):  # type: ignore[no-untyped-def]
     """Take tasks until none is left."""
     phases, num_tasks = args[PHASES], args[NUM_TASKS]
@@ -82,7 +83,7 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
                 _expand_rows(args, kind, record, begin, end, s, scratch)
 
 
-@njit
+@kernel_part
 def _rank_before(record, slice_):  # type: ignore[no-untyped-def]
     """Return the rank rows of the slices before one."""
     total = np.int64(0)
@@ -91,12 +92,12 @@ def _rank_before(record, slice_):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit
+@kernel_part
 def _panels_of(rank):  # type: ignore[no-untyped-def]
     return (rank + PANEL_RANKS - 1) // PANEL_RANKS
 
 
-@njit
+@kernel_part
 def _first_b(record, slice_):  # type: ignore[no-untyped-def]
     """Return the index of a slice's first B panel in the panel offsets."""
     panel = i32(record, 0) + 1 + _panels_of(_rank_before(record, MAX_SLICES))
@@ -105,7 +106,7 @@ def _first_b(record, slice_):  # type: ignore[no-untyped-def]
     return panel
 
 
-@njit
+@kernel_part
 def _column_of(args, slice_):  # type: ignore[no-untyped-def]
     """Return a slice's first column in y."""
     column = np.int64(0)
@@ -114,7 +115,7 @@ def _column_of(args, slice_):  # type: ignore[no-untyped-def]
     return column
 
 
-@njit
+@kernel_part
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
     """Return the number of consecutive rows from a place on that form a tile: 3, or 1."""
     row = i32(permutation, place)
@@ -123,7 +124,7 @@ def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
     return 1
 
 
-@njit
+@kernel_part
 def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Compute v = x A^T for rank rows `first` to `last`, unscaled."""
     permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
@@ -151,7 +152,7 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
         rank += count
 
 
-@njit
+@kernel_part
 def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Multiply rank rows `first` to `last` of v by the scale vector."""
     scale = args[SLAB] + i32(args[PANELS], i32(record, 0)) * _PANEL
@@ -161,7 +162,7 @@ def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-de
             put_f32(at, r, f32(at, r) * f32(scale, r))
 
 
-@njit
+@kernel_part
 def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
     """Add v B of one slice to y, for neighbouring rows, three at a time: a loaded weight serves all three."""
     permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
@@ -182,7 +183,7 @@ def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-un
         rank += count
 
 
-@njit
+@kernel_part
 def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: ignore[no-untyped-def]
     """Add v B of one slice to y, for the other rows, one by one: B is read front to back in one stream."""
     permutation, width, first = args[PERMUTATION], args[WIDTHS + slice_], _rank_before(record, slice_)

@@ -1,0 +1,44 @@
+"""Parts of kernels are compiled inside the kernels that call them, and nowhere else."""
+
+import ctypes
+
+import numba
+import numpy as np
+import pytest
+
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+
+
+@kernel_part
+def _square(value):  # type: ignore[no-untyped-def]
+    return value * value
+
+
+@kernel_part
+def _sum_of_squares(args):  # type: ignore[no-untyped-def]
+    total = 0
+    for i in range(1, 4):
+        total += _square(args[i])
+    args[0] = total
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    @numba.cfunc("void(voidptr)", nogil=True)
+    def compiled(raw):  # type: ignore[no-untyped-def]
+        _sum_of_squares(numba.carray(raw, (4,), np.int64))
+
+    return compiled
+
+
+def test_a_kernel_takes_in_the_parts_of_its_parts(kernel) -> None:
+    block = (ctypes.c_int64 * 4)(0, 2, 3, 4)
+    kernel.ctypes(ctypes.addressof(block))
+    assert block[0] == 29
+
+
+def test_a_part_has_no_machine_code_and_refuses_python(kernel) -> None:
+    (compiled,) = _square.overloads.values()
+    assert not compiled.library._codegen._engine.is_symbol_defined(compiled.fndesc.llvm_func_name)
+    with pytest.raises(TypeError):
+        _square(3)
