@@ -7,7 +7,8 @@ none. A table holds lists of rows; the first row whose bounds hold is taken (nul
     sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
     tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
     attention  by head dim, and bytes of the wider of activations and pages
-    linear     by bits of a code, token rows and out_features: tiles, programs that share the sum over K, launch options
+    linear     by bits of a code, its group, token rows and out_features: tiles, programs that share the sum over K,
+               launch options. A warp takes one tile of codes of every step (q3h: all warps share eight)
 
 `dequantize_above` says, by bits of a code, above how many token rows a base linear is dequantized and left to cuBLAS.
 
@@ -124,10 +125,10 @@ def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig
 
 
 @cache
-def linear_config(name: str, bits: int, rows: int, out: int) -> LinearConfig:
-    """Return the settings of a linear with codes of 8, 4 or 3 (q3h) `bits`."""
+def linear_config(name: str, bits: int, group: int, rows: int, out: int) -> LinearConfig:
+    """Return the settings of a linear with codes of 8, 4 or 3 (q3h) `bits`, `group` of them to a scale."""
     fitting = [row for row in table_of(name)["linear"] if row["bits"] in (None, bits)]
-    row = _without_bounds(_first(fitting, max_rows=rows, max_out=out))
+    row = _without_bounds(_first(fitting, max_group=group, max_rows=rows, max_out=out))
     return LinearConfig(**{field: value for field, value in row.items() if field != "bits"})
 
 

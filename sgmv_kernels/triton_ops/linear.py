@@ -1,18 +1,23 @@
 """Base linears over quantized codes on a GPU: codes are unpacked in registers, sums are fp32.
 
-Few rows: a program owns (rows, outputs, part of K). Codes go into the tensor core as whole numbers, which bf16 holds
-exactly; scale and minimum are applied to the sum of a group, in fp32. So weights are never rounded. With `split_k` over
-1 a part's sums are a *plane*, and a second kernel adds the planes in order. Many rows: the weight is dequantized to the
-activations' dtype (the only place where it is rounded) and multiplied by cuBLAS.
+Few rows: a program owns (rows, outputs, part of K), and each of its warps one tile of every step: a warp reads no codes
+of another, and their sums meet once, at the end. Codes go into the tensor core as whole numbers, which bf16 holds
+exactly; scale and minimum are applied to the sum of a group, in fp32. So weights are never rounded. The sum of x that a
+minimum is multiplied by is a product with ones. With `split_k` over 1 a part's sums are a *plane*, and a second kernel
+adds the planes in order. Many rows: the weight is dequantized to the activations' dtype (the only place where it is
+rounded) and multiplied by cuBLAS.
 
 A row's result does not depend on the rows beside it; between numbers of rows with another configuration only closeness
 is claimed. Speed on a GPU is NOT MEASURED yet.
 
 Source: codes as the mantissa of a float by one OR, Kim et al. 2022 ("Who says elephants can't run"); split K for few
-rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes instead of atomics.
+rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes instead of atomics; a part of K for each
+warp, Marlin (Frantar et al. 2024).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +27,15 @@ from torch import Tensor
 from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, device_name, linear_config
-from sgmv_kernels.triton_ops.common import cast, dot, kernel, product_dtype
-from sgmv_kernels.triton_ops.weight_packing import RUN, check_group, pack_codes
+from sgmv_kernels.triton_ops.common import INTERPRETED, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.weight_packing import (
+    RUN,
+    check_group,
+    pack_codes,
+    pack_words,
+    tile_of,
+    word_tiles,
+)
 
 BITS = {INT8_LEVELS: 8, INT4_LEVELS: 4, Q3H_LEVELS: 3}
 """Bits by which configurations name the levels."""
@@ -32,48 +44,55 @@ _INT4 = tl.constexpr(INT4_LEVELS)
 _RUN = tl.constexpr(RUN)
 _ELEVENTH = tl.constexpr(187)
 """v // 11 is v * 187 >> 11, for every v of seven bits."""
-TILE = 128
-"""Most codes of one product; a group of more has several."""
 ADD_BLOCK = 1024
-UNPACK_ROWS = 16
+MOST_REGISTERS = 255
+"""As many as there are. Not told so, ptxas may spill to fit one more block beside (10 to 30 values on sm89)."""
+UNPACK_ROWS, UNPACK_CODES = 16, 128
+"""What a program dequantizes, except q3h, which takes a run at a time."""
 BLAS_BYTES = 256 << 20
 """Most bytes of a weight that are dequantized at a time: the head of a large vocabulary is a gigabyte."""
 new_planes = torch.empty
 """Allocator of the planes; tests replace it by one that fills them with NaN."""
 _MANTISSAS = {torch.bfloat16: (tl.bfloat16, 0x4300, 128.0), torch.float16: (tl.float16, 0x6400, 1024.0)}
 """dtype -> (the same, bits of the number whose last mantissa bit is worth 1, that number)."""
+_SPREAD = """{ .reg .b32 low, high;
+prmt.b32 low, $4, 0, 0x4140; prmt.b32 high, $4, 0, 0x4342;
+lop3.b32 $0, low, 0x000F000F, MANTISSA, 0xEA; lop3.b32 $1, high, 0x000F000F, MANTISSA, 0xEA;
+shr.u32 low, low, 4; shr.u32 high, high, 4;
+lop3.b32 $2, low, 0x000F000F, MANTISSA, 0xEA; lop3.b32 $3, high, 0x000F000F, MANTISSA, 0xEA; }"""
+_SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MANTISSA", "0x43004300"))
+_SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MANTISSA", "0x64006400"))
+"""Four bytes of int4 -> four numbers of the first half and four of the second, two a register: an instruction a code
+instead of the compiler's three."""
 
 
 @dataclass(frozen=True)
 class TritonLinear:
     """Hold a quantized linear packed for a GPU; see `PackedLinear`."""
 
-    # Packed by `triton_ops.weight_packing`.
+    # Packed by `triton_ops.weight_packing`, as the words.
     codes: Tensor
-    # [G, O] fp16, as the minima.
-    scales: Tensor
-    minima: Tensor | None
+    # [W, O] int64: scales and minima of one or two tiles.
+    words: Tensor
     # [O] fp32.
     bias: Tensor | None
     levels: int
+    group: int
     in_features: int
     out_features: int
 
     @property
     def nbytes(self) -> int:
-        held = (self.codes, self.scales, self.minima, self.bias)
+        held = (self.codes, self.words, self.bias)
         return sum(t.nbytes for t in held if t is not None)
 
     @property
     def tile(self) -> int:
-        """Return the codes of one product: a group, or a part of one for int8."""
-        group = self.in_features // len(self.scales)
-        return min(group & -group, TILE) if self.levels == INT8_LEVELS else group
+        return tile_of(self.levels, self.group)
 
     @property
-    def step(self) -> int:
-        """Return the tiles that a program takes at a time: a run of q3h; for others what makes up 128 codes."""
-        return RUN if self.levels == Q3H_LEVELS else max(1, TILE // self.tile)
+    def tiles(self) -> int:
+        return -(-self.in_features // self.tile)
 
     def dequantize(self) -> Tensor:
         return _unpack(self, None, self.out_features, torch.float32)
@@ -85,10 +104,9 @@ class TritonLinear:
 def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None) -> PackedLinear:
     """See `ops.Ops.pack_linear`. The result stays on the device of the codes."""
     check_group(codes)
-    minima = None if codes.minima is None else codes.minima.T.contiguous()
     kept = None if bias is None else bias.float().contiguous()
-    sizes = (codes.levels, codes.in_features, codes.out_features)
-    return TritonLinear(pack_codes(codes), codes.scales.T.contiguous(), minima, kept, *sizes)
+    sizes = (codes.levels, codes.group, codes.in_features, codes.out_features)
+    return TritonLinear(pack_codes(codes), pack_words(codes), kept, *sizes)
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
@@ -97,7 +115,7 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     name, bits = device_name(x.device), BITS[packed.levels]
     if len(x) > dequantize_above(name, bits):
         return through_blas(x, packed)
-    return through_tiles(x, packed, linear_config(name, bits, len(x), packed.out_features))
+    return through_tiles(x, packed, linear_config(name, bits, packed.group, len(x), packed.out_features))
 
 
 def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:
@@ -120,20 +138,22 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
     y = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if not rows:
         return y
-    tiles = packed.in_features // packed.tile
-    steps = -(-tiles // packed.step)
+    tiles = packed.tiles
+    runs = packed.levels == Q3H_LEVELS
+    step = RUN if runs else config.warps
+    steps = -(-tiles // step)
     per_part = -(-steps // config.split_k)
     planes = -(-steps // per_part)
     sums = y if planes == 1 else new_planes((planes, rows, out), dtype=torch.float32, device=x.device)
     compute, precision = product_dtype(x.dtype, x.dtype)
     exact, mantissa, offset = _MANTISSAS.get(x.dtype, (tl.float32, 0, 0.0))
     bias = packed.bias
-    _linear_kernel[(triton.cdiv(rows, config.block_m), triton.cdiv(out, config.block_n), planes)](
+    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(out, config.block_n), planes)
+    (_runs_kernel if runs else _tiles_kernel)[grid](
         x,
         packed.codes,
-        packed.scales,
-        packed.scales if packed.minima is None else packed.minima,
-        packed.scales if bias is None else bias,
+        packed.words,
+        x if bias is None else bias,
         sums,
         rows,
         K=packed.in_features,
@@ -142,10 +162,10 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         LEVELS=packed.levels,
         TILE=packed.tile,
         TILES=tiles,
-        SCALE_EVERY=tiles // len(packed.scales),
-        STEP=packed.step,
+        WORD_TILES=word_tiles(packed.levels, packed.group),
+        STEP=step,
         STEPS=per_part,
-        EVEN=planes * per_part * packed.step == tiles,
+        EVEN=planes * per_part * step * packed.tile == packed.in_features,
         PLANES=planes,
         BIAS=bias is not None,
         EXACT=exact,
@@ -153,15 +173,17 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         OFFSET=offset,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        STAGES=config.stages,
         COMPUTE=compute,
         PRECISION=precision,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=MOST_REGISTERS,
     )
     if planes > 1:
         _add_planes_kernel[(rows, triton.cdiv(out, ADD_BLOCK))](
             sums,
-            packed.scales if bias is None else bias,
+            sums if bias is None else bias,
             y,
             rows,
             OUT=out,
@@ -176,13 +198,12 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
 def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
     """Return [count, H]: the rows `ids`, or those from `start` on."""
     out = torch.empty((count, packed.in_features), dtype=dtype, device=packed.codes.device)
-    tiles = packed.in_features // packed.tile
+    step = RUN if packed.levels == Q3H_LEVELS else max(1, UNPACK_CODES // packed.tile)
     if count:
-        _unpack_kernel[(triton.cdiv(count, UNPACK_ROWS), triton.cdiv(tiles, packed.step))](
+        _unpack_kernel[(triton.cdiv(count, UNPACK_ROWS), triton.cdiv(packed.tiles, step))](
             packed.codes if ids is None else ids,
             packed.codes,
-            packed.scales,
-            packed.scales if packed.minima is None else packed.minima,
+            packed.words,
             out,
             start,
             count,
@@ -192,18 +213,42 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
             ROW_BYTES=packed.codes.shape[1],
             LEVELS=packed.levels,
             TILE=packed.tile,
-            TILES=tiles,
-            SCALE_EVERY=tiles // len(packed.scales),
-            STEP=packed.step,
+            TILES=packed.tiles,
+            WORD_TILES=word_tiles(packed.levels, packed.group),
+            STEP=step,
             ROWS=UNPACK_ROWS,
             num_warps=4,
         )
     return out
 
 
+def _numbers_interpreted(stored: Any, exact: Any, mantissa: Any, compute: Any) -> Any:
+    return tuple(_number(code, exact, mantissa, compute) for code in _halves(stored.to(tl.int32), INT4_LEVELS))
+
+
+@kernel()
+def _numbers_compiled(stored, EXACT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MANTISSA == 0:
+        first, second = _halves(stored.to(tl.int32), _INT4)
+        first, second = first.to(COMPUTE), second.to(COMPUTE)
+    elif MANTISSA == 0x4300:
+        first, second = tl.inline_asm_elementwise(
+            _SPREAD_BF16, "=r,=r,=r,=r,r", [stored], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        first, second = tl.inline_asm_elementwise(
+            _SPREAD_FP16, "=r,=r,=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return first, second
+
+
+_numbers: Callable[[Any, Any, Any, Any], Any] = _numbers_interpreted if INTERPRETED else _numbers_compiled
+"""Function that turns bytes of int4 into operands of both halves, each plus the OFFSET of its dtype."""
+
+
 @kernel()
 def _halves(stored, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Split int32 bytes of int4, or pairs of q3h, into codes of the first and of the second half of a group."""
+    """Split int32 bytes of int4, or pairs of q3h, into codes of the first and of the second half of a tile."""
     if LEVELS == _INT4:
         first, second = stored & 15, stored >> 4
     else:
@@ -222,12 +267,33 @@ def _number(code, EXACT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.const
     return made
 
 
+@kernel()
+def _ones(stored, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return ones like a tile of bytes: what is multiplied with them becomes its sums, in every column.
+
+    The comparison is always true, which the compiler notices only after it has chosen layouts. So ones lie as codes do,
+    and x is read once for both. The columns being equal, it keeps the product of one tensor-core tile.
+    """
+    return tl.where(stored.to(tl.int16) < 256, 1.0, 0.0).to(COMPUTE)
+
+
+@kernel()
+def _fields_of(word, tile, WORD_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shift the fields of tiles to the low end of their words."""
+    return word if WORD_TILES == 1 else word >> (tile % WORD_TILES * (64 // WORD_TILES))
+
+
+@kernel()
+def _field(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a field of words, fp32."""
+    return ((word >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
 @kernel("num_rows")
-def _linear_kernel(  # type: ignore[no-untyped-def]
+def _tiles_kernel(  # type: ignore[no-untyped-def]
     x,
     codes,
-    scales,
-    minima,
+    words,
     bias,
     y,
     num_rows,
@@ -237,7 +303,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    SCALE_EVERY: tl.constexpr,
+    WORD_TILES: tl.constexpr,
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -248,49 +314,134 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y[rows, outputs], or its plane, over STEPS steps of STEP tiles."""
+    """Compute y[rows, outputs], or its plane, of int8 or int4 over STEPS steps of STEP tiles, a tile for each warp."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, out_ok = m < num_rows, n < OUT
-    half: tl.constexpr = TILE if LEVELS == _INT8 else TILE // 2
+    half: tl.constexpr = TILE // 2
+    tile_bytes: tl.constexpr = TILE if LEVELS == _INT8 else half
+    s, k = tl.arange(0, STEP), tl.arange(0, half)
+    in_tile = s[:, None] * TILE + k[None, :]
+    x_rows = x + m.to(tl.int64)[None, :, None] * K + in_tile[:, None, :]
+    code_rows = codes + n.to(tl.int64)[None, None, :] * ROW_BYTES + (s[:, None] * tile_bytes + k[None, :])[:, :, None]
+    nothing = tl.full((STEP, BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    total = tl.full((STEP, BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    begin = tl.program_id(2) * STEPS
+    for step in tl.range(STEPS, num_stages=STAGES):
+        tile = (begin + step) * STEP
+        if EVEN:
+            there, first_x, second_x = out_ok[None, :], row_ok[None, :, None], row_ok[None, :, None]
+            first_code, second_code = out_ok[None, None, :], out_ok[None, None, :]
+        else:
+            there = (tile + s < TILES)[:, None] & out_ok[None, :]
+            first_in, second_in = tile * TILE + in_tile < K, tile * TILE + half + in_tile < K
+            first_x, second_x = (
+                first_in[:, None, :] & row_ok[None, :, None],
+                second_in[:, None, :] & row_ok[None, :, None],
+            )
+            first_code = first_in[:, :, None] & out_ok[None, None, :]
+            second_code = second_in[:, :, None] & out_ok[None, None, :]
+        word = tl.load(words + ((tile + s) // WORD_TILES)[:, None] * OUT + n[None, :], mask=there, other=0)
+        word = _fields_of(word, (tile + s)[:, None], WORD_TILES)
+        x_first = tl.load(x_rows + tile * TILE, mask=first_x, other=0.0).to(COMPUTE)
+        x_second = tl.load(x_rows + tile * TILE + half, mask=second_x, other=0.0).to(COMPUTE)
+        stored = tl.load(code_rows + tile * tile_bytes, mask=first_code, other=0)
+        scale = _field(word, 0)[:, None, :]
+        if LEVELS == _INT8:
+            more = tl.load(code_rows + tile * tile_bytes + half, mask=second_code, other=0)
+            total += dot(x_first, stored.to(COMPUTE), nothing, PRECISION) * scale
+            total += dot(x_second, more.to(COMPUTE), nothing, PRECISION) * _field(word, 1)[:, None, :]
+        else:
+            first, second = _numbers(stored, EXACT, MANTISSA, COMPUTE)
+            ones = _ones(stored, COMPUTE)
+            product, x_sum = dot(x_first, first, nothing, PRECISION), dot(x_first, ones, nothing, PRECISION)
+            if WORD_TILES == 1:
+                total += product * scale + x_sum * (_field(word, 1)[:, None, :] - OFFSET * scale)
+                product, x_sum, scale, least = (
+                    nothing,
+                    nothing,
+                    _field(word, 2)[:, None, :],
+                    _field(word, 3)[:, None, :],
+                )
+            else:
+                least = _field(word, 1)[:, None, :]
+            product, x_sum = dot(x_second, second, product, PRECISION), dot(x_second, ones, x_sum, PRECISION)
+            total += product * scale + x_sum * (least - OFFSET * scale)
+    result = tl.sum(total, 0)
+    if BIAS and PLANES == 1:
+        result += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
+    place = (tl.program_id(2) * num_rows + m).to(tl.int64)
+    target = y + place[:, None] * OUT + n[None, :]
+    tl.store(target, cast(result, y.dtype.element_ty), mask=row_ok[:, None] & out_ok[None, :])
+
+
+@kernel("num_rows")
+def _runs_kernel(  # type: ignore[no-untyped-def]
+    x,
+    codes,
+    words,
+    bias,
+    y,
+    num_rows,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    WORD_TILES: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PLANES: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute y[rows, outputs], or its plane, of q3h over STEPS steps of a run of STEP groups."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok, out_ok = m < num_rows, n < OUT
+    half: tl.constexpr = TILE // 2
     k = tl.arange(0, half)
     x_rows = x + m.to(tl.int64)[:, None] * K + k[None, :]
     code_rows = codes + n.to(tl.int64)[None, :] * ROW_BYTES + k[:, None]
     nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     total = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     begin = tl.program_id(2) * STEPS
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         run = begin + step
         eighth = tl.full((half, BLOCK_N), 0, dtype=tl.int32)
         for i in tl.static_range(STEP):
             tile = run * STEP + i
             there = out_ok & (EVEN or tile < TILES)
             x_ok = row_ok[:, None] & (EVEN or tile < TILES)
-            group_at = tile // SCALE_EVERY * OUT + n
-            scale = tl.load(scales + group_at, mask=there, other=0.0).to(tl.float32)
-            x_tile = tl.load(x_rows + tile * TILE, mask=x_ok, other=0.0)
-            if LEVELS == _INT8:
-                weight = tl.load(code_rows + tile * TILE, mask=there[None, :], other=0)
-                total += dot(x_tile.to(COMPUTE), weight.to(COMPUTE), nothing, PRECISION) * scale[None, :]
+            word = _fields_of(tl.load(words + tile // WORD_TILES * OUT + n, mask=there, other=0), tile, WORD_TILES)
+            x_first = tl.load(x_rows + tile * TILE, mask=x_ok, other=0.0).to(COMPUTE)
+            x_second = tl.load(x_rows + tile * TILE + half, mask=x_ok, other=0.0).to(COMPUTE)
+            if i < _RUN - 1:
+                plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[None, :], other=0)
+                stored = plane.to(tl.int32) & 127
+                eighth = eighth | ((plane.to(tl.int32) >> 7) << i)
             else:
-                x_next = tl.load(x_rows + tile * TILE + half, mask=x_ok, other=0.0)
-                if LEVELS == _INT4:
-                    stored = tl.load(code_rows + tile * half, mask=there[None, :], other=0).to(tl.int32)
-                elif i < _RUN - 1:
-                    plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[None, :], other=0)
-                    stored = plane.to(tl.int32) & 127
-                    eighth = eighth | ((plane.to(tl.int32) >> 7) << i)
-                else:
-                    stored = eighth
-                first, second = _halves(stored, LEVELS)
-                product = dot(x_tile.to(COMPUTE), _number(first, EXACT, MANTISSA, COMPUTE), nothing, PRECISION)
-                product = dot(x_next.to(COMPUTE), _number(second, EXACT, MANTISSA, COMPUTE), product, PRECISION)
-                x_sum = tl.sum(x_tile.to(tl.float32), 1) + tl.sum(x_next.to(tl.float32), 1)
-                least = tl.load(minima + group_at, mask=there, other=0.0).to(tl.float32) - OFFSET * scale
-                total += product * scale[None, :] + x_sum[:, None] * least[None, :]
+                stored = eighth
+            first, second = _halves(stored, LEVELS)
+            ones = _ones(stored, COMPUTE)
+            product = dot(x_first, _number(first, EXACT, MANTISSA, COMPUTE), nothing, PRECISION)
+            product = dot(x_second, _number(second, EXACT, MANTISSA, COMPUTE), product, PRECISION)
+            x_sum = dot(x_second, ones, dot(x_first, ones, nothing, PRECISION), PRECISION)
+            scale = _field(word, 0)[None, :]
+            total += product * scale + x_sum * (_field(word, 1)[None, :] - OFFSET * scale)
     if BIAS and PLANES == 1:
         total += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
     place = (tl.program_id(2) * num_rows + m).to(tl.int64)
@@ -318,8 +469,7 @@ def _add_planes_kernel(  # type: ignore[no-untyped-def]
 def _unpack_kernel(  # type: ignore[no-untyped-def]
     ids,
     codes,
-    scales,
-    minima,
+    words,
     out,
     start,
     count,
@@ -330,7 +480,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    SCALE_EVERY: tl.constexpr,
+    WORD_TILES: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -341,7 +491,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(ids + r, mask=row_ok, other=0).to(tl.int64)
     else:
         row = (start + r).to(tl.int64)
-    half: tl.constexpr = TILE if LEVELS == _INT8 else TILE // 2
+    half: tl.constexpr = TILE // 2
     k = tl.arange(0, half)
     code_rows = codes + row[:, None] * ROW_BYTES + k[None, :]
     out_rows = out + r.to(tl.int64)[:, None] * K + k[None, :]
@@ -349,25 +499,32 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     eighth = tl.full((ROWS, half), 0, dtype=tl.int32)
     for i in tl.static_range(STEP):
         tile = run * STEP + i
-        ok = row_ok & (tile < TILES)
-        group_at = (tile // SCALE_EVERY).to(tl.int64) * OUT + row
-        scale = tl.load(scales + group_at, mask=ok, other=0.0).to(tl.float32)[:, None]
-        target = out_rows + tile * TILE
+        there = row_ok & (tile < TILES)
+        first_ok = there[:, None] & (tile * TILE + k < K)[None, :]
+        second_ok = there[:, None] & (tile * TILE + half + k < K)[None, :]
+        word = tl.load(words + (tile // WORD_TILES).to(tl.int64) * OUT + row, mask=there, other=0)[:, None]
+        word = _fields_of(word, tile, WORD_TILES)
+        scale, second_scale = _field(word, 0), _field(word, 0)
+        least, second_least = tl.zeros_like(scale), tl.zeros_like(scale)
         if LEVELS == _INT8:
-            weight = tl.load(code_rows + tile * TILE, mask=ok[:, None], other=0).to(tl.float32) * scale
-            tl.store(target, cast(weight, out.dtype.element_ty), mask=ok[:, None])
+            first = tl.load(code_rows + tile * TILE, mask=first_ok, other=0)
+            second = tl.load(code_rows + tile * TILE + half, mask=second_ok, other=0)
+            second_scale = _field(word, 1)
         else:
-            least = tl.load(minima + group_at, mask=ok, other=0.0).to(tl.float32)[:, None]
+            least, second_least = _field(word, 1), _field(word, 1)
             if LEVELS == _INT4:
-                stored = tl.load(code_rows + tile * half, mask=ok[:, None], other=0).to(tl.int32)
+                stored = tl.load(code_rows + tile * half, mask=there[:, None], other=0).to(tl.int32)
+                if WORD_TILES == 1:
+                    second_scale, second_least = _field(word, 2), _field(word, 3)
             elif i < _RUN - 1:
-                plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=ok[:, None], other=0)
+                plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[:, None], other=0)
                 stored = plane.to(tl.int32) & 127
                 eighth = eighth | ((plane.to(tl.int32) >> 7) << i)
             else:
                 stored = eighth
             first, second = _halves(stored, LEVELS)
-            weight = first.to(tl.float32) * scale + least
-            tl.store(target, cast(weight, out.dtype.element_ty), mask=ok[:, None])
-            weight = second.to(tl.float32) * scale + least
-            tl.store(target + half, cast(weight, out.dtype.element_ty), mask=ok[:, None])
+        target = out_rows + tile * TILE
+        weight = first.to(tl.float32) * scale + least
+        tl.store(target, cast(weight, out.dtype.element_ty), mask=first_ok)
+        weight = second.to(tl.float32) * second_scale + second_least
+        tl.store(target + half, cast(weight, out.dtype.element_ty), mask=second_ok)

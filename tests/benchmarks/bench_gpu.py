@@ -17,7 +17,6 @@ import torch
 import triton
 from gpu_cases import (
     FORMATS,
-    GROUP,
     SITES,
     LinearCase,
     copy_bandwidth,
@@ -108,7 +107,7 @@ def tinygemm_us(case: LinearCase, rows: int) -> str:
             weights.append((torch.ops.aten._convert_weight_to_int4pack(pairs, 8), scales))
         x = torch.randn(rows, case.packed[0].in_features, device=case.codes[0].codes.device, dtype=torch.bfloat16)
         mm = torch.ops.aten._weight_int4pack_mm
-        return f"{graph_us([partial(mm, x, weight, GROUP, scales) for weight, scales in weights]):.1f}"
+        return f"{graph_us([partial(mm, x, weight, case.codes[0].group, scales) for weight, scales in weights]):.1f}"
     except (RuntimeError, NotImplementedError) as error:
         return type(error).__name__
 
@@ -149,7 +148,7 @@ def main() -> None:
         f"# {name}, torch {torch.__version__}, triton {triton.__version__}\n\nCopy {bandwidth / 1e9:.0f} GB/s.",
         markdown("SGMV", SGMV_COLUMNS, time_sgmv(ops, device, bandwidth, a.quick)),
         markdown("Attention", ATTENTION_COLUMNS, time_attention(ops, device, bandwidth, a.quick)),
-        markdown("Base linears, groups of 128", LINEAR_COLUMNS, time_linears(ops, bandwidth, a.quick)),
+        markdown("Base linears, groups of 32 (q3h: 64)", LINEAR_COLUMNS, time_linears(ops, bandwidth, a.quick)),
         markdown(step, gpu_step.COLUMNS, gpu_step.time_steps(ops, bandwidth, a.quick)),
     ]
     print("\n".join(text))

@@ -33,7 +33,8 @@ SITES = {
     "down": SiteDims(14336, (4096,)),
 }
 FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
-GROUP = 128
+GROUP = 32
+"""What a server takes unless told otherwise."""
 PAGE_BYTES = 65536
 # More than the L2 of an H200 (50 MB): repeats must walk over this much, or they measure L2.
 L2_BYTES = 128 << 20
@@ -186,10 +187,15 @@ class LinearCase:
         return self.us(rows, lambda x, packed: triton_linear.through_tiles(x, packed, config))
 
 
-def linear_case(ops: Ops, name: str, levels: int) -> LinearCase:
+def group_of(levels: int, group: int) -> int:
+    """Return the group, or the least that the format takes."""
+    return max(group, 64) if levels == Q3H_LEVELS else group
+
+
+def linear_case(ops: Ops, name: str, levels: int, group: int = GROUP) -> LinearCase:
     out, width = (SITES[name].total_out, SITES[name].in_features)
     copies = max(2, min(MAX_COPIES, -(-L2_BYTES // (out * width // 2))))
-    codes = [random_codes(out, width, levels, ops.device) for _ in range(copies)]
+    codes = [random_codes(out, width, levels, ops.device, group_of(levels, group)) for _ in range(copies)]
     return LinearCase(name, levels, codes, [ops.pack_linear(one) for one in codes])
 
 

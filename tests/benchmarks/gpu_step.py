@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gpu_cases import FORMATS, event_ms, random_codes
+from gpu_cases import FORMATS, GROUP, event_ms, group_of, random_codes
 
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
@@ -49,15 +49,16 @@ class PackedBase:
 
 
 def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dtype) -> ModelWeights:
-    """Make random weights; embedding and head are floats."""
+    """Make random weights as a server holds them: embedding and head are int8 unless nothing is quantized."""
 
     def floats(out: int, width: int) -> torch.Tensor:
         return torch.empty(out, width, dtype=dtype, device=ops.device).normal_(std=STD)
 
-    def linear(out: int, width: int) -> FloatLinear | PackedBase:
+    def linear(out: int, width: int, quantization: str = quantization) -> FloatLinear | PackedBase:
         if quantization == "bf16":
             return FloatLinear(floats(out, width), None)
-        return PackedBase(ops, ops.pack_linear(random_codes(out, width, FORMATS[quantization], ops.device)))
+        levels = FORMATS[quantization]
+        return PackedBase(ops, ops.pack_linear(random_codes(out, width, levels, ops.device, group_of(levels, GROUP))))
 
     def layer() -> LayerWeights:
         norm = torch.ones(spec.hidden_size, device=ops.device)
@@ -65,7 +66,7 @@ def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dt
         return LayerWeights(norm, norm, *sites)
 
     layers = tuple(layer() for _ in range(spec.num_layers))
-    head = FloatLinear(floats(spec.vocab_size, spec.hidden_size), None)
+    head = linear(spec.vocab_size, spec.hidden_size, "bf16" if quantization == "bf16" else "int8")
     embed = FloatEmbedding(floats(spec.vocab_size, spec.hidden_size))
     return ModelWeights(spec, embed, layers, torch.ones(spec.hidden_size, device=ops.device), head, "random")
 

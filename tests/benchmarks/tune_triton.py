@@ -2,11 +2,11 @@
 
 python tests/benchmarks/tune_triton.py [--quick] [--out sgmv_kernels/triton_ops/configs/NAME.json]
 
-First `sums` (split_k, block_k), one choice a width, because they fix the order of additions and must not depend on the
-batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. Then `linear`
-for each width of a code and bucket of rows, narrow and wide sites apart, and the rows above which dequantizing for
-cuBLAS is faster. What is not tuned (attention, `rows`) is copied from the default table. Llama-3-8B shapes; without a
-GPU: one line, exit code 2.
+First `sums` (split_k, block_k), one choice a width, because they fix the order of additions and must not depend on
+the batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. Then
+`linear` for each width of a code, group and bucket of rows, narrow and wide sites apart, and the rows above which
+dequantizing for cuBLAS is faster, in the default group. What is not tuned (attention, `rows`) is copied from the
+default table. Llama-3-8B shapes; without a GPU: one line, exit code 2.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from gpu_cases import FORMATS, SITES, LinearCase, SiteCase, linear_case, need_gpu, site_case, with_config
+from gpu_cases import FORMATS, SITES, LinearCase, SiteCase, group_of, linear_case, need_gpu, site_case, with_config
 
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.block_sizes import DEFAULT, LinearConfig, device_name, file_name, table_of
@@ -27,7 +27,7 @@ from sgmv_kernels.triton_ops.linear import BITS, through_blas
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
 SUMS = {"split_k": (1, 2, 4, 8, 16), "block_k": (64, 128, 256)}
 SHRINK = {"shrink_n": (16, 32, 64), "shrink_warps": (2, 4, 8), "shrink_stages": (2, 3, 4)}
-EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (2, 4, 8), "expand_stages": (2, 3)}
+EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (2, 4, 8), "expand_stages": (1, 2, 3)}
 FEW = {"split_k": (4, 8), "block_k": (128,)}
 FEW_SHRINK = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
 FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (4,), "expand_stages": (3,)}
@@ -35,13 +35,15 @@ DECODE = ((1, 1), (32, 8), (32, 32))
 # (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
 ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
 LINEAR = {
-    "block_m": (16, 32, 64, 128),
-    "block_n": (32, 64, 128),
+    "block_m": (16, 32, 64),
+    "block_n": (32, 64),
     "split_k": (1, 2, 4, 8),
     "warps": (4, 8),
-    "stages": (2, 4),
+    "stages": (2, 3, 4),
 }
-FEW_LINEAR = {"block_m": (16, 64), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+FEW_LINEAR = {"block_m": (16, 32), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+# (bound of the bucket, group that it is timed with); groups of 32 first, which a server takes unless told otherwise.
+GROUPS = ((32, 32), (64, 64), (None, 128))
 # (bound of the bucket, rows that it is timed with)
 LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
 NARROW_OUT = 8192
@@ -114,9 +116,11 @@ def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float
 def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return `linear` and `dequantize_above`."""
     table, above = [], {}
-    for name, levels in FORMATS.items():
+    for (name, levels), (most, group) in itertools.product(FORMATS.items(), GROUPS[:1] if quick else GROUPS):
         bits, best = BITS[levels], {}
-        cases = {site: linear_case(ops, site, levels) for site in ((NARROW[1], *WIDE) if quick else SITES)}
+        if group != group_of(levels, group):
+            continue
+        cases = {site: linear_case(ops, site, levels, group) for site in ((NARROW[1], *WIDE) if quick else SITES)}
         for (bound, rows), sites in itertools.product(LINEAR_ROWS, (NARROW, WIDE)):
             held = [case for site, case in cases.items() if site in sites]
             options = [LinearConfig(**choice) for choice in choices(FEW_LINEAR if quick else LINEAR)]
@@ -125,11 +129,12 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
                 o for o in options if rows < 4 * o.block_m < 8 * max(16, rows) and (rows <= 64 or o.split_k == 1)
             ]
             best[bound, sites] = min(options, key=lambda o, held=held, rows=rows: linear_us(held, rows, o))
-            row = {"bits": bits, "max_rows": bound, "max_out": NARROW_OUT if sites == NARROW else None}
-            table.append(row | asdict(best[bound, sites]))
+            row = {"bits": bits, "max_group": most, "max_rows": bound}
+            table.append(row | {"max_out": NARROW_OUT if sites == NARROW else None} | asdict(best[bound, sites]))
             print(f"linear: {table[-1]} {linear_us(held, rows, best[bound, sites]):.1f} µs", flush=True)
-        above[str(bits)] = crossover(cases, best)
-        print(f"{name}: dequantized above {above[str(bits)]} rows", flush=True)
+        if str(bits) not in above:
+            above[str(bits)] = crossover(cases, best)
+            print(f"{name}: dequantized above {above[str(bits)]} rows", flush=True)
         del cases
     return table, above
 
@@ -160,6 +165,8 @@ def main() -> None:
     tiles = tune_tiles(ops, device, sums, a.quick)
     table = dict(table_of(DEFAULT)) | {"device": name, "measured": True, "triton": triton.__version__}
     linears, above = tune_linears(ops, a.quick)
+    # Groups that were not timed take the default rows.
+    linears += table_of(DEFAULT)["linear"]
     table["note"] = "sums, tiles and linear measured by tests/benchmarks/tune_triton.py; rows and attention are not."
     table |= {"sums": sums, "tiles": tiles, "linear": linears, "dequantize_above": above}
     out = a.out or CONFIGS / file_name(name)

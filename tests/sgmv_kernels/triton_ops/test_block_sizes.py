@@ -103,8 +103,8 @@ def test_the_default_table_has_blocks_for_every_head() -> None:
 
 
 def test_the_default_table_has_blocks_for_every_linear() -> None:
-    for bits, rows, out in itertools.product((8, 4, 3), (1, 17, 65, 100_000), WIDTHS):
-        config = linear_config(DEFAULT, bits, rows, out)
+    for bits, group, rows, out in itertools.product((8, 4, 3), (32, 64, 576), (1, 17, 65, 100_000), WIDTHS):
+        config = linear_config(DEFAULT, bits, group, rows, out)
         assert all(is_block(n) for n in (config.block_m, config.block_n))
         assert config.split_k >= 1
         assert dequantize_above(DEFAULT, bits) > 0

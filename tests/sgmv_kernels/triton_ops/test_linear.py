@@ -1,5 +1,8 @@
 """The Triton linears over quantized codes: compiled on a CUDA device, else under Triton's interpreter."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from quantized_codes import random_codes
@@ -49,6 +52,28 @@ def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: in
     ids = torch.tensor([36, 0, 5, 5])
     assert torch.equal(packed.rows(ids.to(DEVICE)).cpu(), codes.dequantize()[ids])
     assert packed.rows(ids[:0].to(DEVICE)).shape == (0, width)
+
+
+def test_int4_is_spread_to_mantissas() -> None:
+    """The instructions that the interpreter cannot run, on every byte: codes of both halves, in the bytes' order."""
+    codes = np.arange(256)
+    for text, mantissa in ((linear_triton._SPREAD_BF16, 0x4300), (linear_triton._SPREAD_FP16, 0x6400)):
+        held = {"$4": codes | codes[::-1] << 8 | (codes ^ 85) << 16 | (codes ^ 170) << 24}
+        for name, operands in re.findall(r"(prmt|lop3|shr)\.\w+ ([^;]+);", text.value):
+            target, source, *numbers = operands.split(", ")
+            a, (first, *others) = held[source], (int(number, 0) for number in numbers)
+            if name == "prmt":
+                chosen = [others[0] >> 4 * i & 15 for i in range(4)]
+                held[target] = sum((a >> 8 * byte & 255) << 8 * i for i, byte in enumerate(chosen) if byte < 4)
+            elif name == "shr":
+                held[target] = a >> first
+            else:
+                assert others[1] == 0xEA  # (a & b) | c
+                held[target] = a & first | others[0]
+        for byte, (low, high) in enumerate((("$0", "$2"), ("$0", "$2"), ("$1", "$3"), ("$1", "$3"))):
+            stored, lane = held["$4"] >> 8 * byte & 255, 16 * (byte % 2)
+            np.testing.assert_array_equal(held[low] >> lane & 0xFFFF, stored & 15 | mantissa)
+            np.testing.assert_array_equal(held[high] >> lane & 0xFFFF, stored >> 4 | mantissa)
 
 
 def test_q3h_takes_three_and_a_half_bits() -> None:
@@ -101,8 +126,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> N
     assert torch.equal(ops.linear(x[4:5].to(DEVICE), packed)[0], many[4])
 
 
-@pytest.mark.parametrize(("levels", "group", "rows", "width"), [(INT8_LEVELS, 576, 2, 576), (INT4_LEVELS, 32, 0, 64)])
-def test_one_scale_a_channel_and_no_rows(ops: Ops, levels: int, group: int, rows: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("levels", "group", "rows", "width"),
+    [(INT8_LEVELS, 576, 2, 576), (INT4_LEVELS, 32, 0, 64), (INT4_LEVELS, 32, 2, 160), (INT8_LEVELS, 96, 2, 288)],
+)
+def test_one_scale_a_channel_no_rows_and_half_a_tile(ops: Ops, levels: int, group: int, rows: int, width: int) -> None:
     """A group of int8 may be of any size that 32 divides; it is taken in tiles."""
     codes, x = random_codes(levels, group, 20, width), torch.randn(rows, width)
     check(ops.linear(x.to(DEVICE), ops.pack_linear(on_device(codes))), x, codes)

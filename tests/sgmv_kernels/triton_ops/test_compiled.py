@@ -1,0 +1,178 @@
+"""What ptxas makes of every Triton kernel of the served formats for sm80, sm89 and sm90, which need not be there.
+
+The interpreter checks no shapes of `tl.dot`, no memory and no registers. As nothing is compiled under it, the launches
+are compiled by this file run as a script, which prints a line a kernel.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from compiled_kernels import Compiler, Facts, compiling
+
+from sgmv_kernels.backend import SgmvPlan, plan_of
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import build_segments
+from sgmv_kernels.metadata.sgmv_tables import build_tables
+from sgmv_kernels.triton_ops import attention as attention_triton
+from sgmv_kernels.triton_ops import linear as linear_triton
+from sgmv_kernels.triton_ops import pointwise as pointwise_triton
+from sgmv_kernels.triton_ops import sgmv as sgmv_triton
+
+ARCHES = (80, 89, 90)
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Shared memory that a block may have."""
+MOST_BARRIERS = 8
+"""In a loop: a few for each stage of copies and for operands that change their layout."""
+LEAST_COPY = 8
+LINEARS = (
+    *((INT8_LEVELS, group) for group in (32, 64, 128)),
+    *((INT4_LEVELS, group) for group in (32, 64, 128)),
+    *((Q3H_LEVELS, group) for group in (64, 128)),
+)
+"""What `--quantization` and `--quantization-group` take."""
+SITES = {
+    "qkv": SiteDims(4096, (4096, 1024, 1024)),
+    "gate_up": SiteDims(4096, (14336, 14336)),
+    "down": SiteDims(14336, (4096,)),
+}
+"""Of Llama-3-8B."""
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+
+
+def compile_sgmv(active: torch.dtype, stored: torch.dtype, rows: int, dims: SiteDims, rank: int) -> None:
+    layout = AdapterLayout((dims,), ((tuple(rank for _ in dims.out_features),),), stored.itemsize)
+    placed = layout.place([(0, layout.num_pages(1024))], 1024)
+    assert placed is not None
+    tables = build_tables(build_segments([0] * rows), [placed])
+    plan = SgmvPlan(tables, stored, rows, sgmv_triton.prepare(tables, stored, CPU))
+    x, y = torch.zeros(rows, dims.in_features, dtype=active), torch.zeros(rows, dims.total_out, dtype=active)
+    sgmv_triton.sgmv_(y, x, torch.zeros(layout.num_pages(1024) * 1024, dtype=torch.uint8), plan, 0, 0)
+
+
+def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
+    kv = KvPages(slab, KV_FORMATS[str(stored).removeprefix("torch.")], kv_heads, 16, dim)
+    plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
+    prepared = attention_triton.prepare(plan, CPU)
+    plan = replace(plan, prepared=prepared)
+    q = torch.zeros(71, heads, dim, dtype=active)
+    for window, softcap in ((None, None), (100, None), (None, 50.0)):
+        attention_triton.attention(q, kv, plan, 0.1, window, softcap)
+
+
+def compile_pointwise(dtype: torch.dtype) -> None:
+    kv = KvPages(torch.zeros(2 * 2 * 8 * 16 * 128 * 2, dtype=torch.uint8), KV_FORMATS["bfloat16"], 8, 16, 128)
+    for rows in (1, 20):
+        index = torch.arange(rows)
+        angle = torch.zeros(rows, 64)
+        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+        part = angle[:, :48].contiguous()
+        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), part, part, kv, index, index)
+    x = torch.zeros(2, 4096, dtype=dtype)
+    pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
+    pointwise_triton.add_rms_norm_(x, None, torch.zeros(4096), 1e-5)
+    pointwise_triton.silu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
+    pointwise_triton.gelu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
+    pointwise_triton.norm_heads_(torch.zeros(2, 48 * 128, dtype=dtype), torch.zeros(128), torch.zeros(128), 8, 1e-5)
+    pointwise_triton.softcap_(x, 30.0)
+
+
+def compile_linear(active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int) -> None:
+    scales = torch.zeros(out, width // group, dtype=torch.float16)
+    stored, minima = (torch.int8, None) if levels == INT8_LEVELS else (torch.uint8, scales)
+    codes = GroupQuantizedWeight(torch.zeros(out, width, dtype=stored), scales, minima, levels)
+    packed = linear_triton.pack_linear(codes, torch.zeros(out))
+    linear_triton.linear(torch.zeros(rows, width, dtype=active), packed)
+    packed.rows(torch.zeros(2, dtype=torch.int64))
+    linear_triton.through_blas(torch.zeros(1, width, dtype=active), packed)
+
+
+def compile_served(compiler: Compiler) -> None:
+    """Compile what the engine launches for a base in every format, activations and adapters in bf16."""
+    for levels, group in LINEARS:
+        shapes = ((28672, 4096), (4096, 14336), (1536, 576)) if group == 32 else ((28672, 4096),)
+        for rows, (out, width) in itertools.product((1, 32), shapes):
+            compiler.label = f"{levels} levels, groups of {group}, {rows} rows, {width} -> {out}"
+            compile_linear(BF16, rows, out, width, group, levels)
+    compiler.label = "pointwise"
+    compile_pointwise(BF16)
+
+
+def compile_others(compiler: Compiler) -> None:
+    """Compile kernels of tests, and for unequal dtypes: they must compile, no more."""
+    small = SiteDims(576, (576, 192, 192))
+    for (site, dims), rows, rank in itertools.product(SITES.items(), (32, 512, 2048), (16, 64)):
+        compiler.label = f"{site}, {rows} rows, rank {rank}"
+        compile_sgmv(BF16, BF16, rows, dims, rank)
+    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64)):
+        compiler.label = f"heads of {dim}"
+        compile_attention(BF16, BF16, heads, kv_heads, dim)
+    compiler.label = "other"
+    compile_sgmv(FP32, FP32, 16, small, 8)
+    compile_sgmv(FP16, BF16, 300, small, 64)
+    compile_attention(FP32, FP32, 9, 3, 80)
+    for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
+        compile_linear(FP32, 1, 576, 576, 64, levels)
+        compile_linear(FP16, 9, 576, 576, 64, levels)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ARCHES)
+def test_served_kernels_keep_registers_barriers_and_copies_in_bounds(arch: int, tmp_path: Path) -> None:
+    facts = compiled(arch, "served", tmp_path)
+    assert len(facts) > 40
+    wrong = [
+        str(one)
+        for one in facts
+        if one.spills
+        or one.shared > SHARED_BYTES[arch]
+        or one.barriers > MOST_BARRIERS
+        or one.waits
+        or (one.copy_bytes or LEAST_COPY) < LEAST_COPY
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.long
+def test_other_kernels_compile(tmp_path: Path) -> None:
+    facts = compiled(90, "others", tmp_path)
+    assert len(facts) > 10
+    assert max(one.shared for one in facts) <= SHARED_BYTES[90]
+
+
+def compiled(arch: int, which: str, folder: Path) -> list[Facts]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(arch), which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [Facts(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Print the facts of each kernel. Arguments: compute capability, served or others."""
+    torch.set_num_threads(1)
+    arch, which = int(sys.argv[1]), sys.argv[2]
+    with compiling(arch) as compiler:
+        (compile_served if which == "served" else compile_others)(compiler)
+    for one in compiler.facts:
+        print(json.dumps(asdict(one)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Compile Triton kernels for GPUs that need not be there, and read what ptxas made of them.
+
+Under `compiling(arch)`, launches compile instead of running; the wheel of triton brings ptxas and cuobjdump.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+WARP = 32
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_CALL = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ptxas and cuobjdump say of one kernel. Bytes of a copy are those of one thread's instruction."""
+
+    kernel: str
+    label: str
+    registers: int
+    # Instructions that write to, or read from, local memory.
+    spills: int
+    shared: int
+    # Instructions of the longest loop, and those of them that wait for the other warps.
+    loop: int
+    barriers: int
+    # Narrowest copy into shared memory; None without one.
+    copy_bytes: int | None
+    # Loads in the loop whose result an instruction waits for.
+    waits: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label} {self.kernel}: {self.registers} registers, {self.spills} spills, {self.shared} B shared, "
+            f"copies of {self.copy_bytes} B; in its loop of {self.loop} {self.barriers} barriers, {self.waits} waits"
+        )
+
+
+class Compiler:
+    """Stands in for `JITFunction.run`; `facts` holds each kernel that was compiled."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, WARP)
+        self.label = ""
+        self.facts: list[Facts] = []
+        self._seen: set[Any] = set()
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Compile with the rules of `JITFunction.run`: 1 becomes a constant, multiples of 16 are known as such."""
+        names = kernel.arg_names
+        values = dict(zip(names, args, strict=False)) | {name: v for name, v in options.items() if name in names}
+        signature, constants, attrs = {}, {}, {}
+        for i, name in enumerate(names):
+            value, plain = values[name], not kernel.params[i].do_not_specialize
+            if isinstance(value, torch.Tensor):
+                signature[name], attrs[i,] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            elif kernel.params[i].is_constexpr or (plain and type(value) is int and value == 1):
+                signature[name], constants[i,] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32"
+                if plain and value % 16 == 0:
+                    attrs[i,] = [["tt.divisibility", 16]]
+        launched = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
+        key = (kernel.__name__, str(signature), str(constants), str(attrs), str(launched))
+        if key not in self._seen:
+            self._seen.add(key)
+            made = triton.compile(ASTSource(kernel, signature, constants, attrs), target=self._target, options=launched)
+            self.facts.append(_read(kernel.__name__, self.label, made))
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[Compiler]:
+    """Compile launches for a GPU of this compute capability, 90 for sm90."""
+    compiler = Compiler(arch)
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        compiler.launch(kernel, *args, **options)
+
+    with mock.patch.object(triton.JITFunction, "run", run):
+        yield compiler
+
+
+def _read(kernel: str, label: str, made: Any) -> Facts:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        used = _dump("--dump-resource-usage", file.name)
+        code = [(int(at, 16), text) for at, text in _CALL.findall(_dump("--dump-sass", file.name))]
+    loop = longest_loop(code)
+    copies = [width_of(text) for _, text in code if "LDGSTS" in text]
+    return Facts(
+        kernel,
+        label,
+        int(re.search(r"REG:(\d+)", used)[1]),
+        sum(bool(re.search(r"\b(LDL|STL)\b", text)) for _, text in code),
+        made.metadata.shared,
+        len(loop),
+        sum("BAR.SYNC" in text for text in loop),
+        min(copies, default=None),
+        sum(bool(re.search(r"\bLDG\b", text)) for text in loop),
+    )
+
+
+def longest_loop(code: list[tuple[int, str]]) -> list[str]:
+    """Return the instructions of the longest backward branch."""
+    place = {at: i for i, (at, _) in enumerate(code)}
+    best: list[str] = []
+    for i, (_, text) in enumerate(code):
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        start = place.get(int(target[1], 16), i) if target else i
+        if i - start > len(best):
+            best = [text for _, text in code[start : i + 1]]
+    return best
+
+
+def width_of(text: str) -> int:
+    """Return the bytes that a memory instruction moves for a thread."""
+    bits = re.search(r"\.(8|16|32|64|128)\b|\.[US](8|16)\b", text.split()[0] if text[0] != "@" else text.split()[1])
+    return int(next(filter(None, bits.groups()))) // 8 if bits else 4
+
+
+def _dump(what: str, path: str) -> str:
+    return subprocess.run([CUOBJDUMP, what, path], capture_output=True, text=True, check=True).stdout
