@@ -10,8 +10,18 @@ import re
 from typing import Any
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+_encode_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def one_line(value: Any, **options: Any) -> str:
-    """`options` as of `json.dumps`."""
-    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", json.dumps(value, ensure_ascii=False, **options))
+    """Return the JSON of a value; `options` as of `json.dumps`."""
+    return _one_line(json.dumps(value, ensure_ascii=False, **options))
+
+
+def compact_line(value: Any) -> str:
+    """Return the JSON of a value, without blanks."""
+    return _one_line(_encode_compact(value))
+
+
+def _one_line(text: str) -> str:
+    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text)

@@ -19,12 +19,14 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from api.asgi.limits import ConnectionLimits, no_cuts
 from api.asgi.response_limits import PIECE_BYTES
+from api.asgi.sse import SEND_CHUNK
 from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
@@ -91,6 +93,8 @@ class LimitedProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_received = 0
         self._real: asyncio.Transport
+        self._application = self.app
+        self.app = self._offer_chunks
 
     # asyncio callbacks.
 
@@ -209,6 +213,20 @@ class LimitedProtocol(H11Protocol):
         return len(begun) + len(data) > most and _END_OF_HEAD.search((begun + data[:most])[:most]) is None
 
     # Writing.
+
+    async def _offer_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and let it send chunks past the layers that only look at the response's head."""
+        if scope["http_version"] == "1.1":
+            scope = {**scope, "extensions": {SEND_CHUNK: self._send_chunk}}
+        await self._application(scope, receive, send)
+
+    async def _send_chunk(self, body: bytes) -> None:
+        """Send a part of a body without a length, after its head; nothing once the client has left."""
+        for begin in range(0, len(body), PIECE_BYTES):
+            if self.flow.write_paused:
+                await self.flow.drain()
+            piece = body[begin : begin + PIECE_BYTES]
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def _watch_writing(self) -> None:
         size = self._real.get_write_buffer_size()

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from fastapi.sse import format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.asgi.json_lines import one_line
+from api.asgi.json_lines import compact_line
 
 T = TypeVar("T")
+SEND_CHUNK = "lorasrv.http.response.chunk"
+"""ASGI extension: `await scope["extensions"][SEND_CHUNK](data)` sends a part of a streamed body directly, past the `send`
+of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 
@@ -60,20 +62,29 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_until_disconnect(receive, self._send_all(send))
+            await run_until_disconnect(receive, self._send_all(scope, send))
         except (ClientDisconnected, OSError):
             return
         finally:
             await self._events.aclose()
             await self._close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        async def send_body(chunk: bytes) -> None:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+        send_chunk = scope.get("extensions", {}).get(SEND_CHUNK, send_body)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._events:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send_chunk(chunk)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """Format one `data:` event."""
-    return format_sse_event(data_str=one_line(payload, separators=(",", ":")))
+    return event_of(compact_line(payload))
+
+
+def event_of(line: str) -> bytes:
+    """Format one `data:` event of a line of JSON."""
+    return f"data: {line}\n\n".encode()

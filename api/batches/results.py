@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from adapter_store.storage.blobs import fsync_directory
-from api.asgi.json_lines import one_line
+from api.asgi.json_lines import compact_line
 from api.batches.input_lines import Line, MalformedLine, line_key
 
 ID_PREFIX = "batch_req_"
@@ -126,7 +126,7 @@ def _result_line(custom_id: str | None, response: Mapping[str, Any] | None, prob
         "error": problem,
     }
     try:
-        return one_line(fields, separators=(",", ":")).encode() + b"\n"
+        return compact_line(fields).encode() + b"\n"
     except UnicodeEncodeError:
         # A lone surrogate from another server.
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

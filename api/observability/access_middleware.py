@@ -11,6 +11,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.asgi.sse import SEND_CHUNK
 from api.auth.principal import PREFIX, caller_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
@@ -125,6 +126,8 @@ class AccessMiddleware:
                 _keep(seen.received, message.get("body", b""))
             return message
 
+        if self._keeps_text:
+            scope.get("extensions", {}).pop(SEND_CHUNK, None)
         try:
             await self._app(scope, watched_receive if self._keeps_text else receive, watched_send)
         except BaseException:

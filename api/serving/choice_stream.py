@@ -15,8 +15,8 @@ class ChoiceStream:
     A choice that fails fails all of them. With `unanswered`, outputs contain only the prompt, as if nothing was
     generated.
 
-    A task per stream waits for its next output, and then until it is taken: for a slow client little is buffered. Must
-    be closed, also at the end.
+    A single stream is read as it is. Of several, each has a task that waits for its next output, and then until it is
+    taken: for a slow client little is buffered. Must be closed, also at the end.
 
     Raises (from iteration):
         LorasrvError, AdapterError, ApiError: a choice failed; earlier outputs are not an answer.
@@ -31,7 +31,9 @@ class ChoiceStream:
         self._num_unfinished = len(streams)
         self._ahead: tuple[int, RequestOutput] | None = None
         self._arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
-        self._pumps = [asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(streams)]
+        self._pumps = [
+            asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(streams) if len(streams) > 1
+        ]
 
     def first_outputs(self) -> list[RequestOutput]:
         """Return, for each prompt, the latest output of its first choice that has any."""
@@ -70,7 +72,7 @@ class ChoiceStream:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _take(self) -> tuple[int, RequestOutput]:
-        index, output = await self._arrived.get()
+        index, output = (await self._arrived.get()) if self._pumps else (0, await anext(self._streams[0]))
         if isinstance(output, Exception):
             raise output
         if output.finish_reason is FinishReason.ERROR:

@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError
-from api.asgi.sse import DONE, event
+from api.asgi.json_lines import compact_line
+from api.asgi.sse import DONE, event, event_of
 from api.errors import ApiError, describe
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens, mean_logprob
@@ -259,12 +261,17 @@ class ResponseBuilder:
         }
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
-        body = self._envelope(self.protocol_format.chunk_object, [choice])
+        usage = ""
         if self.usage_in_chunks:
-            body["usage"] = self.usage(choices)
+            usage = f',"usage":{compact_line(self.usage(choices))}'
         elif self.include_usage:
-            body["usage"] = None
-        return event(body)
+            usage = ',"usage":null'
+        return event_of(f"{self._chunk_head}{compact_line(choice)}]{usage}}}")
+
+    @cached_property
+    def _chunk_head(self) -> str:
+        """Hold what the chunks of a stream have in common, up to their choice: encoded once, not for every token."""
+        return compact_line(self._envelope(self.protocol_format.chunk_object, [])).removesuffix("]}")
 
     def _choice(
         self,

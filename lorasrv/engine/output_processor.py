@@ -92,11 +92,14 @@ class OutputProcessor:
         was held back contains none that counts: it may have one within the first `min_tokens` tokens."""
         old = len(self._held)
         found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
-        return min(found, key=lambda f: f[0], default=(-1, None))
+        return min(found, key=lambda f: f[0]) if found else (-1, None)
 
     def _possible_stop_length(self, text: str) -> int:
         """Return the length of the longest tail that a stop string begins with."""
-        return max((n for n, beginnings in enumerate(self._beginnings, 1) if text.endswith(beginnings)), default=0)
+        for length in range(len(self._beginnings), 0, -1):
+            if text.endswith(self._beginnings[length - 1]):
+                return length
+        return 0
 
     def _result(
         self, output: EngineOutput, text: str, reason: FinishReason | None, stop_reason: str | int | None
@@ -162,7 +165,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._engine = engine
         self._processor = processor
         self._unread: deque[RequestOutput | Exception] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._finished = False
 
     @property
@@ -177,8 +180,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         while not self._unread:
             if self._finished:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         output = self._unread.popleft()
         if isinstance(output, Exception):
             raise output
@@ -189,7 +192,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if not self._finished:
             self._finished = True
             self._engine.abort(self.request_id)
-            self._arrived.set()
+            self._wake_reader()
 
     def abort(self, error: Exception) -> None:
         """Abort the request and raise `error` to its reader."""
@@ -224,7 +227,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._unread[-1] = last.followed_by(output)
         else:
             self._unread.append(output)
-        self._arrived.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 from lorasrv.text.tokenizer import Decoding, Tokenizer
@@ -33,8 +33,11 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids and return the text that is now certain."""
-        tokens = (self._tokenizer.token(i) for i in ids if i not in self._skipped)
-        return "".join(self._stream.push(token) for token in tokens if token is not None)
+        text = ""
+        for token_id in ids:
+            if token_id not in self._skipped and (token := self._tokenizer.token(token_id)) is not None:
+                text += self._stream.push(token)
+        return text
 
     def flush(self) -> str:
         """Return the remaining text; an unfinished character becomes U+FFFD."""
@@ -84,6 +87,7 @@ class _ByteLevelStream:
         return self._utf8.decode(b"", final=True)
 
 
+@lru_cache(1 << 16)
 def _token_bytes(token: str) -> bytes:
     """Return the bytes of a byte-level token; a token with characters outside the alphabet (an added token) is its
     own text.
