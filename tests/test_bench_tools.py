@@ -169,6 +169,9 @@ class TestPeers:
         one, other = bench_peers.comparison([ours, theirs])
         assert one[:5] == ("16/16", "64", "lorasrv", "50.0", "–")
         assert other[:5] == ("16/16", "64", "peft", "10.0", "5.0 ×")
+        rounds = [{**ours, "figures": {**ours["figures"], "output_tok_per_s": speed}} for speed in (40.0, 70.0, 60.0)]
+        one, other = bench_peers.comparison([*rounds, theirs])
+        assert (one[3], other[4]) == ("60.0 (40.0 to 70.0)", "6.0 ×"), "medians of the rounds"
         assert bench_peers.better([theirs, ours]) is ours
         assert "| 56 % |" in report.section("x", [ours])
 

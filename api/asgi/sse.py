@@ -11,8 +11,8 @@ from api.asgi.json_lines import compact_line
 
 T = TypeVar("T")
 SEND_CHUNK = "lorasrv.http.response.chunk"
-"""ASGI extension: `await scope["extensions"][SEND_CHUNK](data)` sends a part of a streamed body directly, past the `send`
-of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
+"""ASGI extension: `await scope["extensions"][SEND_CHUNK](data)` sends a part of a streamed body directly, past the
+`send` of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 

