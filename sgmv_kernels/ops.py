@@ -4,10 +4,12 @@ Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim,
 """
 
 import logging
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +73,26 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _PlannedSgmv:
+    """Remember what a plan was made of."""
+
+    segments: Segments
+    adapters: tuple[PlacedAdapter, ...]
+    plan: SgmvPlan
+
+    def serves(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> bool:
+        """Return whether a plan of these would be the same; placed adapters do not change, moved ones are others."""
+        return (
+            dtype == self.plan.dtype
+            and len(adapters) == len(self.adapters)
+            and all(map(operator.is_, adapters, self.adapters))
+            and np.array_equal(segments.permutation, self.segments.permutation)
+            and np.array_equal(segments.indptr, self.segments.indptr)
+            and np.array_equal(segments.adapters, self.segments.adapters)
+        )
+
+
 class Ops:
     """Run the ops on one device. Plans are made once a step and serve every layer.
 
@@ -84,6 +106,7 @@ class Ops:
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
         self.device, self._copies = device, copies
+        self._last_sgmv: _PlannedSgmv | None = None
         self._chosen = kernels is not None
         self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
         if self._backend.name == "numba" and device.type != "cpu":
@@ -140,6 +163,8 @@ class Ops:
     def plan_sgmv(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> SgmvPlan:
         """Check what is the same for every `sgmv_` of a step, and lay it out for the kernels.
 
+        While the same rows stay with the same placed adapters, which is most of the time, the last plan is returned.
+
         Args:
             segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
             adapters: the placed adapters of this step, of any ranks.
@@ -148,13 +173,16 @@ class Ops:
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
-        require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
-        check_segments(segments)
-        highest = int(segments.adapters.max(initial=BASE))
-        require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
-        for adapter in adapters:
-            check_adapter(adapter, adapters[0], dtype)
-        return self.plan_tables(build_tables(segments, adapters), dtype)
+        if self._last_sgmv is None or not self._last_sgmv.serves(segments, adapters, dtype):
+            require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
+            check_segments(segments)
+            highest = int(segments.adapters.max(initial=BASE))
+            require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
+            for adapter in adapters:
+                check_adapter(adapter, adapters[0], dtype)
+            plan = self.plan_tables(build_tables(segments, adapters), dtype)
+            self._last_sgmv = _PlannedSgmv(segments, tuple(adapters), plan)
+        return self._last_sgmv.plan
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
         """Lay tables out as `plan_sgmv` does, without checks."""

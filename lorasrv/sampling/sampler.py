@@ -34,14 +34,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
 
 def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
     """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
-    finite = torch.isfinite(_reduced(logits, "sum"))
-    if logits.device.type != "cuda" and not bool(finite.all()):
-        tokens = iter(sample(logits[finite], [rows[i] for i in finite.nonzero()[:, 0].tolist()]))
-        return [next(tokens) if is_good else None for is_good in finite.tolist()]
-    # On a GPU, a draw from a row with NaN gives an arbitrary token, which is replaced here without waiting for the
-    # device.
-    marked = torch.where(finite, _tokens(logits, rows), _NO_TOKEN)
-    return [None if token == _NO_TOKEN else token for token in marked.tolist()]
+    sums = _reduced(logits, "sum")
+    if logits.device.type == "cuda":
+        # A draw from a row with NaN gives an arbitrary token, which is replaced here without waiting for the device.
+        marked = torch.where(torch.isfinite(sums), _tokens(logits, rows), _NO_TOKEN)
+        return [None if token == _NO_TOKEN else token for token in marked.tolist()]
+    finite = [math.isfinite(total) for total in sums.tolist()]
+    if all(finite):
+        return list(sample(logits, rows))
+    good = [number for number, is_finite in enumerate(finite) if is_finite]
+    tokens = dict(zip(good, sample(logits[good], [rows[number] for number in good]), strict=True))
+    return [tokens.get(number) for number in range(len(rows))]
 
 
 def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from kernel_pools import LAWS, KernelPool, rows_by_law
 
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
-from sgmv_kernels.metadata.segments import Segments, build_segments
+from sgmv_kernels.metadata.segments import BASE, Segments, build_segments
 from sgmv_kernels.ops import KernelArgumentError, Ops
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -156,6 +156,17 @@ def test_adapters_with_many_rows(ops: Ops, owners: list[int], site: int, dtype: 
 
 def test_zero_length_segments_are_skipped(ops: Ops) -> None:
     filled(ops, BF16).check(ops, segments_of([1, 0], [0, 0, 2, 2, 2], [3, 5, 2, -1]), 1)
+
+
+def test_a_plan_is_kept_until_rows_or_places_change(ops: Ops) -> None:
+    pool = filled(ops, FLOAT)
+    rows, moved = build_segments([0, 1, BASE]), [replace(placed) for placed in pool.placed]
+    plan = ops.plan_sgmv(rows, pool.placed, FLOAT)
+    assert ops.plan_sgmv(build_segments([0, 1, BASE]), list(pool.placed), FLOAT) is plan
+    for segments, placed in ((build_segments([0, BASE, 1]), pool.placed), (rows, moved), (rows, pool.placed[:-1])):
+        other = ops.plan_sgmv(segments, placed, FLOAT)
+        assert other is not plan
+        assert ops.plan_sgmv(rows, pool.placed, FLOAT) is not other
 
 
 def test_linear_matches_peft(ops: Ops) -> None:
