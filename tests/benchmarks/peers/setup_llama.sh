@@ -5,7 +5,7 @@
 set -euo pipefail
 dir=${1:?usage: setup_llama.sh DIR}
 mkdir -p "$dir" && cd "$dir"
-if [ ! -x llama-server ]; then
+if [ ! -x src/vendor/llama.cpp/build/bin/llama-server ]; then
     pip download -q --no-deps --no-binary :all: llama-cpp-python
     mkdir -p src && tar xzf llama_cpp_python-*.tar.gz -C src --strip-components 1 && rm llama_cpp_python-*.tar.gz
     cd src/vendor/llama.cpp
@@ -13,7 +13,5 @@ if [ ! -x llama-server ]; then
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF > /dev/null
     cmake --build build --target llama-server -j > /dev/null
     cd "$OLDPWD"
-    ln -sf src/vendor/llama.cpp/build/bin/llama-server llama-server
-    ln -sf src/vendor/llama.cpp/convert_lora_to_gguf.py convert_lora_to_gguf.py
 fi
-./llama-server --version 2>&1 | head -1
+src/vendor/llama.cpp/build/bin/llama-server --version 2>&1 | head -1
