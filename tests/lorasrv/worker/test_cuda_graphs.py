@@ -1,6 +1,7 @@
 """Steps in buckets: padded, replayed with other sequences and adapters, against the same steps computed without.
 
-There is no GPU here: Triton's interpreter computes, and a fake graph runs again what was captured.
+There is no GPU here: Triton's interpreter computes, and a fake graph runs again what was captured, on the memory that
+was there at the capture.
 """
 
 import os
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from fake_gpu import DEVICE, FakeGpu, FakeGraph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +31,8 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
-from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, _Bucket, buckets
+from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, Recorded, _Bucket, buckets
+from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
@@ -51,18 +55,6 @@ Share = tuple[str | None, int]
 """(adapter, keys before this token)"""
 
 
-class FakeGraph:
-    """Computes again, from the memory that was there at the capture."""
-
-    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
-        self._compute, self.output, self.replays = compute, compute(), 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        with torch.inference_mode():
-            self.output.copy_(self._compute())
-
-
 class FakeStream:
     """Counts what it is asked."""
 
@@ -81,17 +73,22 @@ class FakeStream:
 
 
 class Served:
-    """One model over a pool of random keys and values; pages without an owner are NaN."""
+    """One model over a pool of random keys and values, on a fake GPU if there is one."""
 
-    def __init__(self, folder: Path, kernels: str = "triton", side: FakeStream | None = None) -> None:
+    def __init__(
+        self, folder: Path, kernels: str = "triton", side: FakeStream | None = None, gpu: FakeGpu | None = None
+    ) -> None:
         torch.manual_seed(0)
-        self.ops = Ops(CPU, kernels)
-        weights = load_weights(open_checkpoint(str(folder), "dummy"), get_format("none", self.ops), torch.float32)
+        self.gpu, device = gpu, CPU if gpu is None else DEVICE
+        self.ops = Ops(device, kernels)
+        checkpoint = open_checkpoint(str(folder), "dummy")
+        weights = load_weights(checkpoint, get_format("none", self.ops), torch.float32, device=device)
         limits = DecoderLimits(MAX_LEN, 64, 4, torch.float32)
-        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
-        self.decoder = Decoder(weights, self.memory, limits, self.ops, side)
+        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], device, scratch=True)
+        self.decoder = Decoder(weights, self.memory, limits, self.ops, side if gpu is None else SideStream(device))
         for layer in range(2):
-            self.memory.slab(layer).view(torch.float32).normal_()
+            pages = self.memory.slab(layer).view(torch.float32)
+            pages.copy_(torch.randn(pages.shape))
         self.placements: dict[str, PlacedAdapter] = {}
         sites, self.end = site_dims(weights.spec), PAGES
         for name, rank in RANKS.items():
@@ -107,7 +104,8 @@ class Served:
         self.graphed = GraphedSteps(self.decoder.forward, weights.spec, self.memory, limits, self._record)
 
     def _record(self, compute: Callable[[], torch.Tensor]) -> FakeGraph:
-        self.graphs.append(FakeGraph(compute))
+        assert self.gpu is not None
+        self.graphs.append(FakeGraph(self.gpu, compute))
         return self.graphs[-1]
 
     def step(self, shares: list[Share], tokens: int = 1) -> SchedulerOutput:
@@ -125,6 +123,12 @@ class Served:
     def eager(self, step: SchedulerOutput) -> tuple[torch.Tensor, list[str]]:
         batch = build_batch(step, self.memory, torch.float32, self.ops)
         return self.decoder.forward(batch), [s.request_id for s in batch.sampled]
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with FakeGpu() as gpu:
+        yield gpu
 
 
 @pytest.fixture(scope="module")
@@ -146,30 +150,41 @@ STEPS: list[list[Share]] = [
 
 
 @pytest.mark.long
-def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path) -> None:
-    served, plain = Served(folder), Served(folder)
+def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path, gpu: FakeGpu) -> None:
+    served, plain = Served(folder, gpu=gpu), Served(folder)
     for shares in STEPS:
         want, of = plain.eager(plain.step(shares))
         logits, scheduled = served.graphed.compute(served.step(shares))
         assert [s.request_id for s in scheduled] == of
-        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
         for layer in range(2):
-            kept, other = (memory.slab(layer).view(torch.float32) for memory in (served.memory, plain.memory))
+            kept, other = (world.memory.slab(layer).cpu().view(torch.float32) for world in (served, plain))
             torch.testing.assert_close(kept, other, rtol=1e-4, atol=1e-5)
     # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32)
-    assert [graph.replays for graph in served.graphs] == [2, 1, 0, 0]
+    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0]
 
 
-def test_adapters_matter(folder: Path) -> None:
-    served = Served(folder)
+def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
+    """Memory that dies after the capture belongs to others when it is replayed."""
+    served, plain = Served(folder, gpu=gpu), Served(folder)
+    for shares in STEPS[:2]:
+        want, _ = plain.eager(plain.step(shares))
+        logits, _ = served.graphed.compute(served.step(shares))
+        torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
+    assert [(graph.num_replays, graph.lost()) for graph in served.graphs] == [(1, [])]
+
+
+def test_adapters_matter(folder: Path, gpu: FakeGpu) -> None:
+    served = Served(folder, gpu=gpu)
     one, other = (served.graphed.compute(served.step([(name, 5), (None, 9)])) for name in ("a", None))
-    logits = {s.request_id: row for row, s in zip(*one, strict=True)}
-    assert not torch.allclose(logits["0"], other[0][0], atol=1e-3)
-    torch.testing.assert_close(logits["1"], other[0][1], rtol=1e-4, atol=1e-5)
+    logits = {s.request_id: row for row, s in zip(one[0].cpu(), one[1], strict=True)}
+    base = other[0].cpu()
+    assert not torch.allclose(logits["0"], base[0], atol=1e-3)
+    torch.testing.assert_close(logits["1"], base[1], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_rows_write_to_no_page_of_the_pool(folder: Path) -> None:
-    served = Served(folder)
+def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -> None:
+    served = Served(folder, gpu=gpu)
     owned = served.step([(None, 5)])
     for layer in range(2):
         pages = served.memory.slab(layer).view(PAGES, -1)
@@ -179,9 +194,9 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path) -> None:
         logits, _ = served.graphed.compute(step)
         assert len(logits) == 3
     for layer in range(2):
-        pages = served.memory.slab(layer).view(PAGES, -1)
+        pages = served.memory.slab(layer).view(PAGES, -1).cpu()
         assert bool((pages[3:] == 0xFF).all())
-        scratch = served.memory.kv_pages(layer).keys[PAGES]
+        scratch = served.memory.kv_pages(layer).keys[PAGES].cpu()
         assert int((scratch != 0).any(dim=(0, 1)).sum()) == 1
 
 
@@ -195,11 +210,11 @@ def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
 
 
 def test_a_failed_capture_is_tried_again_much_later(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Memory is short: the step is computed, those that follow have no graph, other buckets keep theirs."""
     monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 3)
-    served, attempts = Served(folder), 0
+    served, attempts = Served(folder, gpu=gpu), 0
 
     def record(compute: Callable[[], torch.Tensor]) -> FakeGraph:
         nonlocal attempts
@@ -211,17 +226,17 @@ def test_a_failed_capture_is_tried_again_much_later(
     served.graphed._record = record
     one, other = served.step([(None, 5)]), served.step([(None, 5), (None, 9)])
     logits, _ = served.graphed.compute(one)
-    assert torch.isfinite(logits).all()
+    assert torch.isfinite(logits.cpu()).all()
     assert [served.graphed.compute(one) for _ in range(2)] == [None, None]
     assert served.graphed.compute(one) is not None
     assert (attempts, len(caplog.records)) == (2, 2)
     assert served.graphed.compute(other) is not None
     assert served.graphed.compute(one) is None
     assert served.graphed.compute(other) is not None
-    assert [graph.replays for graph in served.graphs] == [1]
+    assert [graph.num_replays for graph in served.graphs] == [1]
 
 
-def test_buckets_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_made_once(folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts fit only the later buckets of parts: none is made to find that out."""
     made: list[StaticCapacity] = []
 
@@ -230,8 +245,8 @@ def test_buckets_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         return StaticPlans(dims, capacity)
 
     monkeypatch.setattr(cuda_graphs, "StaticPlans", counted)
-    served = Served(folder)
-    served.graphed._forward = lambda batch: torch.zeros(len(batch.token_ids), 40)
+    served = Served(folder, gpu=gpu)
+    served.graphed._forward = lambda batch: torch.zeros((len(batch.token_ids), 40), device=DEVICE)
     for _ in range(2):
         for shares in ([(None, 500)], [(None, 300), (None, 2)], [(None, 5)]):
             assert served.graphed.compute(served.step(shares)) is not None
@@ -248,7 +263,9 @@ def test_a_step_fits_the_bucket_that_it_gets(rows: list[tuple[int, int]], ranks:
     spec = ModelSpec("llama", 1, 32, 48, 2, 1, 16, 40, MAX_CONTEXT, 1e-5)
     memory = DevicePool(spec, 1, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
     limits = DecoderLimits(MAX_CONTEXT, 64, 64, torch.float32)
-    graphed = GraphedSteps(lambda batch: torch.zeros(len(batch.token_ids), 40), spec, memory, limits, FakeGraph)
+    graphed = GraphedSteps(
+        lambda batch: torch.zeros(len(batch.token_ids), 40), spec, memory, limits, lambda compute: cast(Recorded, None)
+    )
     placements = {}
     for number, (q, k, v, o, gate, up, down) in enumerate(ranks):
         layout = AdapterLayout(site_dims(spec), (((q, k, v), (o,), (gate, up), (down,)),), 4)

@@ -1,0 +1,234 @@
+"""Steps, page operations and adapter copies on a fake GPU, in random legal orders, against the same on the CPU.
+
+No order that the streams' waits allow may change a result, and without any of the waits some order does.
+"""
+
+import random
+
+import pytest
+import torch
+from fake_gpu import DEVICE, FakeGpu, FakeGraph, Wait
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
+from lorasrv.models.spec import ModelSpec
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import (
+    AdapterOrders,
+    CopyPages,
+    PageCopy,
+    ScheduledRequest,
+    SchedulerOutput,
+    SwapIn,
+    SwapOut,
+)
+from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.cuda_streams import SideStream, StagingRing
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import LayerWeights, ModelWeights
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.ops import Ops
+
+SPEC = ModelSpec("llama", 2, 32, 48, 2, 1, 16, 40, 64, 1e-5)
+PAGE_SIZE, SLOT_BYTES = 16, 512
+CPU = torch.device("cpu")
+SEQUENCES, ADAPTERS, REGIONS = 3, 4, 2
+PER_SEQUENCE = 2
+LOW = 2 * SEQUENCES * PER_SEQUENCE
+"""Pages for sequences alone; behind them are `REGIONS`, each for an adapter, or for sequences meanwhile."""
+LAYOUT = AdapterLayout(site_dims(SPEC), (tuple((6,) * len(site.out_features) for site in site_dims(SPEC)),) * 2, 4)
+Command = tuple[str, int]
+
+
+def _weights(device: torch.device) -> ModelWeights:
+    made = torch.Generator().manual_seed(1)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=made) * 0.3).to(device)
+
+    def layer() -> LayerWeights:
+        linears = [FloatLinear(floats(sum(site.out_features), site.in_features), None) for site in SPEC.sites()]
+        return LayerWeights(floats(32) + 1, floats(32) + 1, *linears)
+
+    layers = tuple(layer() for _ in range(SPEC.num_layers))
+    embed, head = FloatEmbedding(floats(40, 32)), FloatLinear(floats(40, 32), None)
+    return ModelWeights(SPEC, embed, layers, floats(32) + 1, head, "random")
+
+
+class World:
+    """Three sequences and two places for adapters, played by commands."""
+
+    def __init__(self, gpu: FakeGpu | None = None, seed: int = 0) -> None:
+        device = DEVICE if gpu is not None else CPU
+        self.gpu, self.chance = gpu, random.Random(seed)
+        self.ops = Ops(device, "torch")
+        page_bytes = KV_FORMATS["float32"].page_bytes(1, 16, PAGE_SIZE)
+        self.region_pages = LAYOUT.num_pages(page_bytes)
+        pages = LOW + REGIONS * self.region_pages
+        self.memory = DevicePool(SPEC, pages, PAGE_SIZE, KV_FORMATS["float32"], device, scratch=False)
+        side = None
+        if gpu is not None:
+            self.memory._ring, side = StagingRing(DEVICE, SLOT_BYTES), SideStream(DEVICE)
+        limits = DecoderLimits(64, 16, SEQUENCES, torch.float32)
+        self.decoder = Decoder(_weights(device), self.memory, limits, self.ops, side)
+        self.tables = [[PER_SEQUENCE * i, PER_SEQUENCE * i + 1] for i in range(SEQUENCES)]
+        self.lengths = [0] * SEQUENCES
+        self.resident: dict[int, tuple[str, PlacedAdapter]] = {}
+        self.logits: list[torch.Tensor] = []
+        self.arriving: int | None = None
+
+    def play(self, commands: list[Command]) -> list[torch.Tensor]:
+        for name, number in commands:
+            getattr(self, name)(number)
+        return [logits.cpu() for logits in self.logits]
+
+    def step(self, number: int) -> None:
+        """Compute a token of every sequence, on the adapters that are there; nothing waits for the result."""
+        self.memory.apply([])
+        there = [place for region, place in sorted(self.resident.items()) if region != self.arriving]
+        scheduled = []
+        for i, table in enumerate(self.tables):
+            adapter = None if not there or (i + number) % 4 == 3 else there[(i + number) % len(there)][0]
+            position = self.lengths[i] % (PER_SEQUENCE * PAGE_SIZE)
+            self.lengths[i] = position + 1
+            rest = (tuple(table), adapter, True, SamplingParams(), 0)
+            scheduled.append(ScheduledRequest(RequestId(str(i)), ((7 * i + position + number) % 40,), position, *rest))
+        step = SchedulerOutput(tuple(scheduled), dict(there), (), AdapterOrders(), 0)
+        self.logits.append(self.decoder.forward(build_batch(step, self.memory, torch.float32, self.ops)))
+
+    def read(self, number: int) -> None:
+        """Wait for the newest result."""
+        if self.logits:
+            self.logits[-1] = self.logits[-1].cpu()
+
+    def spread(self, number: int) -> None:
+        """Move a sequence to where an adapter may come."""
+        region, sequence = number % REGIONS, number % SEQUENCES
+        if region not in self.resident and self._is_low(sequence):
+            first = self._first(region) + (self.region_pages - PER_SEQUENCE)
+            if all(first not in table for table in self.tables):
+                self._move(sequence, [first, first + 1])
+
+    def arrive(self, number: int) -> None:
+        """Put an adapter in place of what is there; a step is computed beside the copy."""
+        region, name = number % REGIONS, str(number % ADAPTERS)
+        first = self._first(region)
+        self.resident.pop(region, None)
+        self.resident = {place: held for place, held in self.resident.items() if held[0] != name}
+        for sequence, table in enumerate(self.tables):
+            if first <= table[0] < first + self.region_pages:
+                self._move(sequence, self._free_low())
+        placed = LAYOUT.place([(first, self.region_pages)], self.memory.page_bytes)
+        assert placed is not None
+        self._poison(range(first, first + self.region_pages))
+        self.memory.apply([])
+        self.resident[region], self.arriving, before = (name, placed), region, len(self.logits)
+
+        def meanwhile() -> None:
+            if len(self.logits) == before and self.chance.random() < 0.3:
+                self.step(number)
+
+        if self.gpu is not None:
+            self.gpu.meanwhile = meanwhile
+        data = torch.randn((2, LAYOUT.layer_bytes // 4), generator=torch.Generator().manual_seed(number % ADAPTERS))
+        self.memory.write_adapter(PackedAdapter(LAYOUT, data.mul(0.3).view(torch.uint8)), placed)
+        if self.gpu is not None:
+            self.gpu.meanwhile = None
+        if len(self.logits) == before:
+            self.step(number)
+        self.arriving = None
+
+    def swap(self, number: int) -> None:
+        """Move a sequence out to the host and back in elsewhere."""
+        sequence, request = number % SEQUENCES, RequestId("swapped")
+        self.memory.apply([SwapOut(request, tuple(self.tables[sequence]))])
+        target = self._free_low()
+        self._poison(self.tables[sequence])
+        self.tables[sequence] = target
+        self.memory.apply([SwapIn(request, tuple(target))])
+
+    def _move(self, sequence: int, target: list[int]) -> None:
+        old = self.tables[sequence]
+        self.memory.apply([CopyPages(tuple(map(PageCopy, old, target)))])
+        self._poison(old)
+        self.tables[sequence] = target
+
+    def _poison(self, pages: list[int] | range) -> None:
+        """Free pages: what reads them before they are written reads NaN."""
+        for page in pages:
+            self.memory._pages[:, page].fill_(0xFF)
+
+    def _is_low(self, sequence: int) -> bool:
+        return self.tables[sequence][0] < LOW
+
+    def _free_low(self) -> list[int]:
+        return next([p, p + 1] for p in range(0, LOW, 2) if all(p not in table for table in self.tables))
+
+    def _first(self, region: int) -> int:
+        return LOW + region * self.region_pages
+
+
+def _same(commands: list[Command], seed: int, dropped: Wait | None = None) -> bool:
+    """Whether the fake GPU computes what the CPU does."""
+    want = World().play(commands)
+    gpu = FakeGpu(seed, dropped)
+    try:
+        with gpu:
+            found = World(gpu, seed).play(commands)
+    except IndexError:
+        assert dropped is not None
+        return False  # a poisoned index
+    assert dropped is None or gpu.num_dropped
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, want, strict=True))
+
+
+COMMAND = st.tuples(st.sampled_from(["step", "arrive", "spread", "swap", "read"]), st.integers(0, 11))
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.lists(COMMAND, max_size=12), st.integers(0, 2**32))
+def test_every_order_that_streams_allow_computes_the_same(commands: list[Command], seed: int) -> None:
+    assert _same(commands, seed)
+
+
+SHORT: list[Command] = [("spread", 0), ("step", 1), ("arrive", 0), ("step", 4), ("arrive", 1), ("step", 5)]
+
+
+@pytest.mark.parametrize("dropped", Wait)
+def test_without_a_wait_some_order_computes_something_else(dropped: Wait) -> None:
+    assert any(not _same(SHORT, seed, dropped) for seed in range(60))
+
+
+def test_a_copy_that_fails_leaves_nothing_in_flight() -> None:
+    """Its pages are free at once: what is written there next stays."""
+    source = torch.arange(1, 5 * SLOT_BYTES + 1).to(torch.uint8)
+    for seed in range(20):
+        with FakeGpu(seed) as gpu:
+            ring, pool = StagingRing(DEVICE, SLOT_BYTES), torch.zeros(5 * SLOT_BYTES, dtype=torch.uint8, device=DEVICE)
+            ring.mark_arranged()
+            with pytest.raises(RuntimeError, match="size"):
+                ring.copy([(source, pool), (source, pool[:100])])
+            pool.fill_(7)
+            gpu.synchronize()
+            assert pool.tolist() == [7] * len(source)
+
+
+def test_an_error_beside_joins_the_streams() -> None:
+    """Else the capture could not be ended, and its error would hide what happened."""
+
+    def compute() -> torch.Tensor:
+        with side.joined():
+            with side.beside():
+                torch.zeros(3, device=DEVICE)
+            raise torch.OutOfMemoryError("out of memory")
+
+    with FakeGpu() as gpu:
+        side = SideStream(DEVICE)
+        with pytest.raises(torch.OutOfMemoryError):
+            FakeGraph(gpu, compute)

@@ -1,0 +1,461 @@
+"""A GPU without a GPU: work waits in the queues of streams, and runs in a random order that the waits allow.
+
+Tensors on `DEVICE` are the GPU's while a `FakeGpu` is entered. What torch or a Triton kernel is to do with them is
+queued in the current stream, and done on the CPU once the host waits for it. `torch.cuda`'s streams and events order
+queues; without a wait they are in no order. Memory that the host has let go of belongs to the stream that it was made
+in, and is poisoned behind the work of that stream as soon as CUDA's allocator might give it to the next tensor there.
+
+A `FakeGraph` keeps what a computation queues, with addresses and without tensors, like CUDA's graphs.
+"""
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("meta")
+"""What device tensors say they are on: the only one besides the CPU that every torch can name."""
+aten = torch.ops.aten
+EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
+COPIES = (aten.copy_.default, aten._to_copy.default)
+READ_BY_HOST = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
+Run = Callable[[], Any]
+
+
+class Wait(Enum):
+    """Kinds of waits that can be left out."""
+
+    STREAM_FOR_EVENT = auto()
+    SIDE_FOR_MAIN = auto()
+    MAIN_FOR_SIDE = auto()
+    HOST_FOR_STREAM = auto()
+    HOST_FOR_EVENT = auto()
+
+
+class Point:
+    """A place in a queue; done once the work before it is."""
+
+    is_done = False
+
+
+class Memory:
+    """What tensors over the same bytes share; it dies with the last of them. `tape`: the capture that it belongs to."""
+
+    def __init__(self, tape: "Tape | None") -> None:
+        self.tape = tape
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the GPU. `values`: what its bytes are once all work is done, for queued work only."""
+
+    values: Tensor
+    memory: Memory
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: Tensor, memory: Memory) -> "DeviceTensor":
+        shape = {"strides": values.stride(), "storage_offset": values.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=DEVICE, **shape)
+        made.values, made.memory = values, memory
+        return made
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __getitem__(self, at: Any) -> Tensor:
+        # A list would become a meta tensor, which has no values.
+        parts = at if isinstance(at, tuple) else (at,)
+        return super().__getitem__(tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of a device tensor while its GPU is not entered")
+
+
+class Queues:
+    """Work in order within each stream."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._work: dict[Stream, deque[Run | Point]] = {}
+        # From streams that take turns to streams that stand still for long.
+        self._change = 10 ** chance.uniform(-4, 0)
+
+    def add(self, stream: "Stream", work: Run | Point) -> None:
+        """Append work, or a point to wait for."""
+        if stream not in self._work:
+            self._work[stream] = deque()
+            self._shuffle()
+        self._work[stream].append(work)
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Run work until something holds, or all of it; a stream stands still while its point is not done."""
+        while until is None or not until():
+            ready = [stream for stream, work in self._work.items() if self._is_ready(work)]
+            if not ready:
+                assert until is None, "the host waits for what was never queued"
+                assert not any(self._work.values()), "streams wait for each other"
+                return
+            work = self._work[ready[0]].popleft()
+            if self._chance.random() < self._change:
+                self._shuffle()
+            if not isinstance(work, Point):
+                with _disable_current_modes(), torch.inference_mode():
+                    work()
+
+    def _shuffle(self) -> None:
+        """Let other streams go first."""
+        self._work = dict(self._chance.sample(list(self._work.items()), len(self._work)))
+
+    def _is_ready(self, work: "deque[Run | Point]") -> bool:
+        return bool(work) and (not isinstance(work[0], Point) or work[0].is_done)
+
+
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    def __init__(self, gpu: "FakeGpu", device: object = None) -> None:
+        self._gpu = gpu
+
+    def point(self) -> Point:
+        """Return the end of the queue as it is now."""
+        point = Point()
+        self._gpu.queue(partial(setattr, point, "is_done", True), self, point)
+        return point
+
+    def wait_event(self, event: "Event") -> None:
+        if event.point is not None and self._gpu.keeps(Wait.STREAM_FOR_EVENT):
+            self._gpu.queue(event.point, self)
+
+    def wait_stream(self, other: "Stream") -> None:
+        point = other.point()
+        if self._gpu.keeps(Wait.MAIN_FOR_SIDE if self is self._gpu.main else Wait.SIDE_FOR_MAIN):
+            self._gpu.queue(point, self)
+
+    def synchronize(self) -> None:
+        self._gpu.host_waits()
+        if self._gpu.keeps(Wait.HOST_FOR_STREAM):
+            self._gpu.wait_for(self.point())
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, gpu: "FakeGpu") -> None:
+        self._gpu = gpu
+        self.point: Point | None = None
+
+    def record(self) -> None:
+        self.point = self._gpu.current.point()
+
+    def synchronize(self) -> None:
+        self._gpu.host_waits()
+        if self.point is not None and self._gpu.keeps(Wait.HOST_FOR_EVENT):
+            self._gpu.wait_for(self.point)
+
+
+class FakeGpu:
+    """Queue the work of one host thread; `with gpu:` replaces `torch.cuda`'s streams and events.
+
+    Args:
+        seed: of the order in which queues are run.
+        dropped: a kind of wait that is left out, to see what goes wrong without.
+    """
+
+    def __init__(self, seed: int = 0, dropped: Wait | None = None) -> None:
+        self._chance = random.Random(seed)
+        self._dropped, self.num_dropped = dropped, 0
+        self._queues = Queues(self._chance)
+        self._tape: Tape | None = None
+        # Memory without an owner, the stream that it belongs to, and the capture if it is one's own.
+        self._freed: list[tuple[Stream, Tape | None, Tensor]] = []
+        self.main = self.current = Stream(self)
+        # What another host thread does while this one waits, with the main stream as its own.
+        self.meanwhile: Run | None = None
+
+    def __enter__(self) -> "FakeGpu":
+        cuda = {
+            "Stream": partial(Stream, self),
+            "Event": partial(Event, self),
+            "stream": self._stream,
+            "current_stream": lambda device=None: self.current,
+        }
+        changes = [patch.object(torch.cuda, name, fake) for name, fake in cuda.items()]
+        self._changes = ExitStack()
+        changes += [patch.object(torch, "tensor", _tensor), _launches_queued(self)]
+        for change in (*changes, torch.inference_mode(), _Dispatch(self)):
+            self._changes.enter_context(change)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._changes.close()
+
+    # What the host waits for.
+    def synchronize(self) -> None:
+        """Run everything."""
+        self._check_not_capturing()
+        self._queues.run()
+
+    def wait_for(self, point: Point) -> None:
+        """Run work, no more of it than chance wants, until a point is done."""
+        self._check_not_capturing()
+        self._queues.run(lambda: point.is_done)
+
+    def host_waits(self) -> None:
+        """Let the other host thread go on, if there is one."""
+        if self.meanwhile is not None:
+            goes_on, self.meanwhile = self.meanwhile, None
+            with self._stream(self.main):
+                goes_on()
+            self.meanwhile = goes_on
+
+    def keeps(self, kind: Wait) -> bool:
+        """Return whether waits of a kind are kept."""
+        self.num_dropped += kind == self._dropped
+        return kind != self._dropped
+
+    # What is queued.
+    def queue(self, work: Run | Point, stream: "Stream | None" = None, point: Point | None = None) -> None:
+        """Append work to a stream, or to the capture under way; `point` is done by it."""
+        stream = stream or self.current
+        if self._tape is not None:
+            self._tape.add(stream, work, point)
+        else:
+            self._queues.add(stream, work)
+
+    def note(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Note what a capture under way reads or writes."""
+        if self._tape is not None:
+            self._tape.note(what, [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)])
+
+    @contextmanager
+    def captured(self) -> Iterator["Tape"]:
+        """Keep what is queued instead of running it.
+
+        Raises:
+            RuntimeError: the host has to wait, or a stream was not joined.
+        """
+        assert self._tape is None
+        tape = self._tape = Tape(self.current)
+        try:
+            yield tape
+        finally:
+            self._tape = None
+            tape.check_joined()
+
+    def play(self, tape: "Tape") -> None:
+        """Run captured work, in a new order of its streams, as one piece of work of the current stream."""
+        self.queue(lambda: tape.run(Queues(self._chance)))
+
+    @contextmanager
+    def _stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def _check_not_capturing(self) -> None:
+        if self._tape is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def new(self, like: Tensor) -> DeviceTensor:
+        """Return a tensor of this shape, strides and dtype, with anything in it."""
+        values = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        poison(values)
+        memory = Memory(self._tape)
+        weakref.finalize(memory, self._free, values, self.current, self._tape).atexit = False
+        self._reuse(self.current)
+        return DeviceTensor(values, memory)
+
+    def _free(self, values: Tensor, stream: Stream, tape: "Tape | None") -> None:
+        self._freed.append((stream, tape, values))
+        self._reuse(self.main)
+
+    def _reuse(self, stream: Stream) -> None:
+        """Poison what a stream may be given again: the main stream at any time, others when they make a tensor."""
+        freed, self._freed = self._freed, []
+        for owner, tape, values in freed:
+            if owner is stream and tape is self._tape:
+                self.queue(partial(poison, values), stream)
+            else:
+                self._freed.append((owner, tape, values))
+
+
+class _Dispatch(TorchDispatchMode):
+    """Queue what torch does with a GPU's tensors."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        is_ours = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
+        lost = [tensor for tensor in tensors if tensor.device == DEVICE and not isinstance(tensor, DeviceTensor)]
+        assert not lost, f"{func} of a tensor without values"
+        to = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        if not is_ours and to != DEVICE:
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func.is_view:
+            whole = args[0]
+            return tree_map(lambda part: DeviceTensor(part, whole.memory), func(whole.values, *args[1:], **kwargs))
+        is_written = any(info.alias_info is not None for info in func._schema.arguments)
+        is_read = func in READ_BY_HOST or (func in COPIES and (to or args[0].device) != DEVICE)
+        self._gpu.note(str(func), tensors)
+        if is_read:
+            self._gpu.wait_for(self._gpu.current.point())
+            found = func(*_values(args), **kwargs)
+            return args[0] if is_written else found
+        if is_written:
+            made = args[0]
+            func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))  # raises what does not fit at once
+            self._gpu.queue(partial(func, *_values(args), **_values(kwargs)))
+        else:
+            made = self._queued(func, args, kwargs)
+        is_async = kwargs.get("non_blocking", False) or (func is aten.copy_.default and args[2:] == (True,))
+        if func in COPIES and not is_async and not all(isinstance(tensor, DeviceTensor) for tensor in tensors):
+            self._gpu.wait_for(self._gpu.current.point())
+        return made
+
+    def _queued(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors of what a function returns, and queue its work."""
+        shapes = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
+        made = tree_map(lambda like: self._gpu.new(like) if isinstance(like, Tensor) else like, shapes)
+        targets = [tensor.values for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        if func not in EMPTY:
+            here = {"device": "cpu"} if "device" in kwargs else {}
+            self._gpu.queue(partial(_compute, func, _values(args), _values(kwargs) | here, targets))
+        return made
+
+
+class Tape:
+    """What a capture has queued."""
+
+    def __init__(self, origin: Stream) -> None:
+        self._origin = origin
+        self._work: list[tuple[Stream, Run | Point]] = []
+        self._points: list[tuple[Stream, Point]] = []
+        self._outside: dict[weakref.ref[Memory], str] = {}
+
+    def note(self, what: str, tensors: Iterable[DeviceTensor]) -> None:
+        """Note the memory of tensors that were made before the capture."""
+        for tensor in tensors:
+            if tensor.memory.tape is not self:
+                self._outside.setdefault(weakref.ref(tensor.memory), f"{what}: {tuple(tensor.shape)} {tensor.dtype}")
+
+    def lost(self) -> list[str]:
+        """Return what the captured work reads or writes though nothing keeps it."""
+        return [what for memory, what in self._outside.items() if memory() is None]
+
+    def add(self, stream: Stream, work: Run | Point, point: Point | None = None) -> None:
+        """Append work to a stream; `point` is done by it."""
+        self._work.append((stream, work))
+        if point is not None:
+            self._points.append((stream, point))
+
+    def check_joined(self) -> None:
+        """Raise unless the stream of the capture has waited for the end of every other.
+
+        Raises: RuntimeError.
+        """
+        waited = [work for stream, work in self._work if stream is self._origin and isinstance(work, Point)]
+        for other in {stream for stream, _ in self._work if stream is not self._origin}:
+            ends = [point for stream, point in self._points if stream is other]
+            if not ends or ends[-1] not in waited:
+                raise RuntimeError("capturing stream has unjoined work")
+
+    def run(self, queues: Queues) -> None:
+        """Run everything."""
+        for _, point in self._points:
+            point.is_done = False
+        for stream, work in self._work:
+            queues.add(stream, work)
+        queues.run()
+
+
+class FakeGraph:
+    """A CUDA graph: addresses of a computation that has run before. It keeps no tensor alive but its output."""
+
+    def __init__(self, gpu: FakeGpu, compute: Callable[[], Tensor]) -> None:
+        self._gpu, self.num_replays = gpu, 0
+        with gpu.captured() as self._tape:
+            self.output = compute()
+
+    def lost(self) -> list[str]:
+        """Return what a replay reads or writes though nothing keeps it."""
+        return self._tape.lost()
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self._gpu.play(self._tape)
+
+
+def poison(values: Tensor) -> None:
+    """Fill with NaN, or with numbers that index nothing."""
+    values.fill_(
+        float("nan") if values.is_floating_point() else 0xFF if values.dtype == torch.uint8 else _lowest(values)
+    )
+
+
+def _lowest(values: Tensor) -> int:
+    return 0 if values.dtype == torch.bool else torch.iinfo(values.dtype).min
+
+
+def _compute(func: Any, args: Any, kwargs: Any, targets: list[Tensor]) -> None:
+    found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    for target, value in zip(targets, found, strict=True):
+        target.copy_(value)
+
+
+def _values(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.values if isinstance(leaf, DeviceTensor) else leaf, tree)
+
+
+def _shape_only(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+_host_tensor = torch.tensor
+
+
+def _tensor(data: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    """`torch.tensor`, which knows of meta tensors that they have no values."""
+    made = _host_tensor(data, **options)
+    return made if device is None else made.to(device)
+
+
+def _launches_queued(gpu: FakeGpu) -> Any:
+    """Return a patch that queues Triton's interpreted kernels."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        return nullcontext()
+    launch = GridExecutor.__call__
+
+    def queued(self: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, DeviceTensor)]
+        if not tensors:
+            launch(self, *args, **kwargs)
+            return
+        gpu.note(self.fn.__name__, tensors)
+        gpu.queue(partial(launch, self, *_values(args), **_values(kwargs)))
+
+    return patch.object(GridExecutor, "__call__", queued)
