@@ -394,8 +394,9 @@ class LlamaClient(BenchClient):
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        lora = [{"id": self._numbers[ask.model], "scale": 1.0}] if ask.model in self._numbers else []
-        return {**super().body(ask), "model": "base", "lora": lora}
+        # An empty list would mean all adapters at once; those that a list does not name are not applied.
+        number, scale = (self._numbers[ask.model], 1.0) if ask.model in self._numbers else (0, 0.0)
+        return {**super().body(ask), "model": "base", "lora": [{"id": number, "scale": scale}]}
 
 
 @contextmanager
