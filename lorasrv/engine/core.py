@@ -451,4 +451,5 @@ class EngineCore:
             host_cache_adapters=host.entries if host else 0,
             host_cache_evictions_total=host.evictions if host else 0,
             swap_bytes=memory.swap.nbytes,
+            late_kernels_total=self._executor.num_late_kernels,
         )

@@ -115,6 +115,8 @@ def build(
     memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption_mode, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
+    runner = ModelRunner(weights, device_pool, limits, ops)
+    runner.warm_up(config.memory.max_lora_rank, progress or silent)
     parts = EngineParts(
         memory=memory,
         scheduler=Scheduler(
@@ -124,7 +126,7 @@ def build(
             is_on_host,
             CheckedDrafter(drafter, spec.vocab_size),
         ),
-        executor=InProcessExecutor(ModelRunner(weights, device_pool, limits, ops)),
+        executor=InProcessExecutor(runner),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,

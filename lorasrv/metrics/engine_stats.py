@@ -68,6 +68,8 @@ class EngineStats:
     host_cache_adapters: int = 0
     host_cache_evictions_total: int = 0
     swap_bytes: int = 0
+    # Kernels of a GPU that steps have waited for though they were warmed up.
+    late_kernels_total: int = 0
 
     @property
     def kv_cache_usage_ratio(self) -> float:

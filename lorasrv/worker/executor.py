@@ -33,6 +33,10 @@ class Executor(Protocol):
         """Return where the time of steps was spent."""
 
     @property
+    def num_late_kernels(self) -> int:
+        """Return how many kernels steps have waited for though they were warmed up."""
+
+    @property
     def write_adapter(self) -> WriteAdapter:
         """Return the function that fills an adapter's pages, for loader threads."""
 
@@ -74,6 +78,10 @@ class InProcessExecutor:
     @property
     def profile(self) -> StepProfile:
         return self.runner.profile
+
+    @property
+    def num_late_kernels(self) -> int:
+        return self.runner.num_late_kernels
 
     @property
     def write_adapter(self) -> WriteAdapter:

@@ -18,12 +18,14 @@ from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device import find_best_team
 from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.backend import Progress
 from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:
     from lorasrv.worker.cuda_graphs import GraphedSteps
+    from sgmv_kernels.triton_ops.kernel_compiler import LateKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,43 @@ class ModelRunner:
         ops: Ops,
     ) -> None:
         self.profile = StepProfile()
-        self._memory = memory
-        self._adapter_dtype = limits.adapter_dtype
+        self._spec, self._memory = weights.spec, memory
+        self._limits = limits
         self._ops = ops
         on_gpu = memory.device.type == "cuda" and ops.name == "triton"
         side = SideStream(memory.device) if on_gpu else None
         self._decoder = Decoder(weights, memory, limits, ops, side)
         self._graphs: GraphedSteps | None = None
+        self._late_kernels: LateKernels | None = None
         if on_gpu:
             # Imported only here: it needs Triton.
             from lorasrv.worker import cuda_graphs
 
             record = cuda_graphs.cuda_recorder()
             self._graphs = cuda_graphs.GraphedSteps(self._decoder.forward, weights.spec, memory, limits, record)
+
+    @property
+    def num_late_kernels(self) -> int:
+        """Return how many kernels steps have waited for though they were warmed up; 0 on a CPU."""
+        return 0 if self._late_kernels is None else self._late_kernels.count
+
+    def warm_up(self, max_rank: int, progress: Progress) -> None:
+        """Compile the kernels of a GPU and capture the commonest graphs while the pool is empty; nothing on a CPU.
+
+        Args:
+            max_rank: highest rank of an adapter that is served.
+        """
+        if self._graphs is None:
+            return
+        from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels
+        from sgmv_kernels.triton_ops.kernel_compiler import LateKernels
+
+        steps = WarmUpSteps(self._spec, self._memory, self._limits, max_rank)
+        compile_kernels(lambda step: self._decoder.forward(self._batch(step)), list(steps.all()), progress)
+        for step in steps.common():
+            self._graphs.compute(step)
+        self._late_kernels = LateKernels()
+        self._late_kernels.watch()
 
     @property
     def write_adapter(self) -> WriteAdapter:
@@ -117,8 +143,11 @@ class ModelRunner:
         if graphed is not None:
             return *graphed, ()
         with self.profile.span("batch"):
-            batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
+            batch = self._batch(step)
         begun = time.perf_counter()
         logits = self._decoder.forward(batch)
         self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
         return logits, batch.sampled, batch.asked
+
+    def _batch(self, step: SchedulerOutput) -> ForwardBatch:
+        return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops)

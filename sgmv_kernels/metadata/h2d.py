@@ -14,12 +14,12 @@ Ints = npt.NDArray[np.integer[Any]]
 def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     """Copy arrays [n] of numbers below 2^31 to int64 tensors [n] on the device.
 
-    On CUDA they share a new pinned int32 buffer: torch reuses pinned memory only after its copies are done.
+    On a GPU they share a new pinned int32 buffer: torch reuses pinned memory only after its copies are done.
     """
-    if device.type != "cuda":
-        return [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
+    if device.type == "cpu":
+        return [torch.from_numpy(array.astype(np.int64)) for array in arrays]
     sizes = [array.size for array in arrays]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     for target, array in zip(torch.split(packed, sizes), arrays, strict=True):
         target.copy_(torch.from_numpy(array.astype(np.int32)))
     return list(torch.split(packed.to(device, non_blocking=True).long(), sizes))

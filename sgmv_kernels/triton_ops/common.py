@@ -21,9 +21,12 @@ ALIGNMENT_INTS = 16
 """Sections of a packed buffer begin at multiples of this, so that they are 64-byte aligned."""
 
 
-def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Apply `triton.jit` with types; numbers in `unspecialized` change from step to step and make no new kernels."""
-    made: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(unspecialized))
+def kernel(*unspecialized: str, unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Apply `triton.jit` with types; numbers in `unspecialized` change from step to step and make no new kernels, nor
+    does the alignment of tensors in `unaligned`, which lie within a step's one upload."""
+    made: Callable[[Callable[..., Any]], Any] = triton.jit(
+        do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned)
+    )
     return made
 
 

@@ -113,7 +113,7 @@ def softcap_(x: Tensor, cap: float) -> None:
         _softcap_kernel[(rows, triton.cdiv(width, block))](x, cap, WIDTH=width, BLOCK=block, num_warps=4)
 
 
-@kernel("rows")
+@kernel("rows", unaligned=("pages", "slots"))
 def _rope_write_kernel(  # type: ignore[no-untyped-def]
     qkv,
     cos,

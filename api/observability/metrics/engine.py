@@ -62,6 +62,7 @@ COUNTERS = {
     "copied_pages": "Shared pages copied before a write",
     "prefix_evictions": "Prefix-cache pages evicted",
     "requests_failed": "Requests ended by a failed step",
+    "late_kernels": "Kernels of a GPU that were compiled or loaded after the warm-up, while requests waited",
 }
 # Fields that map parts of the cost model to seconds; the metric's name ends in its unit.
 COSTS = {

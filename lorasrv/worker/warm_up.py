@@ -1,0 +1,129 @@
+"""Warm-up of a GPU: steps that launch every kernel which a server's steps can, computed before the first request.
+
+The kernels that a step launches depend on its rows, on the rows that have logits, on the ranks of its adapters, on
+whether keys are cut into parts and whether there is a prompt: on numbers only by the bounds of the device's table and,
+up to `ROPE_ROWS` rows, by powers of two. So a step of every class launches all. Pages and panels of these steps lie at
+the start of the empty pool. NOT MEASURED: no GPU was at hand.
+
+Source: steps of made-up requests before the server is ready, vLLM.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from adapter_store.spec import AdapterKey
+from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.spec import ModelSpec
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.cuda_graphs import buckets
+from lorasrv.worker.decoder import DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from sgmv_kernels.backend import Progress
+from sgmv_kernels.formats.adapter_panels import MAX_RANK, AdapterLayout, PlacedAdapter
+from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name, table_of
+from sgmv_kernels.triton_ops.kernel_compiler import load, noted
+from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
+
+MOST_LOGITS = 256
+"""Most prompt tokens of a step whose logits are computed: more make steps large, and take no other kernels."""
+COMMON_RANKS = (0, 16)
+_ADAPTER = AdapterKey("warm-up")
+Compute = Callable[[SchedulerOutput], object]
+
+
+def compile_kernels(compute: Compute, steps: Sequence[SchedulerOutput], progress: Progress) -> None:
+    """Compile and load every kernel that steps launch, then compute them: libraries load kernels of their own.
+
+    Args:
+        compute: computes a step without a graph.
+    """
+    with torch.inference_mode(), noted() as keys:
+        for step in steps:
+            compute(step)
+    load(keys, progress)
+    for step in steps:
+        compute(step)
+
+
+def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:
+    """Return a number of each range that the bounds of this name in a device's table separate, from 1 to `most`."""
+    rows = [row for part in table.values() if isinstance(part, list) for row in part]
+    return sorted({row[bound] for row in rows if row.get(bound) is not None and row[bound] < most} | {most})
+
+
+class WarmUpSteps:
+    """Make the steps for one model and device.
+
+    Args:
+        max_rank: highest rank of an adapter that is served.
+    """
+
+    def __init__(self, spec: ModelSpec, memory: DevicePool, limits: DecoderLimits, max_rank: int) -> None:
+        self._spec, self._memory, self._limits = spec, memory, limits
+        self._max_rank = min(max_rank, MAX_RANK)
+        name = device_name(memory.device)
+        self._table = table_of(name)
+        itemsize = max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize)
+        self._cut_keys = attention_config(name, spec.head_dim, itemsize).split_tokens + 1
+
+    def all(self) -> Iterator[SchedulerOutput]:
+        """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
+        slices = max(len(site.out_features) for site in self._spec.sites())
+        ranks = classes(self._table, "max_rank", slices * self._max_rank)
+        bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
+        for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
+            if rows <= self._limits.max_rows:
+                yield from (self._prompts(rows, self._adapter(rank)) for rank in ranks)
+            if rows <= self._limits.max_samples:
+                yield self._singles(rows, 0, self._cut_keys)
+
+    def common(self) -> Iterator[SchedulerOutput]:
+        """Return a step for every graph that most servers need, the largest first: later ones fit into its memory."""
+        for rows in reversed(buckets(self._limits.max_samples)):
+            for num_keys in (self._cut_keys, 1):
+                yield from (self._singles(rows, rank, num_keys) for rank in COMMON_RANKS if rank <= self._max_rank)
+
+    def _singles(self, rows: int, rank: int, num_keys: int) -> SchedulerOutput:
+        """Return a step of single tokens with `num_keys` keys each, on an adapter of this rank or on the base."""
+        adapter = self._placed(lambda slices: (rank,) * slices) if rank else None
+        start = min(num_keys, self._limits.max_model_len) - 1
+        return self._step([self._share(str(i), 1, start, adapter) for i in range(rows)], adapter)
+
+    def _prompts(self, rows: int, adapter: PlacedAdapter) -> SchedulerOutput:
+        """Return a step of one prompt, or of as many as the longest context makes necessary."""
+        most, asked = self._limits.max_model_len, MOST_LOGITS
+        shares = []
+        for start in range(0, rows, most):
+            count = min(most, rows - start)
+            shares.append(self._share(str(start), count, 0, adapter, range(min(count, asked))))
+            asked = 0
+        return self._step(shares, adapter)
+
+    def _share(
+        self, name: str, count: int, start: int, adapter: PlacedAdapter | None, asked: range = range(0)
+    ) -> ScheduledRequest:
+        pages = (0,) * -(-(start + count) // self._memory.page_size)
+        key = None if adapter is None else _ADAPTER
+        rest = (pages, key, True, SamplingParams(), 0)
+        return ScheduledRequest(RequestId(name), (0,) * count, start, *rest, prompt_rows=asked)
+
+    def _step(self, shares: Iterable[ScheduledRequest], adapter: PlacedAdapter | None) -> SchedulerOutput:
+        placements = {} if adapter is None else {_ADAPTER: adapter}
+        return SchedulerOutput(tuple(shares), placements, (), AdapterOrders(), 0)
+
+    def _adapter(self, total: int) -> PlacedAdapter:
+        """Return an adapter with this rank at every site, its slices together, as far as they reach."""
+        most = self._max_rank
+        return self._placed(lambda slices: tuple(max(0, min(most, total - i * most)) for i in range(slices)))
+
+    def _placed(self, ranks_of: Callable[[int], tuple[int, ...]]) -> PlacedAdapter:
+        """Return an adapter whose panels all lie at the start of the pool; `ranks_of` a number of slices."""
+        layers, ranks = self._spec.num_layers, tuple(ranks_of(len(site.out_features)) for site in self._spec.sites())
+        layout = AdapterLayout(site_dims(self._spec), (ranks,) * layers, self._limits.adapter_dtype.itemsize)
+        starts = np.zeros(len(layout.panel_bytes[0]), dtype=np.int64)
+        return PlacedAdapter(layout, (), self._memory.page_bytes, (starts,) * layers)

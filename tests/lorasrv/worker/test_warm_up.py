@@ -1,0 +1,184 @@
+"""After the warm-up a day of mixed steps needs no other kernel, in every weight format; kernels are compiled ahead.
+
+Triton works out the keys of launches for an sm90 that need not be there, on meta tensors, which have addresses and no
+bytes. As nothing is compiled under its interpreter, this file runs itself as a script.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+META = torch.device("meta")
+OTHERS = ("int8", "q3h", "bf16")
+SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 64, 2048, 60
+
+
+@pytest.mark.parametrize("quantization", ["int4", *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
+def test_a_day_of_mixed_steps_needs_no_other_kernel(quantization: str, tmp_path: Path) -> None:
+    told = _run("day", quantization, cache=tmp_path)
+    assert told["warm"] > 20
+    assert told["late"] == []
+
+
+@pytest.mark.long
+def test_missing_kernels_are_compiled_in_processes_and_found_by_the_next_server(tmp_path: Path) -> None:
+    first, second = _run("load", "int4", cache=tmp_path), _run("load", "int4", cache=tmp_path)
+    assert (first["compiled_here"], first["progress"][-1]) == (1, 1.0)
+    assert (second["compiled_here"], second["progress"]) == (0, [])
+    assert first["loaded"] == second["loaded"] == first["wanted"]
+    assert (first["late"], second["late"]) == (1, 1)
+
+
+def _run(*arguments: str, cache: Path) -> Any:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+class Server:
+    """A decoder of Llama-3-8B's shape, of two layers, with graphs that are not replayed."""
+
+    def __init__(self, quantization: str) -> None:
+        from gpu_cases import random_codes
+        from gpu_step import SPEC, random_weights
+
+        from lorasrv.worker.cuda_graphs import GraphedSteps
+        from lorasrv.worker.decoder import Decoder, DecoderLimits
+        from lorasrv.worker.device_pool import DevicePool
+        from lorasrv.worker.warm_up import WarmUpSteps
+        from sgmv_kernels.formats.kv_format import KV_FORMATS
+        from sgmv_kernels.ops import INT8_LEVELS, Ops
+
+        spec, ops = replace(SPEC, num_layers=2), Ops(META, "triton")
+        weights = random_weights(spec, ops, quantization, torch.bfloat16)
+        table = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
+        self.memory = DevicePool(spec, 4000, 16, KV_FORMATS["bfloat16"], META, scratch=True)
+        limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
+        side = mock.Mock(joined=nullcontext, beside=nullcontext)
+        self.ops, self.spec = ops, spec
+        self.decoder = Decoder(replace(weights, embed=table.rows), self.memory, limits, ops, side)
+        recorded = mock.Mock(output=torch.empty(SEATS, spec.vocab_size, device=META))
+        self.graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
+        self.warm_up = WarmUpSteps(spec, self.memory, limits, MAX_RANK)
+
+    def compute(self, step: Any) -> None:
+        from lorasrv.worker.forward_batch import build_batch
+
+        self.decoder.forward(build_batch(step, self.memory, torch.bfloat16, self.ops))
+
+    def random_step(self, chance: random.Random) -> Any:
+        """Return a step of answers, prompts and prompts with log-probabilities, on adapters of all ranks."""
+        from lorasrv.models.lora_sites import site_dims
+        from lorasrv.sampling_params import SamplingParams
+        from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+        from sgmv_kernels.formats.adapter_panels import AdapterLayout
+
+        placements = {}
+        for name in "abcd"[: chance.randint(0, 4)]:
+            ranks = tuple(
+                tuple(chance.choice((0, chance.randint(1, MAX_RANK))) for _ in site.out_features)
+                for site in self.spec.sites()
+            )
+            layout = AdapterLayout(site_dims(self.spec), (ranks,) * self.spec.num_layers, 2)
+            placements[name] = layout.place([(chance.randint(0, 500), 3000)], self.memory.page_bytes)
+        shares = []
+        left = chance.choice((SEATS, MAX_ROWS))
+        for number in range(chance.randint(1, SEATS)):
+            count = 1 if left < 2 or chance.random() < 0.7 else min(left, chance.randint(1, 900))
+            start = chance.randint(0, MAX_LEN - count)
+            left -= count
+            if left < 0:
+                break
+            asked = range(chance.choice((0, count)))
+            key = chance.choice((None, *placements))
+            pages = tuple(chance.randint(0, 3999) for _ in range(-(-(start + count) // 16)))
+            rest = (pages, key, chance.random() < 0.9 or count == 1, SamplingParams(), 0)
+            shares.append(ScheduledRequest(str(number), (1,) * count, start, *rest, prompt_rows=asked))
+        used = {share.adapter_key for share in shares}
+        return SchedulerOutput(
+            tuple(shares), {k: p for k, p in placements.items() if k in used}, (), AdapterOrders(), 0
+        )
+
+
+def day(server: Server) -> dict[str, Any]:
+    from sgmv_kernels.triton_ops.kernel_compiler import noted
+
+    with torch.inference_mode(), noted() as warm:
+        for step in server.warm_up.all():
+            server.compute(step)
+    chance = random.Random(0)
+    with torch.inference_mode(), noted() as met:
+        for step in server.warm_up.common():
+            assert server.graphs.compute(step) is not None
+        for _ in range(STEPS):
+            step = server.random_step(chance)
+            if server.graphs.compute(step) is None:
+                server.compute(step)
+    late = [key for key in met if key not in warm]
+    return {"warm": len(warm), "late": [(key.name, key.data) for key in late]}
+
+
+def load(server: Server) -> dict[str, Any]:
+    """Load the kernels of one small step; then one more, which is late."""
+    from sgmv_kernels.triton_ops.kernel_compiler import KernelKey, LateKernels, load, noted
+
+    with torch.inference_mode(), noted() as keys:
+        server.compute(next(server.warm_up.all()))
+    by_name = {key.name: key for key in keys}
+    wanted = [by_name[name] for name in ("_silu_mul_kernel", "_rope_write_kernel", "_add_rms_norm_kernel")]
+    progress: list[float] = []
+    found: list[bool] = []
+    loaded = KernelKey.load
+
+    def counted(key: KernelKey) -> bool:
+        found.append(loaded(key))
+        return found[-1]
+
+    with mock.patch.object(KernelKey, "load", counted):
+        load(wanted, lambda what, share: progress.append(share))
+    late = LateKernels()
+    late.watch()
+    loaded(by_name["_unpack_kernel"])
+    return {
+        "compiled_here": found.count(False),
+        "progress": progress,
+        "wanted": len(wanted),
+        "loaded": sum(_has(key) for key in wanted),
+        "late": late.count,
+    }
+
+
+def _has(key: Any) -> bool:
+    """Whether the next launch finds the kernel."""
+    kernel = getattr(__import__(key.module, fromlist=["x"]), key.name)
+    return json.loads(key.data)["key"] in kernel.device_caches[0][0]
+
+
+def main() -> None:
+    """Print what `day` or `load` returns for a server in a format. Arguments: which, format."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    torch.set_num_threads(1)
+    driver.set_active(mock.Mock(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        import sgmv_kernels.triton_ops.backend  # noqa: F401 - without a GPU it refuses
+    print(json.dumps({"day": day, "load": load}[sys.argv[1]](Server(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()
