@@ -81,14 +81,13 @@ class ModelRunner:
         if self._graphs is None:
             return
         from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels
-        from sgmv_kernels.triton_ops.kernel_compiler import LateKernels
+        from sgmv_kernels.triton_ops.kernel_compiler import count_late
 
         steps = WarmUpSteps(self._spec, self._memory, self._limits, max_rank)
         compile_kernels(lambda step: self._decoder.forward(self._batch(step)), list(steps.all()), progress)
         for step in steps.common():
             self._graphs.compute(step)
-        self._late_kernels = LateKernels()
-        self._late_kernels.watch()
+        self._late_kernels = count_late()
 
     @property
     def write_adapter(self) -> WriteAdapter:

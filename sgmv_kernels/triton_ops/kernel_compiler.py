@@ -81,19 +81,23 @@ def load(keys: Sequence[KernelKey], progress: Progress) -> None:
         key.load()
 
 
+@dataclass(slots=True)
 class LateKernels:
     """Count kernels that are compiled or loaded after a warm-up, while requests wait."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
-    def watch(self) -> None:
-        """Count from now on."""
-        triton.knobs.runtime.jit_cache_hook = self._note
 
-    def _note(self, *, fn: Any, **rest: object) -> None:
-        self.count += 1
+def count_late() -> LateKernels:
+    """Return a count that grows from now on."""
+    late = LateKernels()
+
+    def note(*, fn: Any, **rest: object) -> None:
+        late.count += 1
         logger.warning("a step waits for a kernel that the warm-up did not compile: %s", fn.name)
+
+    triton.knobs.runtime.jit_cache_hook = note
+    return late
 
 
 class _Target:

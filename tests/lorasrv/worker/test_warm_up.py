@@ -134,7 +134,7 @@ def day(server: Server) -> dict[str, Any]:
 
 def load(server: Server) -> dict[str, Any]:
     """Load the kernels of one small step; then one more, which is late."""
-    from sgmv_kernels.triton_ops.kernel_compiler import KernelKey, LateKernels, load, noted
+    from sgmv_kernels.triton_ops.kernel_compiler import KernelKey, count_late, load, noted
 
     with torch.inference_mode(), noted() as keys:
         server.compute(next(server.warm_up.all()))
@@ -150,8 +150,7 @@ def load(server: Server) -> dict[str, Any]:
 
     with mock.patch.object(KernelKey, "load", counted):
         load(wanted, lambda what, share: progress.append(share))
-    late = LateKernels()
-    late.watch()
+    late = count_late()
     loaded(by_name["_unpack_kernel"])
     return {
         "compiled_here": found.count(False),
