@@ -17,7 +17,7 @@ from sgmv_kernels.formats.adapter_panels import SiteDims
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.metadata.h2d import upload
+from sgmv_kernels.metadata.h2d import Ints, upload
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
@@ -68,8 +68,8 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
-        """Return T, the query rows of all sequences."""
-        return int(self.query_starts[-1])
+        """Return T, the rows of all sequences; in a graph those behind them, too, that only pad it."""
+        return len(self.write_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,8 @@ def choose_backend(device: torch.device) -> Backend:
 
 def plan_of(
     page_tables: Int32,
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
+    query_lens: Sequence[int] | Ints,
+    kv_lens: Sequence[int] | Ints,
     page_size: int,
     num_pages: int,
     device: torch.device,

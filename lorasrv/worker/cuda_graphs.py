@@ -1,9 +1,10 @@
-"""CUDA graphs: steps of single tokens as one replay instead of a thousand launches.
+"""CUDA graphs: steps as one replay instead of a thousand launches.
 
-A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets: rows, parts
-of keys, rank; rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket are base
-rows of one token that write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed
-without a graph. NOT MEASURED: no GPU was at hand.
+A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets of steps of
+single tokens: rows, parts of keys, rank; of steps with prompts besides: rows of all tokens, by `MIXED_ROWS`. Rank 0 is
+a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket belong to nobody and write to the
+scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a graph: the device takes
+longer for a large one than the host, which launches ahead. NOT MEASURED: no GPU was at hand.
 
 A replay reads the addresses of the capture, so whatever a captured pass reads outlives its graph: weights, pool and
 rotary tables, the output that all graphs share, and the static tensors of its bucket.
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,18 +25,21 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.forward_batch import ForwardBatch, by_adapter
-from sgmv_kernels.formats.adapter_panels import PlacedAdapter
-from sgmv_kernels.metadata.segments import BASE
+from lorasrv.worker.forward_batch import ForwardBatch, StepRows
 from sgmv_kernels.ops import StepTables
-from sgmv_kernels.triton_ops.attention_metadata import split_of
-from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
-from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans, scratch_rows
+from sgmv_kernels.triton_ops.attention_metadata import count_items
+from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32
+MIXED_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of steps with prompts."""
+MIXED_SEQUENCES = (16, 64, 256)
+"""Sequences of such steps, besides as many as may run."""
+LONG_PROMPTS = 8
+"""Prompts of such a step that end with a tile that is not full."""
 PARTS = (1, 4, 16, 64)
-"""Parts of keys per row, on average."""
+"""Items of attention per sequence, on average; 1 where no keys are cut."""
 MAX_ITEMS = 2048
 """Most parts of keys in a graph: each has a partial result of some 64 KiB."""
 RANKS = (0, 16, 32, 64, 128, 256)
@@ -80,7 +83,7 @@ def cuda_recorder() -> Callable[[Callable[[], Tensor]], Recorded]:
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the numbers of rows that have graphs; the last one holds the largest step."""
+    """Return the rows of single tokens that have graphs, and the sequences; the last one holds the largest step."""
     large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_num_seqs + BUCKET_STEP, BUCKET_STEP)
     every = (*SMALL_BUCKETS, *large)
     return every[: next(i for i, rows in enumerate(every) if rows >= max_num_seqs) + 1]
@@ -91,8 +94,6 @@ class _Bucket:
     """Hold the static tensors that a captured pass reads, as long as its graph."""
 
     plans: StaticPlans
-    # int64 [rows]: every row has logits.
-    sample_rows: Tensor
     recorded: Recorded | None = None
 
 
@@ -109,8 +110,8 @@ class GraphedSteps:
     ) -> None:
         assert memory.scratch_page is not None, "padding rows need a scratch page"
         self._forward, self._record = forward, record
-        self._scratch_page = memory.scratch_page
         self._rows = buckets(limits.max_samples)
+        self._sequences = (*(most for most in MIXED_SEQUENCES if most < self._rows[-1]), self._rows[-1])
         self._max_pages = -(-min(limits.max_model_len, MAX_CONTEXT) // memory.page_size)
         self._dims = PlanDims(
             sites=site_dims(spec),
@@ -120,12 +121,11 @@ class GraphedSteps:
             head_dim=spec.head_dim,
             itemsize=max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize),
             page_size=memory.page_size,
-            num_pages=memory.scratch_page + 1,
+            num_pages=memory.num_pages,
             adapter_dtype=limits.adapter_dtype,
             device=memory.device,
         )
-        config = attention_config(device_name(memory.device), self._dims.head_dim, self._dims.itemsize)
-        self._split_tokens = config.split_tokens
+        self._shape = self._dims.shape
         self._buckets: dict[StaticCapacity, _Bucket] = {}
         self._num_steps = 0
         # Of buckets whose capture failed: the step from which it is tried again.
@@ -140,43 +140,44 @@ class GraphedSteps:
         Returns:
             Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
         """
-        scheduled, keys = by_adapter(step)
-        adapters = [step.placements[key] for key in keys]
-        capacity = self._capacity_for(scheduled, adapters)
+        rows = StepRows.of(step)
+        capacity = self._capacity_for(rows)
         self._num_steps += 1
         if capacity is None or self._num_steps < self._retry_at.get(capacity, 0):
             return None
         bucket = self._bucket(capacity)
-        index = {key: i for i, key in enumerate(keys)}
-        padding = capacity.rows - len(scheduled)
         bucket.plans.update(
-            token_ids=[s.token_ids[0] for s in scheduled] + [0] * padding,
-            kv_lens=[s.start + 1 for s in scheduled] + [1] * padding,
-            page_tables=scratch_rows([s.page_table for s in scheduled], capacity.rows, self._scratch_page),
-            row_adapters=[BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
-            + [BASE] * padding,
-            adapters=adapters,
+            rows.token_ids,
+            rows.positions,
+            rows.query_lens,
+            rows.kv_lens,
+            rows.page_tables,
+            rows.row_adapters,
+            rows.adapters,
+            rows.logit_rows,
         )
         logits = self._capture(capacity, bucket) if bucket.recorded is None else _replay(bucket.recorded)
-        return logits[: len(scheduled)], tuple(scheduled)
+        return logits[: len(rows.logit_rows)], tuple(s for s in rows.scheduled if s.samples)
 
-    def _capacity_for(
-        self, scheduled: Sequence[ScheduledRequest], adapters: Sequence[PlacedAdapter]
-    ) -> StaticCapacity | None:
+    def _capacity_for(self, rows: StepRows) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
-        rows = next((rows for rows in self._rows if rows >= len(scheduled)), None)
-        highest = max((adapter.layout.max_rank for adapter in adapters), default=0)
-        rank = next((rank for rank in RANKS if rank >= highest), None)
-        is_single = all(s.samples and len(s.token_ids) == 1 for s in scheduled)
-        if not is_single or rows is None or rank is None or max(len(s.page_table) for s in scheduled) > self._max_pages:
+        if any(s.prompt_rows or s.draft_token_ids for s in rows.scheduled):
             return None
-        lens = np.array([s.start + 1 for s in scheduled], dtype=np.int32)
-        # Without parts of keys, an item for each row, one that pads included.
-        items = int((-(-lens // split_of(lens, self._split_tokens))).sum()) + rows - len(scheduled)
-        parts = next((parts for parts in PARTS if rows * parts >= items), None)
-        if parts is None or rows * parts > MAX_ITEMS:
+        count = len(rows.scheduled)
+        is_mixed = len(rows.token_ids) > count
+        if is_mixed:
+            num_rows, sequences = _first(MIXED_ROWS, len(rows.token_ids)), _first(self._sequences, count)
+        else:
+            num_rows = sequences = _first(self._rows, count)
+        rank = _first(RANKS, max((adapter.layout.max_rank for adapter in rows.adapters), default=0))
+        if num_rows is None or sequences is None or rank is None or rows.page_tables.shape[1] > self._max_pages:
             return None
-        return StaticCapacity(rows, self._max_pages, parts, rank)
+        small, long, reduces = count_items(rows.query_lens, rows.kv_lens, self._shape, self._dims.group)
+        most_long = num_rows // self._shape.prefill_rows + LONG_PROMPTS if is_mixed else 0
+        parts = next((p for p in PARTS if sequences * p >= small and (p > 1 or not reduces)), None)
+        if parts is None or sequences * parts > MAX_ITEMS or long > most_long:
+            return None
+        return StaticCapacity(num_rows, sequences, self._max_pages, sequences * parts, most_long, parts > 1, rank)
 
     def _bucket(self, capacity: StaticCapacity) -> _Bucket:
         """Return the tensors of a bucket; they are made if it is new, in place of the one unused for longest."""
@@ -184,8 +185,7 @@ class GraphedSteps:
         if bucket is None:
             if len(self._buckets) >= MAX_GRAPHS:
                 del self._buckets[next(iter(self._buckets))]
-            every = torch.arange(capacity.rows, device=self._dims.device)
-            bucket = _Bucket(StaticPlans(self._dims, capacity), every)
+            bucket = _Bucket(StaticPlans(self._dims, capacity))
         self._buckets[capacity] = bucket
         return bucket
 
@@ -194,11 +194,11 @@ class GraphedSteps:
         plans = bucket.plans
         assert plans.attention is not None
         assert plans.lora is not None
-        tables = StepTables(plans.attention, plans.lora, bucket.sample_rows)
-        batch = ForwardBatch(plans.inputs[0], plans.inputs[1], tables, ())
+        tables = StepTables(plans.attention, plans.lora, plans.logit_rows)
+        batch = ForwardBatch(plans.token_ids, plans.positions, tables, ())
         # Compiles kernels, which a capture cannot; its result is this step's.
         logits = self._forward(batch)
-        target = self._logits[: capacity.rows]
+        target = self._logits[: capacity.sequences]
         try:
             bucket.recorded = self._record(lambda: target.copy_(self._forward(batch)))
         except RuntimeError as error:
@@ -206,6 +206,11 @@ class GraphedSteps:
             del self._buckets[capacity]
             self._retry_at[capacity] = self._num_steps + RETRY_STEPS
         return logits
+
+
+def _first(sizes: Sequence[int], least: int) -> int | None:
+    """Return the first of ascending sizes that is large enough."""
+    return next((size for size in sizes if size >= least), None)
 
 
 def _replay(recorded: Recorded) -> Tensor:

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from adapter_store.spec import AdapterKey
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.metadata.h2d import upload
-from sgmv_kernels.metadata.segments import BASE, build_segments
+from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.ops import Ops, StepTables
 
 
@@ -31,32 +31,64 @@ class ForwardBatch:
     asked: tuple[ScheduledRequest, ...] = ()
 
 
-def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
-    """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
-    page_size = memory.page_size
-    scheduled, keys = by_adapter(step)
-    index = {key: i for i, key in enumerate(keys)}
-    lens = np.array([len(s.token_ids) for s in scheduled])
-    starts = np.array([s.start for s in scheduled])
-    tables = _page_tables(scheduled)
-    positions = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(starts, lens)
-    rows = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
-    samples = np.array([s.samples for s in scheduled])
-    token_ids = np.array([t for s in scheduled for t in s.token_ids])
-    firsts = np.cumsum(lens) - lens
-    asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
-    wanted = np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked])
-    ids, places, sample_rows = upload([token_ids, positions, wanted], memory.device)
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Hold the T rows of a step's B sequences on the host, those of one adapter together."""
 
-    attention = ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages)
-    segments = build_segments(np.repeat(np.array(rows, dtype=np.int32), lens))
-    lora = ops.plan_sgmv(segments, [step.placements[key] for key in keys], adapter_dtype)
+    scheduled: list[ScheduledRequest]
+    # In the order of their segments.
+    adapters: list[PlacedAdapter]
+    # [T].
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    # [T], index into `adapters`, or `BASE`.
+    row_adapters: Int32
+    # [B].
+    query_lens: npt.NDArray[np.int64]
+    kv_lens: npt.NDArray[np.int64]
+    # [B, most pages].
+    page_tables: Int32
+    # [S], see `ForwardBatch`.
+    logit_rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> "StepRows":
+        """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
+        scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
+        keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
+        index = {key: i for i, key in enumerate(keys)}
+        lens = np.array([len(s.token_ids) for s in scheduled])
+        starts = np.array([s.start for s in scheduled])
+        firsts = np.cumsum(lens) - lens
+        samples = np.array([s.samples for s in scheduled])
+        asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
+        owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
+        return cls(
+            scheduled=scheduled,
+            adapters=[step.placements[key] for key in keys],
+            token_ids=np.array([t for s in scheduled for t in s.token_ids]),
+            positions=np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens),
+            row_adapters=np.repeat(np.array(owners, dtype=np.int32), lens),
+            query_lens=lens,
+            kv_lens=starts + lens,
+            page_tables=_page_tables(scheduled),
+            logit_rows=np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked]),
+        )
+
+
+def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
+    """Lay out a step's rows on the device."""
+    rows = StepRows.of(step)
+    ids, places, logit_rows = upload([rows.token_ids, rows.positions, rows.logit_rows], memory.device)
+    query_lens, kv_lens = rows.query_lens.tolist(), rows.kv_lens.tolist()
+    attention = ops.plan_attention(rows.page_tables, query_lens, kv_lens, memory.page_size, memory.num_pages)
+    lora = ops.plan_sgmv(build_segments(rows.row_adapters), rows.adapters, adapter_dtype)
     return ForwardBatch(
         token_ids=ids,
         positions=places,
-        tables=StepTables(attention, lora, sample_rows),
-        sampled=tuple(s for s in scheduled if s.samples),
-        asked=tuple(s for s in scheduled if s.prompt_rows),
+        tables=StepTables(attention, lora, logit_rows),
+        sampled=tuple(s for s in rows.scheduled if s.samples),
+        asked=tuple(s for s in rows.scheduled if s.prompt_rows),
     )
 
 
@@ -71,13 +103,7 @@ def _logit_rows(
     return np.concatenate(rows)
 
 
-def by_adapter(step: SchedulerOutput) -> tuple[list[ScheduledRequest], list[AdapterKey]]:
-    """Return a step's sequences in the order of their rows, and its adapters in the order of their segments."""
-    scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
-    return scheduled, sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
-
-
-def _page_tables(scheduled: list[ScheduledRequest]) -> npt.NDArray[np.int32]:
+def _page_tables(scheduled: list[ScheduledRequest]) -> Int32:
     tables = np.zeros((len(scheduled), max(len(s.page_table) for s in scheduled)), dtype=np.int32)
     for row, s in zip(tables, scheduled, strict=True):
         row[: len(s.page_table)] = s.page_table

@@ -20,7 +20,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
-from lorasrv.worker.cuda_graphs import buckets
+from lorasrv.worker.cuda_graphs import MIXED_ROWS, buckets
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.backend import Progress
@@ -74,35 +74,46 @@ class WarmUpSteps:
     def all(self) -> Iterator[SchedulerOutput]:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
         slices = max(len(site.out_features) for site in self._spec.sites())
-        ranks = classes(self._table, "max_rank", slices * self._max_rank)
+        adapters = [self._adapter(rank) for rank in classes(self._table, "max_rank", slices * self._max_rank)]
         bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
         for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
             if rows <= self._limits.max_rows:
-                yield from (self._prompts(rows, self._adapter(rank)) for rank in ranks)
+                for adapter in adapters:
+                    yield self._step(self._prompts(rows, MOST_LOGITS, adapter), adapter)
             if rows <= self._limits.max_samples:
                 yield self._singles(rows, 0, self._cut_keys)
 
     def common(self) -> Iterator[SchedulerOutput]:
         """Return a step for every graph that most servers need, the largest first: later ones fit into its memory."""
+        ranks = [rank for rank in COMMON_RANKS if rank <= self._max_rank]
+        for rows in reversed([rows for rows in MIXED_ROWS if rows <= self._limits.max_rows]):
+            yield from (self._mixed(rows, rank) for rank in ranks)
         for rows in reversed(buckets(self._limits.max_samples)):
             for num_keys in (self._cut_keys, 1):
-                yield from (self._singles(rows, rank, num_keys) for rank in COMMON_RANKS if rank <= self._max_rank)
+                yield from (self._singles(rows, rank, num_keys) for rank in ranks)
 
     def _singles(self, rows: int, rank: int, num_keys: int) -> SchedulerOutput:
         """Return a step of single tokens with `num_keys` keys each, on an adapter of this rank or on the base."""
-        adapter = self._placed(lambda slices: (rank,) * slices) if rank else None
-        start = min(num_keys, self._limits.max_model_len) - 1
-        return self._step([self._share(str(i), 1, start, adapter) for i in range(rows)], adapter)
+        adapter = self._uniform(rank)
+        return self._step([self._single(str(i), num_keys, adapter) for i in range(rows)], adapter)
 
-    def _prompts(self, rows: int, adapter: PlacedAdapter) -> SchedulerOutput:
-        """Return a step of one prompt, or of as many as the longest context makes necessary."""
-        most, asked = self._limits.max_model_len, MOST_LOGITS
-        shares = []
-        for start in range(0, rows, most):
-            count = min(most, rows - start)
-            shares.append(self._share(str(start), count, 0, adapter, range(min(count, asked))))
-            asked = 0
-        return self._step(shares, adapter)
+    def _mixed(self, rows: int, rank: int) -> SchedulerOutput:
+        """Return a step of an answer's token with cut keys, and of prompts."""
+        adapter = self._uniform(rank)
+        return self._step(
+            [self._single("answer", self._cut_keys, adapter), *self._prompts(rows - 1, 0, adapter)], adapter
+        )
+
+    def _prompts(self, rows: int, asked: int, adapter: PlacedAdapter | None) -> Iterator[ScheduledRequest]:
+        """Return one prompt, or as many as the longest context makes necessary; the logits of `asked` rows are asked
+        for.
+        """
+        for start in range(0, rows, self._limits.max_model_len):
+            count = min(self._limits.max_model_len, rows - start)
+            yield self._share(str(start), count, 0, adapter, range(max(0, min(count, asked - start))))
+
+    def _single(self, name: str, num_keys: int, adapter: PlacedAdapter | None) -> ScheduledRequest:
+        return self._share(name, 1, min(num_keys, self._limits.max_model_len) - 1, adapter)
 
     def _share(
         self, name: str, count: int, start: int, adapter: PlacedAdapter | None, asked: range = range(0)
@@ -120,6 +131,10 @@ class WarmUpSteps:
         """Return an adapter with this rank at every site, its slices together, as far as they reach."""
         most = self._max_rank
         return self._placed(lambda slices: tuple(max(0, min(most, total - i * most)) for i in range(slices)))
+
+    def _uniform(self, rank: int) -> PlacedAdapter | None:
+        """Return an adapter whose slices all have this rank; None for 0."""
+        return self._placed(lambda slices: (rank,) * slices) if rank else None
 
     def _placed(self, ranks_of: Callable[[int], tuple[int, ...]]) -> PlacedAdapter:
         """Return an adapter whose panels all lie at the start of the pool; `ranks_of` a number of slices."""

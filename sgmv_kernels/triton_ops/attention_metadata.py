@@ -19,11 +19,13 @@ Source: keys split with a reduce, Flash-Decoding (Dao et al. 2023); a plan of wo
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.errors import CapacityExceeded
+from sgmv_kernels.metadata.h2d import Ints
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.triton_ops.common import host_ints, put, sections
 
@@ -156,7 +158,7 @@ class AttentionTables:
 def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
     """Cut every sequence into tiles and parts by its own lengths, all sequences in one pass."""
     query_lens = np.diff(plan.query_starts)
-    few = (query_lens == 1) | (query_lens * group <= shape.few_rows)
+    few = _is_few(query_lens, shape, group)
     small, long = np.flatnonzero(few).astype(np.int32), np.flatnonzero(~few).astype(np.int32)
     lens = plan.kv_lens[small]
     part = split_of(lens, shape.split_tokens)
@@ -172,7 +174,22 @@ def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
     )
 
 
-def split_of(lens: Int32, split_tokens: int) -> Int32:
+def count_items(query_lens: Ints, kv_lens: Ints, shape: Shape, group: int) -> tuple[int, int, int]:
+    """Return how many small items, long items and reduces `cut` makes."""
+    few = _is_few(query_lens, shape, group)
+    tiles = -(-query_lens[few] // shape.decode_rows)
+    parts = -(-kv_lens[few] // split_of(kv_lens[few], shape.split_tokens))
+    long = -(-query_lens[~few] // shape.prefill_rows)
+    return int((tiles * parts).sum()), int(long.sum()), int(tiles[parts > 1].sum())
+
+
+def _is_few(query_lens: Ints, shape: Shape, group: int) -> npt.NDArray[np.bool_]:
+    """Return which sequences are cut into small tiles."""
+    few: npt.NDArray[np.bool_] = (query_lens == 1) | (query_lens * group <= shape.few_rows)
+    return few
+
+
+def split_of(lens: Ints, split_tokens: int) -> Int32:
     """Return the keys of a part for each length: `split_tokens` times a power of two, for few parts."""
     parts = -(-lens // split_tokens)
     doublings = np.frexp(-(-parts // MAX_SPLITS) - 1)[1]

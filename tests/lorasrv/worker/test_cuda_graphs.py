@@ -5,6 +5,7 @@ was there at the capture.
 """
 
 import os
+import random
 
 import torch
 
@@ -51,8 +52,9 @@ PAGES, PAGE_SIZE, MAX_LEN = 60, 16, 512
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 512}"""
 RANKS = {"a": 4, "b": 20}
-Share = tuple[str | None, int]
-"""(adapter, keys before this token)"""
+PIECE = 40
+Share = tuple[str | None, int] | tuple[str | None, int, int]
+"""(adapter, keys before, tokens: one unless told otherwise)"""
 
 
 class FakeStream:
@@ -108,16 +110,18 @@ class Served:
         self.graphs.append(FakeGraph(self.gpu, compute))
         return self.graphs[-1]
 
-    def step(self, shares: list[Share], tokens: int = 1) -> SchedulerOutput:
+    def step(self, shares: list[Share]) -> SchedulerOutput:
+        """Return a step; a share of `PIECE` tokens is part of a prompt, without its end."""
         scheduled, first = [], 0
-        for i, (name, before) in enumerate(shares):
+        for i, (name, before, *counts) in enumerate(shares):
+            tokens = counts[0] if counts else 1
             pages = tuple(range(first, first - (-(before + tokens) // PAGE_SIZE)))
             first += len(pages)
             ids = tuple((7 * i + before + j) % 40 for j in range(tokens))
-            rest = (name, True, SamplingParams(), 0)
+            rest = (name, tokens != PIECE, SamplingParams(), 0)
             scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest))
         assert first <= self.end
-        used = {name: self.placements[name] for name, _ in shares if name is not None}
+        used = {name: self.placements[name] for name, *_ in shares if name is not None}
         return SchedulerOutput(tuple(scheduled), used, (), (), 0)
 
     def eager(self, step: SchedulerOutput) -> tuple[torch.Tensor, list[str]]:
@@ -147,12 +151,18 @@ STEPS: list[list[Share]] = [
     [("b", 280), (None, 47)],
     [(None, 8), (None, 15), (None, 64)],
 ]
+MIXED: list[list[Share]] = [
+    [("a", 5), (None, 0, 50), ("b", 17)],
+    [("b", 70), ("a", 10, 3), ("b", 0, PIECE)],
+    [(None, 300), ("a", 30, 40), ("b", 3)],
+    [("b", 280, 2), (None, 0, 33), ("a", 4, 25)],
+]
 
 
 @pytest.mark.long
 def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path, gpu: FakeGpu) -> None:
     served, plain = Served(folder, gpu=gpu), Served(folder)
-    for shares in STEPS:
+    for shares in STEPS + MIXED:
         want, of = plain.eager(plain.step(shares))
         logits, scheduled = served.graphed.compute(served.step(shares))
         assert [s.request_id for s in scheduled] == of
@@ -160,8 +170,9 @@ def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path, gpu
         for layer in range(2):
             kept, other = (world.memory.slab(layer).cpu().view(torch.float32) for world in (served, plain))
             torch.testing.assert_close(kept, other, rtol=1e-4, atol=1e-5)
-    # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32)
-    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0]
+    # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32), then 64 rows with
+    # prompts of rank 32: (whole), (cut keys)
+    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0, 1, 1]
 
 
 def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
@@ -202,8 +213,10 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -
 
 def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
     served = Served(folder)
-    assert served.graphed.compute(served.step([(None, 0)], tokens=3)) is None
-    assert served.graphed.compute(served.step([(None, i) for i in range(5)])) is None
+    (share,) = served.step([(None, 0, 3)]).scheduled
+    asks, drafts = replace(share, prompt_rows=range(2)), replace(share, draft_token_ids=share.token_ids[1:])
+    for shares in ([asks], [drafts], served.step([(None, i) for i in range(5)]).scheduled):
+        assert served.graphed.compute(SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)) is None
     assert served.graphs == []
     assert (buckets(1), buckets(20), buckets(64)[-1]) == ((1,), (1, 2, 4, 8, 16, 24), 64)
     assert buckets(100)[-3:] == (64, 96, 128)
@@ -250,15 +263,27 @@ def test_buckets_are_made_once(folder: Path, gpu: FakeGpu, monkeypatch: pytest.M
     for _ in range(2):
         for shares in ([(None, 500)], [(None, 300), (None, 2)], [(None, 5)]):
             assert served.graphed.compute(served.step(shares)) is not None
-    assert [(capacity.rows, capacity.parts) for capacity in made] == [(1, 4), (2, 4), (1, 1)]
+    assert [(capacity.rows, capacity.small_items) for capacity in made] == [(1, 4), (2, 8), (1, 1)]
 
 
+KINDS = {
+    "single tokens": st.lists(st.tuples(st.integers(1, MAX_CONTEXT), st.just(1)), min_size=1, max_size=64),
+    "any": st.lists(st.tuples(st.integers(1, 4000), st.just(1) | st.integers(1, 90)), min_size=1, max_size=64),
+    "prompts that fill no tile": st.lists(st.tuples(st.integers(36, 400), st.integers(33, 36)), max_size=31),
+}
+"""Steps as (keys, tokens) of each sequence."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, MAX_CONTEXT), st.integers(-1, 3)), min_size=1, max_size=64),
+    st.data(),
     st.lists(st.tuples(*[st.integers(0, 20)] * 6, st.integers(1, 256)), min_size=4, max_size=4),
+    st.integers(0, 2**32),
 )
-def test_a_step_fits_the_bucket_that_it_gets(rows: list[tuple[int, int]], ranks: list[tuple[int, ...]]) -> None:
+def test_a_step_fits_the_bucket_that_it_gets(
+    kind: str, data: st.DataObject, ranks: list[tuple[int, ...]], seed: int
+) -> None:
     """Filling it refuses nothing, whatever the lengths and ranks; the next smaller number of parts would."""
     spec = ModelSpec("llama", 1, 32, 48, 2, 1, 16, 40, MAX_CONTEXT, 1e-5)
     memory = DevicePool(spec, 1, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
@@ -273,16 +298,21 @@ def test_a_step_fits_the_bucket_that_it_gets(rows: list[tuple[int, int]], ranks:
         assert placed is not None
         placements[str(number)] = placed
     scheduled = []
-    for i, (length, number) in enumerate(rows):
-        pages, name = (0,) * -(-length // PAGE_SIZE), None if number < 0 else str(number)
-        scheduled.append(ScheduledRequest(RequestId(str(i)), (1,), length - 1, pages, name, True, SamplingParams(), 0))
+    owners = random.Random(seed)
+    for i, (length, tokens) in enumerate(data.draw(KINDS[kind].filter(bool))):
+        pages, name = (0,) * -(-length // PAGE_SIZE), owners.choice((None, *placements))
+        start = max(0, length - tokens)
+        rest = (pages, name, True, SamplingParams(), 0)
+        scheduled.append(ScheduledRequest(RequestId(str(i)), (1,) * (length - start), start, *rest))
     step = SchedulerOutput(tuple(scheduled), placements, (), AdapterOrders(), 0)
     assert (graphed.compute(step) is None) == (not graphed._buckets)
     for capacity in graphed._buckets:
-        if capacity.parts > PARTS[0]:
-            smaller = replace(capacity, parts=PARTS[PARTS.index(capacity.parts) - 1])
-            graphed._buckets = {smaller: _Bucket(StaticPlans(graphed._dims, smaller), torch.arange(capacity.rows))}
-            graphed._capacity_for = lambda scheduled, adapters, smaller=smaller: smaller
+        parts = capacity.small_items // capacity.sequences
+        if parts > PARTS[0]:
+            fewer = PARTS[PARTS.index(parts) - 1]
+            smaller = replace(capacity, small_items=fewer * capacity.sequences, is_cut=fewer > 1)
+            graphed._buckets = {smaller: _Bucket(StaticPlans(graphed._dims, smaller))}
+            graphed._capacity_for = lambda rows, smaller=smaller: smaller
             with pytest.raises(CapacityExceeded):
                 graphed.compute(step)
 
