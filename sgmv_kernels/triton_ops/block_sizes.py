@@ -50,7 +50,6 @@ class SgmvConfig:
     shrink_stages: int
     expand_n: int
     expand_warps: int
-    expand_stages: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops.attention import shape_for
 from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
-from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables, capacity_ranks
+from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
 
 CPU = torch.device("cpu")
 
@@ -154,5 +154,5 @@ class StaticPlans:
         ranks = tuple(tuple(capacity.rank for _ in site.out_features) for site in dims.sites)
         layout = AdapterLayout(dims.sites, (ranks,) * dims.layers, dims.adapter_dtype.itemsize)
         panels = capacity.sequences * sum(len(sizes) for sizes in layout.panel_bytes)
-        held = Capacity(capacity.rows, capacity.sequences, panels, capacity_ranks(dims.sites, capacity.rank))
+        held = Capacity(capacity.rows, capacity.sequences, panels, capacity.rank)
         return TritonTables.for_capacity(dims.sites, dims.layers, held, dims.device)

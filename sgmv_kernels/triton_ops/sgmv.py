@@ -24,13 +24,15 @@ from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, SCALE_BYTES
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
-from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype
 from sgmv_kernels.triton_ops.sgmv_metadata import TritonTables
 
 _CHUNK = tl.constexpr(4)
 _RECORD = tl.constexpr(4)
 _PANEL = tl.constexpr(PANEL_RANKS)
 _SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
+_MOST_R = tl.constexpr(64)
+"""Most ranks of a product in expand."""
 new_planes = torch.empty
 """Allocator of the planes; tests replace it by one that fills them with NaN."""
 
@@ -103,11 +105,12 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         N2=n2,
         UNIT=ALIGNMENT_BYTES // plan.dtype.itemsize,
         PLANES=v.shape[0],
+        PLANES_PAD=power_of_two(v.shape[0], 1),
+        RANKS=tables.slice_rank(layer, site),
         BLOCK_M=tables.block_m,
         BLOCK_N=config.expand_n,
         PRECISION=precision,
         num_warps=config.expand_warps,
-        num_stages=config.expand_stages,
     )
 
 
@@ -201,6 +204,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     N2: tl.constexpr,
     UNIT: tl.constexpr,
     PLANES: tl.constexpr,
+    PLANES_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -225,30 +230,33 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     column_at = tl.where(in2, N0 + N1, tl.where(in1, N0, 0))
     rank_at = tl.where(in2, r0 + r1, tl.where(in1, r0, 0))
     column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
-    before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
+    panels_before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
     scale_panel = ints + panels_at + tl.load(record)
-    b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + before
+    b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + panels_before
 
-    m, r = tl.arange(0, BLOCK_M), tl.arange(0, _PANEL)
+    block_r: tl.constexpr = RANKS if RANKS < _MOST_R else _MOST_R
+    m, r = tl.arange(0, BLOCK_M), tl.arange(0, block_r)
     row_ok, column_ok = m < count, column < width
     rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
     scale = scales + tl.load(scale_panel).to(tl.int64) * _SCALE_UNIT + rank_at
-    v_rows = v + (begin + m).to(tl.int64)[:, None] * rank_stride + rank_at
-    delta = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-    for i in range(as_bound((rank + _PANEL - 1) // _PANEL)):
-        rank_ok = r + i * _PANEL < rank
-        v_tile = v_rows + (r + i * _PANEL)[None, :]
-        low = tl.full((BLOCK_M, _PANEL), 0.0, dtype=tl.float32)
-        for plane in tl.static_range(PLANES):
-            at = num_rows.to(tl.int64) * rank_stride * plane
-            low += tl.load(v_tile + at, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
-        low *= tl.load(scale + r + i * _PANEL, mask=rank_ok, other=0.0)[None, :]
-        b = panels + tl.load(b_panel + i).to(tl.int64) * UNIT
-        b_block = tl.load(
-            b + r[:, None] * width + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
-        )
-        delta = dot(low, b_block.to(tl.float32), delta, PRECISION)
+    # Loaded as one tensor: of planes that are added one by one, each would be shared out to the warps on its own.
+    plane = tl.arange(0, PLANES_PAD)
+    plane_ok = plane < PLANES
+    v_rows = v + (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)[:, :, None] * rank_stride + rank_at
     target = y + rows[:, None] * (N0 + N1 + N2) + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
-    total = tl.load(target, mask=ok, other=0.0).to(tl.float32) + delta
-    tl.store(target, cast(total, y.dtype.element_ty), mask=ok)
+    # Read before the products, which do not need it, so that nothing waits for it.
+    y_block = tl.load(target, mask=ok, other=0.0)
+    delta = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    # A loop of one turn is none, and all its loads go out at once.
+    for block in tl.range(1 if RANKS == block_r else as_bound((rank + block_r - 1) // block_r), num_stages=1):
+        at = block * block_r + r
+        rank_ok = at < rank
+        v_ok = row_ok[:, None, None] & plane_ok[None, :, None] & rank_ok[None, None, :]
+        low = tl.sum(tl.load(v_rows + at[None, None, :], mask=v_ok, other=0.0), 1)
+        low *= tl.load(scale + at, mask=rank_ok, other=0.0)[None, :]
+        b_at = tl.load(b_panel + at // _PANEL, mask=rank_ok, other=0).to(tl.int64) * UNIT + at % _PANEL * width
+        b_ok = rank_ok[:, None] & column_ok[None, :]
+        b_block = tl.load(panels + b_at[:, None] + column[None, :], mask=b_ok, other=0.0)
+        delta = dot(low, b_block.to(tl.float32), delta, PRECISION)
+    tl.store(target, cast(y_block.to(tl.float32) + delta, y.dtype.element_ty), mask=ok)

@@ -15,7 +15,6 @@ Chunks are cut on the host, so that a skewed batch launches no programs for miss
 Source: chunked segments, SGLang's csgmv; the tail reset every step, its bug 28371; one packed buffer, its triton_v2.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
-from sgmv_kernels.triton_ops.common import host_ints, put, sections
+from sgmv_kernels.triton_ops.common import host_ints, power_of_two, put, sections
 
 CHUNK_INTS = 4
 RANK_STEP = 16
@@ -44,8 +43,8 @@ class Capacity:
     max_segments: int
     # Panel offsets.
     max_panels: int
-    # [site], the highest rank of an adapter, its slices together.
-    max_ranks: tuple[int, ...]
+    # The highest rank of a slice.
+    max_rank: int
 
 
 class TritonTables:
@@ -70,19 +69,22 @@ class TritonTables:
         self.chunks_at, self.permutation_at, self.records_at, self.panels_at = starts
         self.layers = layers
         self.ints: Tensor | None = None
+        # [layer][site], of exact tables: the highest rank, slices together, and of a slice.
         self._ranks: list[list[int]] | None = None
+        self._slice_ranks: list[list[int]] = []
 
     @classmethod
     def exact(cls, tables: SgmvTables, device: torch.device) -> "TritonTables":
         """Return tables of one step, no larger than the step."""
         rows, segments = len(tables.permutation), tables.num_segments
         layers = len(tables.records) if segments else 0
-        capacity = Capacity(rows, segments, len(tables.panels), ())
+        capacity = Capacity(rows, segments, len(tables.panels), 0)
         block_m = rows_config(device_name(device), rows).block_m
         counts = tables.bounds[:, 1] - tables.bounds[:, 0]
         chunks = int((-(-counts // block_m)).sum()) if segments else 0
         made = cls(tables.sites, layers, capacity, chunks, device)
         made._ranks = tables.records[..., 1:].sum(-1).max(-1, initial=0).tolist()
+        made._slice_ranks = tables.records[..., 1:].max((-2, -1), initial=0).tolist()
         made.update(tables)
         return made
 
@@ -124,8 +126,14 @@ class TritonTables:
 
     def rank(self, layer: int, site: int) -> int:
         """Return the columns of the planes at a site: the highest rank there, rounded up."""
-        highest = self._ranks[layer][site] if self._ranks is not None else self.capacity.max_ranks[site]
-        return -(-highest // RANK_STEP) * RANK_STEP
+        if self._ranks is None:
+            return _padded(self.capacity.max_rank * len(self.sites[site].out_features), RANK_STEP)
+        return _padded(self._ranks[layer][site], RANK_STEP)
+
+    def slice_rank(self, layer: int, site: int) -> int:
+        """Return the highest rank of a slice at a site, rounded up so that few kernels are compiled."""
+        highest = self.capacity.max_rank if self._ranks is None else self._slice_ranks[layer][site]
+        return power_of_two(highest, RANK_STEP)
 
     def config(self, layer: int, site: int) -> SgmvConfig:
         """Return the block sizes at a site."""
@@ -141,9 +149,7 @@ class TritonTables:
         if self._ranks is None and tables.num_segments:
             if tables.sites != self.sites or len(tables.records) != self.layers:
                 raise CapacityExceeded("adapters are made for other sites or layers than the capacity")
-            ranks = tables.records[..., 1:].sum(-1).max(axis=(0, 2)).tolist()
-            both = zip(ranks, self.capacity.max_ranks, strict=True)
-            held |= {f"rank rows at site {i}": pair for i, pair in enumerate(both)}
+            held["ranks of a slice"] = (int(tables.records[..., 1:].max()), self.capacity.max_rank)
         for name, (has, most) in held.items():
             if has > most:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {most}")
@@ -160,6 +166,5 @@ def chunks_of(bounds: Int32, block_m: int) -> Int32:
     return np.stack((bounds[segment, 0] + offset, rows, segment, np.zeros_like(rows)), axis=-1).astype(np.int32)
 
 
-def capacity_ranks(sites: Sequence[SiteDims], max_rank: int) -> tuple[int, ...]:
-    """Return `Capacity.max_ranks` where every slice may have `max_rank`."""
-    return tuple(max_rank * len(site.out_features) for site in sites)
+def _padded(n: int, step: int) -> int:
+    return -(-n // step) * step

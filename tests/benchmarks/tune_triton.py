@@ -27,10 +27,10 @@ from sgmv_kernels.triton_ops.linear import BITS, through_blas
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
 SUMS = {"split_k": (1, 2, 4, 8, 16), "block_k": (64, 128, 256)}
 SHRINK = {"shrink_n": (16, 32, 64), "shrink_warps": (2, 4, 8), "shrink_stages": (2, 3, 4)}
-EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (2, 4, 8), "expand_stages": (1, 2, 3)}
+EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (1, 2, 4, 8)}
 FEW = {"split_k": (4, 8), "block_k": (128,)}
 FEW_SHRINK = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
-FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (4,), "expand_stages": (3,)}
+FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (2, 4)}
 DECODE = ((1, 1), (32, 8), (32, 32))
 # (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
 ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
