@@ -2,8 +2,7 @@
 once.
 
 A random choice depends only on the request's seed and its number of tokens, so the same request gives the same text
-whatever shares its batch, and after a preemption. CPU and GPU may give different texts: filters sort the likely tokens
-on a CPU, and all tokens on a GPU.
+whatever shares its batch, and after a preemption. CPU and GPU may give different texts: their sums round differently.
 """
 
 import math
@@ -17,7 +16,8 @@ from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows, 
 from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels.metadata.h2d import upload
 
-TOP_P_CANDIDATES = 256
+CANDIDATES = 256
+"""Likeliest tokens that are looked for where they are nearly always enough: far cheaper than sorting the vocabulary."""
 _NO_TOKEN = -1
 
 
@@ -65,9 +65,8 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
     """Return [B] int64: the argmax of each row, replaced by a draw in the random rows among `of`."""
     tokens = _reduced(logits, "argmax")
     random = [number for number in of if not rows[number].params.is_greedy]
-    if random and logits.device.type == "cuda":
-        (numbers,) = upload([np.array(random)], logits.device)
-        tokens[numbers] = draw_together(logits[numbers], [rows[number] for number in random])
+    if logits.device.type == "cuda":
+        draw_together_(tokens, logits, rows, random)
         return tokens
     for number in random:
         tokens[number] = _draw(logits[number], rows[number].params, rows[number].num_generated)
@@ -83,11 +82,29 @@ def _reduced(logits: Tensor, name: str) -> Tensor:
         return torch.from_numpy(getattr(logits.numpy(), name)(axis=-1))
 
 
-def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """Draw as `_draw` does, for all rows at once over sorted logits, without copying anything to the host.
+def draw_together_(tokens: Tensor, logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> None:
+    """Draw tokens of the rows `of` as `_draw` does, without copying anything to the host.
 
-    Returns: [B] int64.
+    Rows that look at equally many of the likeliest tokens are drawn together: all tokens in their own order where
+    nothing asks for the likeliest, the first of them for a small top-k, else all, sorted.
     """
+    together: dict[int, list[int]] = {}
+    for number in of:
+        together.setdefault(_likeliest_of(rows[number].params, logits.shape[1]), []).append(number)
+    for likeliest, numbers in together.items():
+        (at,) = upload([np.array(numbers)], logits.device)
+        tokens[at] = _drawn(logits[at], [rows[number] for number in numbers], likeliest)
+
+
+def _likeliest_of(p: SamplingParams, vocab: int) -> int:
+    """Return how many of the likeliest tokens a draw looks at; 0 for one that needs no order."""
+    if 0 < p.top_k < vocab:
+        return CANDIDATES if p.top_k <= CANDIDATES < vocab else vocab
+    return vocab if p.top_p < 1.0 else 0
+
+
+def _drawn(logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: int) -> Tensor:
+    """Return [B] int64, a draw of each row from its `likeliest` tokens, from all in their own order if that is 0."""
     params = [row.params for row in rows]
     facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p, p.typical_p] for p in params]
     draws = [_uniform(row.params.seed, row.num_generated) for row in rows]
@@ -95,18 +112,34 @@ def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     if logits.device.type == "cuda":
         host = host.pin_memory()
     temperature, top_k, top_p, min_p, typical_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
-    probs, order = torch.softmax(logits / temperature.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    probs = torch.where(torch.arange(probs.shape[1], device=probs.device) < top_k, probs, 0.0)
-    probs = probs / probs.sum(dim=-1, keepdim=True)
-    # The likeliest token is always kept.
-    kept = (probs.cumsum(dim=-1) - probs < top_p) & (probs >= min_p * probs[:, :1])
-    probs = torch.where(kept, probs, 0.0)
+    probs, order = torch.softmax(logits / temperature.float(), dim=-1), None
+    if likeliest:
+        probs, order = _sorted(probs, likeliest)
+        probs = torch.where(torch.arange(likeliest, device=probs.device) < top_k, probs, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+        probs = torch.where(probs.cumsum(dim=-1) - probs < top_p, probs, 0.0)
+    if any(p.min_p > 0.0 for p in params):
+        probs = torch.where(probs >= min_p * probs.amax(dim=-1, keepdim=True), probs, 0.0)
     if any(p.typical_p < 1.0 for p in params):
         probs = torch.where(typical(probs, typical_p.float()) | (typical_p == 1.0), probs, 0.0)
-    cumulative = probs.double().cumsum(dim=-1)
-    at = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
-    last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(dim=-1, keepdim=True)
-    return order.gather(1, torch.minimum(at, last))[:, 0]
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    # Where the draw was rounded up to the total: the last token that is not impossible.
+    last = torch.searchsorted(cumulative, total)
+    at = torch.minimum(torch.searchsorted(cumulative, draw * total, right=True), last)
+    return (at if order is None else order.gather(1, at))[:, 0]
+
+
+def _sorted(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` likeliest of each row and their tokens, the likeliest and then the lower number first."""
+    vocab = probs.shape[1]
+    if count == vocab:
+        return probs.sort(dim=-1, descending=True, stable=True)
+    # Equal ones are kept apart by the token in the low bits; floats that are not negative sort as their bits do.
+    tokens = torch.arange(vocab, device=probs.device)
+    keys = (probs.view(torch.int32).long() << 32) + (vocab - 1 - tokens)
+    top = keys.topk(count, dim=-1).values
+    return (top >> 32).int().view(torch.float32), vocab - 1 - (top & 0xFFFFFFFF)
 
 
 def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
@@ -132,11 +165,8 @@ def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
 
 
 def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the fewest likeliest tokens whose probabilities reach `top_p`, likeliest first.
-
-    A few hundred tokens are nearly always enough, and finding them is far cheaper than sorting the vocabulary.
-    """
-    top, order = probs.topk(min(TOP_P_CANDIDATES, probs.numel()))
+    """Return the fewest likeliest tokens whose probabilities reach `top_p`, likeliest first."""
+    top, order = probs.topk(min(CANDIDATES, probs.numel()))
     if float(top.sum()) < top_p:
         top, order = probs.sort(descending=True, stable=True)
     kept = int((top.cumsum(0) - top < top_p).sum())

@@ -8,6 +8,7 @@ the start of the empty pool. NOT MEASURED: no GPU was at hand.
 Source: steps of made-up requests before the server is ready, vLLM.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from sgmv_kernels.formats.adapter_panels import MAX_RANK, AdapterLayout, PlacedA
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name, table_of
 from sgmv_kernels.triton_ops.kernel_compiler import load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
+from sgmv_kernels.triton_ops.sgmv_metadata import EXPAND_RANKS
 
 MOST_LOGITS = 256
 """Most prompt tokens of a step whose logits are computed: more make steps large, and take no other kernels."""
@@ -74,7 +76,9 @@ class WarmUpSteps:
     def all(self) -> Iterator[SchedulerOutput]:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
         slices = max(len(site.out_features) for site in self._spec.sites())
-        adapters = [self._adapter(rank) for rank in classes(self._table, "max_rank", slices * self._max_rank)]
+        totals = classes(self._table, "max_rank", slices * self._max_rank)
+        highest = [*(rank for rank in EXPAND_RANKS if rank < self._max_rank), self._max_rank]
+        adapters = list(map(self._adapter, sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)})))
         bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
         for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
             if rows <= self._limits.max_rows:
@@ -127,10 +131,14 @@ class WarmUpSteps:
         placements = {} if adapter is None else {_ADAPTER: adapter}
         return SchedulerOutput(tuple(shares), placements, (), AdapterOrders(), 0)
 
-    def _adapter(self, total: int) -> PlacedAdapter:
-        """Return an adapter with this rank at every site, its slices together, as far as they reach."""
-        most = self._max_rank
-        return self._placed(lambda slices: tuple(max(0, min(most, total - i * most)) for i in range(slices)))
+    def _ranks(self, total: int, highest: int) -> tuple[int, ...]:
+        """Return ranks of slices, `total` together as far as they reach with `highest` each."""
+        slices = max(len(site.out_features) for site in self._spec.sites())
+        return tuple(max(0, min(highest, total - i * highest)) for i in range(slices))
+
+    def _adapter(self, ranks: tuple[int, ...]) -> PlacedAdapter:
+        """Return an adapter whose slices have the first of these ranks at every site."""
+        return self._placed(lambda slices: ranks[:slices])
 
     def _uniform(self, rank: int) -> PlacedAdapter | None:
         """Return an adapter whose slices all have this rank; None for 0."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionBuffer, AttentionTables, Shape
+from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
 
@@ -30,6 +30,8 @@ _REDUCE = tl.constexpr(4)
 _SUMS = tl.constexpr(2)
 SUMS = 2
 DECODE_M = 16
+REDUCED_PARTS = 16
+"""Partial results that are read at once: what a warp holds in registers."""
 KV_FORMATS = ("bfloat16", "float16", "float32")
 """KV formats that the kernels read."""
 new_partials = torch.empty
@@ -106,32 +108,27 @@ def attention(
                 num_stages=stages,
             )
     if most.max_reduce:
-        _reduce(out, partial, sums, work, heads, group, decode_m)
+        _reduce_kernel[(most.max_reduce, heads)](
+            out,
+            partial,
+            sums,
+            work.ints,
+            work.reduce_at,
+            work.starts_at,
+            HEADS=heads,
+            GROUP=group,
+            D=dim,
+            D_PAD=padded,
+            BLOCK_M=decode_m,
+            PARTS=REDUCED_PARTS,
+            num_warps=1,
+        )
     return out
 
 
 def _rows(config: AttentionConfig, group: int) -> tuple[int, int]:
     """Return the rows of a small and of a long tile; each holds at least one query row with its group."""
     return power_of_two(group, DECODE_M), power_of_two(group, config.prefill_m)
-
-
-def _reduce(
-    out: Tensor, partial: Tensor, sums: Tensor, work: AttentionBuffer, heads: int, group: int, block_m: int
-) -> None:
-    _reduce_kernel[(work.capacity.max_reduce, heads // group)](
-        out,
-        partial,
-        sums,
-        work.ints,
-        work.reduce_at,
-        work.starts_at,
-        HEADS=heads,
-        GROUP=group,
-        D=out.shape[2],
-        D_PAD=partial.shape[3],
-        BLOCK_M=block_m,
-        num_warps=4,
-    )
 
 
 @kernel("items_at", "starts_at", "lens_at", "pages_at", "max_pages", "window")
@@ -206,12 +203,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     table = ints + pages_at + sequence.to(tl.int64) * max_pages
     k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
     v_base = values + kv_head.to(tl.int64) * value_head + d.to(tl.int64)[None, :] * value_dim
+    # Without a mask, so that the compiler treats slots of a page as contiguous; the table is padded.
+    next_page = tl.load(table + (begin // BLOCK_N * BLOCK_N + n) // PAGE)
     # Tiles begin at multiples of BLOCK_N, so that where the window begins does not move them.
     for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
         at = n + tile * BLOCK_N
         key_ok = (at >= begin) & (at < end)
-        # Without a mask, so that the compiler treats slots of a page as contiguous; the table is padded.
-        page = tl.load(table + at // PAGE).to(tl.int64)
+        # Read a tile ahead: the addresses of keys wait for no load.
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table + (at + BLOCK_N) // PAGE)
         # A masked key may be NaN: it affects only its own column of scores, which `visible` masks below.
         page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < last_page)
         k_tile = tl.load(
@@ -265,36 +265,39 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Add the partial results of one tile, in order."""
+    """Add the partial results of one head of one tile's query rows, in order."""
     item = ints + reduce_at + tl.program_id(0) * _REDUCE
     parts = tl.load(item + 3)
     if parts == 0:
         return
     sequence, first_query, first_slot = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    kv_head = tl.program_id(1)
-    start = tl.load(ints + starts_at + sequence)
-    query_len = tl.load(ints + starts_at + sequence + 1) - start
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
-    query = first_query + m // GROUP
-    row_ok = (m < (BLOCK_M // GROUP) * GROUP) & (query < query_len)
-    highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
-    acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
+    head = tl.program_id(1)
     kv_heads: tl.constexpr = HEADS // GROUP
-    place = (first_slot.to(tl.int64) * kv_heads + kv_head) * BLOCK_M + m
-    for _part in range(as_bound(parts)):
-        part_highest = tl.load(sums + place * _SUMS, mask=row_ok, other=float("-inf"))
-        part_total = tl.load(sums + place * _SUMS + 1, mask=row_ok, other=0.0)
-        part_acc = tl.load(partial + place[:, None] * D_PAD + d[None, :], mask=row_ok[:, None], other=0.0)
-        new_highest = tl.maximum(highest, part_highest)
-        known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        fade, part_fade = tl.exp(highest - known), tl.exp(part_highest - known)
-        total = total * fade + part_total * part_fade
-        acc = acc * fade[:, None] + part_acc * part_fade[:, None]
-        highest = new_highest
-        place += kv_heads * BLOCK_M
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    row = (start + query).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
-    target = out + row[:, None] * D + d[None, :]
-    tl.store(target, cast(result, out.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
+    start = tl.load(ints + starts_at + sequence)
+    queries = tl.minimum(tl.load(ints + starts_at + sequence + 1) - start - first_query, BLOCK_M // GROUP)
+    p, d = tl.arange(0, PARTS), tl.arange(0, D_PAD)
+    for query in range(as_bound(queries)):
+        first_place = first_slot.to(tl.int64) * kv_heads + head // GROUP
+        row = query * GROUP + head % GROUP
+        highest = tl.full((1,), float("-inf"), dtype=tl.float32)
+        total = tl.full((1,), 0.0, dtype=tl.float32)
+        acc = tl.full((D_PAD,), 0.0, dtype=tl.float32)
+        for block in range(as_bound((parts + PARTS - 1) // PARTS)):
+            part = block * PARTS + p
+            place = (first_place + part * kv_heads) * BLOCK_M + row
+            part_highest = tl.load(sums + place * _SUMS, mask=part < parts, other=float("-inf"))
+            part_total = tl.load(sums + place * _SUMS + 1, mask=part < parts, other=0.0)
+            part_acc = tl.load(
+                partial + place[:, None] * D_PAD + d[None, :], mask=(part < parts)[:, None], other=0.0
+            )
+            new_highest = tl.maximum(highest, tl.max(part_highest, 0))
+            known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            fade, part_fade = tl.exp(highest - known), tl.exp(part_highest - known)
+            total = total * fade + tl.sum(part_total * part_fade, 0)
+            acc = acc * fade + tl.sum(part_acc * part_fade[:, None], 0)
+            highest = new_highest
+        result = acc / tl.where(total == 0.0, 1.0, total)
+        target = out + ((start + first_query + query).to(tl.int64) * HEADS + head) * D + d
+        tl.store(target, cast(result, out.dtype.element_ty), mask=d < D)

@@ -106,7 +106,7 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         UNIT=ALIGNMENT_BYTES // plan.dtype.itemsize,
         PLANES=v.shape[0],
         PLANES_PAD=power_of_two(v.shape[0], 1),
-        RANKS=tables.slice_rank(layer, site),
+        RANKS=tables.expand_ranks(layer, site),
         BLOCK_M=tables.block_m,
         BLOCK_N=config.expand_n,
         PRECISION=precision,

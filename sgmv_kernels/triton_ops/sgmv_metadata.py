@@ -26,11 +26,14 @@ from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
-from sgmv_kernels.triton_ops.common import host_ints, power_of_two, put, sections
+from sgmv_kernels.triton_ops.common import host_ints, put, sections
 
 CHUNK_INTS = 4
 RANK_STEP = 16
 """Planes are as wide as the highest rank rounded up to this: fewer shapes to compile for, aligned rows."""
+
+EXPAND_RANKS = (16, 64, 128)
+"""Ranks of a slice that expand is compiled for; higher ones are as the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +133,10 @@ class TritonTables:
             return _padded(self.capacity.max_rank * len(self.sites[site].out_features), RANK_STEP)
         return _padded(self._ranks[layer][site], RANK_STEP)
 
-    def slice_rank(self, layer: int, site: int) -> int:
-        """Return the highest rank of a slice at a site, rounded up so that few kernels are compiled."""
+    def expand_ranks(self, layer: int, site: int) -> int:
+        """Return the one of `EXPAND_RANKS` that the highest rank of a slice at a site belongs to."""
         highest = self.capacity.max_rank if self._ranks is None else self._slice_ranks[layer][site]
-        return power_of_two(highest, RANK_STEP)
+        return next((ranks for ranks in EXPAND_RANKS if highest <= ranks), EXPAND_RANKS[-1])
 
     def config(self, layer: int, site: int) -> SgmvConfig:
         """Return the block sizes at a site."""

@@ -29,6 +29,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_PRODUCT = re.compile(r"\b[A-Z]+MMA\b")
 _CALL = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 
 
@@ -47,7 +48,7 @@ class Facts:
     barriers: int
     # Narrowest copy into shared memory; None without one.
     copy_bytes: int | None
-    # Loads in the loop whose result an instruction waits for.
+    # Loads in a loop of products whose result is used before the next product: an instruction waits for memory.
     waits: int
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ def _read(kernel: str, label: str, made: Any) -> Facts:
         len(loop),
         sum("BAR.SYNC" in text for text in loop),
         min(copies, default=None),
-        sum(bool(re.search(r"\bLDG\b", text)) for text in loop),
+        waits_of(loop),
     )
 
 
@@ -134,6 +135,28 @@ def longest_loop(code: list[tuple[int, str]]) -> list[str]:
         if i - start > len(best):
             best = [text for _, text in code[start : i + 1]]
     return best
+
+
+def waits_of(loop: list[str]) -> int:
+    """Return the loads of a loop with no product between them and the first use of what they load."""
+    waits = 0
+    if not any(map(_PRODUCT.search, loop)):
+        return waits
+    for i, text in enumerate(loop):
+        made = re.search(r"\bLDG\b\S* R(\d+),", text)
+        if made:
+            first = int(made[1])
+            loaded = range(first, first + max(1, width_of(text) // 4))
+            after = loop[i + 1 :] + loop[: i + 1]
+            use = next(j for j, later in enumerate(after) if any(r in loaded for r in registers_of(later)))
+            waits += not any(map(_PRODUCT.search, after[:use]))
+    return waits
+
+
+def registers_of(text: str) -> set[int]:
+    """Return the registers that an instruction names; `R2.64` are two."""
+    named = re.findall(r"\bR(\d+)(\.64)?", text)
+    return {int(number) + more for number, pair in named for more in range(2 if pair else 1)}
 
 
 def width_of(text: str) -> int:

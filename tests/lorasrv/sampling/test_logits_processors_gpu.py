@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted
-from lorasrv.sampling.sampler import draw_together, sample
+from lorasrv.sampling.sampler import sample
 from lorasrv.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,7 +26,11 @@ def test_logits_are_the_cpus() -> None:
     assert sample(logits.cuda(), rows) == sample(logits, rows)
 
 
-def test_typical_draws_are_those_of_the_cpu() -> None:
-    logits = torch.randn(8, 500) * 2
-    rows = [SamplingMetadata(SamplingParams(seed=i, typical_p=0.4, top_p=0.9), i, HISTORY) for i in range(8)]
-    assert draw_together(logits.cuda(), rows).tolist() == draw_together(logits, rows).tolist()
+FILTERS = [{}, {"min_p": 0.1}, {"top_k": 40}, {"top_k": 400}, {"top_p": 0.9}, {"typical_p": 0.4, "top_p": 0.9}]
+
+
+def test_draws_are_those_of_the_cpu() -> None:
+    logits = torch.randn(4 * len(FILTERS), 500) * 2
+    params = [SamplingParams(seed=i, **FILTERS[i % len(FILTERS)]) for i in range(len(logits))]
+    rows = [SamplingMetadata(p, i, HISTORY) for i, p in enumerate(params)]
+    assert sample(logits.cuda(), rows) == sample(logits, rows)

@@ -17,7 +17,7 @@ from lorasrv.llm import LLM
 from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.outputs import Completion, FinishReason
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
-from lorasrv.sampling.sampler import draw_together, sample, sample_finite
+from lorasrv.sampling.sampler import _sorted, draw_together_, sample, sample_finite
 from lorasrv.sampling.watermark import WatermarkVerdict, detect
 from lorasrv.sampling_params import SamplingParams, Watermark
 
@@ -63,7 +63,7 @@ def test_typical_is_that_of_transformers(mass: float, temperature: float) -> Non
     rows = [SamplingMetadata(sampling, count) for count in range(40)]
     for row, kept in zip(logits[:3], want[:3], strict=True):
         many = row.expand(len(rows), -1)
-        assert {*draw_together(many, rows).tolist(), *sample(many, rows)} <= set(kept.nonzero()[:, 0].tolist())
+        assert {*together(many, rows), *sample(many, rows)} <= set(kept.nonzero()[:, 0].tolist())
 
 
 def test_typical_leaves_out_what_is_too_likely_and_works_on_what_the_others_leave() -> None:
@@ -105,6 +105,10 @@ def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
 
 
 FILTERS = [
+    {},
+    {"min_p": 0.1, "temperature": 1.5},
+    {"typical_p": 0.5},
+    {"top_k": 700},
     {"top_k": 5},
     {"top_p": 0.7},
     {"top_k": 40, "top_p": 0.5},
@@ -116,20 +120,34 @@ FILTERS = [
 ]
 
 
+def together(logits: torch.Tensor, rows: list[SamplingMetadata]) -> list[int]:
+    tokens = torch.full((len(rows),), -1)
+    draw_together_(tokens, logits, rows, range(len(rows)))
+    return tokens.tolist()
+
+
+def test_a_few_of_the_likeliest_are_the_first_of_all_sorted() -> None:
+    """Of equally likely tokens the lower number comes first, whatever method finds them."""
+    probs = torch.softmax((torch.randn(3, 700) * 2).round(), dim=-1)
+    probs[1, 100:] = 0.0
+    for few, whole in zip(_sorted(probs, 256), _sorted(probs, 700), strict=True):
+        assert torch.equal(few, whole[:, :256])
+
+
 def test_rows_drawn_together_are_those_drawn_alone() -> None:
-    """What a GPU does for all rows at once; with a filter both go through tokens from the likeliest on."""
+    """What a GPU does for all rows at once."""
     logits = torch.randn(len(FILTERS), 700) * 2
     params = [SamplingParams(seed=i, **kwargs) for i, kwargs in enumerate(FILTERS)]
     for count in range(40):
         rows = [SamplingMetadata(p, count) for p in params]
-        assert draw_together(logits, rows).tolist() == sample(logits, rows)
+        assert together(logits, rows) == sample(logits, rows)
 
 
 def test_rows_drawn_together_follow_the_distribution() -> None:
     draws = 4000
     rows = [SamplingMetadata(SamplingParams(seed=3), i) for i in range(draws)]
-    tokens = draw_together(LOGITS.expand(draws, -1), rows)
-    shares = torch.bincount(tokens, minlength=5) / draws
+    tokens = together(LOGITS.expand(draws, -1), rows)
+    shares = torch.bincount(torch.tensor(tokens), minlength=5) / draws
     torch.testing.assert_close(shares, PROBS, rtol=0, atol=0.03)
 
 

@@ -35,9 +35,10 @@ from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 ARCHES = (80, 89, 90)
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Shared memory that a block may have."""
-MOST_BARRIERS = 8
-"""In a loop: a few for each stage of copies and for operands that change their layout."""
+MOST_BARRIERS = 9
+"""In a loop: two for each stage of copies, others where warps share the weights of attention."""
 LEAST_COPY = 8
+HIGH_RANK = "rank 256"
 LINEARS = (
     *((INT8_LEVELS, group) for group in (32, 64, 128)),
     *((INT4_LEVELS, group) for group in (32, 64, 128)),
@@ -109,19 +110,22 @@ def compile_served(compiler: Compiler) -> None:
         for rows, (out, width) in itertools.product((1, 32), shapes):
             compiler.label = f"{levels} levels, groups of {group}, {rows} rows, {width} -> {out}"
             compile_linear(BF16, rows, out, width, group, levels)
+    for (site, dims), rows, rank in itertools.product(SITES.items(), (32, 512, 2048), (16, 64)):
+        compiler.label = f"{site}, {rows} rows, rank {rank}"
+        compile_sgmv(BF16, BF16, rows, dims, rank)
+    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256)):
+        compiler.label = f"heads of {dim}"
+        compile_attention(BF16, BF16, heads, kv_heads, dim)
     compiler.label = "pointwise"
     compile_pointwise(BF16)
 
 
 def compile_others(compiler: Compiler) -> None:
-    """Compile kernels of tests, and for unequal dtypes: they must compile, no more."""
+    """Compile high ranks, which are multiplied 64 at a time, kernels of tests, and for unequal dtypes."""
     small = SiteDims(576, (576, 192, 192))
-    for (site, dims), rows, rank in itertools.product(SITES.items(), (32, 512, 2048), (16, 64)):
-        compiler.label = f"{site}, {rows} rows, rank {rank}"
-        compile_sgmv(BF16, BF16, rows, dims, rank)
-    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64)):
-        compiler.label = f"heads of {dim}"
-        compile_attention(BF16, BF16, heads, kv_heads, dim)
+    for (site, dims), rows in itertools.product(SITES.items(), (32, 2048)):
+        compiler.label = f"{site}, {rows} rows, {HIGH_RANK}"
+        compile_sgmv(BF16, BF16, rows, dims, 256)
     compiler.label = "other"
     compile_sgmv(FP32, FP32, 16, small, 8)
     compile_sgmv(FP16, BF16, 300, small, 64)
@@ -135,7 +139,7 @@ def compile_others(compiler: Compiler) -> None:
 @pytest.mark.parametrize("arch", ARCHES)
 def test_served_kernels_keep_registers_barriers_and_copies_in_bounds(arch: int, tmp_path: Path) -> None:
     facts = compiled(arch, "served", tmp_path)
-    assert len(facts) > 40
+    assert len(facts) > 80
     wrong = [
         str(one)
         for one in facts
@@ -153,6 +157,7 @@ def test_other_kernels_compile(tmp_path: Path) -> None:
     facts = compiled(90, "others", tmp_path)
     assert len(facts) > 10
     assert max(one.shared for one in facts) <= SHARED_BYTES[90]
+    assert not [one for one in facts if one.label.endswith(HIGH_RANK) and one.spills]
 
 
 def compiled(arch: int, which: str, folder: Path) -> list[Facts]:
