@@ -289,9 +289,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
             place = (first_place + part * kv_heads) * BLOCK_M + row
             part_highest = tl.load(sums + place * _SUMS, mask=part < parts, other=float("-inf"))
             part_total = tl.load(sums + place * _SUMS + 1, mask=part < parts, other=0.0)
-            part_acc = tl.load(
-                partial + place[:, None] * D_PAD + d[None, :], mask=(part < parts)[:, None], other=0.0
-            )
+            part_acc = tl.load(partial + place[:, None] * D_PAD + d[None, :], mask=(part < parts)[:, None], other=0.0)
             new_highest = tl.maximum(highest, tl.max(part_highest, 0))
             known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             fade, part_fade = tl.exp(highest - known), tl.exp(part_highest - known)

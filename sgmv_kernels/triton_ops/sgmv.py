@@ -249,7 +249,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     y_block = tl.load(target, mask=ok, other=0.0)
     delta = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     # A loop of one turn is none, and all its loads go out at once.
-    for block in tl.range(1 if RANKS == block_r else as_bound((rank + block_r - 1) // block_r), num_stages=1):
+    for block in tl.range(1 if block_r == RANKS else as_bound((rank + block_r - 1) // block_r), num_stages=1):
         at = block * block_r + r
         rank_ok = at < rank
         v_ok = row_ok[:, None, None] & plane_ok[None, :, None] & rank_ok[None, None, :]

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 META = torch.device("meta")
 OTHERS = ("int8", "q3h", "bf16")
-SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 64, 2048, 60
+SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
 @pytest.mark.parametrize("quantization", ["int4", *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
