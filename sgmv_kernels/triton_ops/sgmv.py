@@ -245,9 +245,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     v_rows = v + (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)[:, :, None] * rank_stride + rank_at
     target = y + rows[:, None] * (N0 + N1 + N2) + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
-    # Read before the products, which do not need it, so that nothing waits for it.
-    y_block = tl.load(target, mask=ok, other=0.0)
-    delta = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
     # A loop of one turn is none, and all its loads go out at once.
     for block in tl.range(1 if block_r == RANKS else as_bound((rank + block_r - 1) // block_r), num_stages=1):
         at = block * block_r + r
@@ -258,5 +256,5 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         b_at = tl.load(b_panel + at // _PANEL, mask=rank_ok, other=0).to(tl.int64) * UNIT + at % _PANEL * width
         b_ok = rank_ok[:, None] & column_ok[None, :]
         b_block = tl.load(panels + b_at[:, None] + column[None, :], mask=b_ok, other=0.0)
-        delta = dot(low, b_block.to(tl.float32), delta, PRECISION)
-    tl.store(target, cast(y_block.to(tl.float32) + delta, y.dtype.element_ty), mask=ok)
+        total = dot(low, b_block.to(tl.float32), total, PRECISION)
+    tl.store(target, cast(total, y.dtype.element_ty), mask=ok)

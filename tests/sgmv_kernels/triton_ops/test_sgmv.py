@@ -196,7 +196,7 @@ def test_a_row_has_the_same_bits_alone_at_full_size(ops: Ops, dtype: torch.dtype
 def test_a_graph_replays_with_more_fewer_and_no_adapters(ops: Ops, site: int) -> None:
     """Captured with one mix; every replay has the bits of the eager step with exact tables."""
     pool = full_size(BF16)
-    slab, most = pool.slabs[0].to(DEVICE), Capacity(16, 16, 2000, 64)
+    slab, most = pool.slabs[0].to(DEVICE), Capacity(16, 16, 2000, 256)
     held = TritonTables.for_capacity(FULL_SITES, 1, most, DEVICE)
     first = exact_plan(pool, MIXES[3])
     held.update(first.tables)
