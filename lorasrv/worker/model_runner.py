@@ -138,9 +138,11 @@ class ModelRunner:
             Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, and those whose `prompt_rows`
             are the others.
         """
-        graphed = self._graphs.compute(step) if self._graphs is not None else None
-        if graphed is not None:
-            return *graphed, ()
+        if self._graphs is not None:
+            with self.profile.span("batch"):
+                graphed = self._graphs.compute(step)
+            if graphed is not None:
+                return *graphed, ()
         with self.profile.span("batch"):
             batch = self._batch(step)
         begun = time.perf_counter()

@@ -123,7 +123,7 @@ class AdapterLayout:
         """Return the bytes of the packed form."""
         return self.num_layers * self.layer_bytes
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         """Return the highest rank of a slice."""
         return int(self.records[..., 1:].max(initial=0))

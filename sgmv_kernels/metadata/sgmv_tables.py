@@ -30,6 +30,8 @@ class SgmvTables:
     panels: Int32
     # End of the last panel in a slab.
     slab_bytes: int
+    # Of a slice.
+    highest_rank: int
 
     @property
     def num_segments(self) -> int:
@@ -47,19 +49,20 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
     bounds = np.stack((segments.indptr[:-1][own], segments.indptr[1:][own]), axis=-1)
     if not placed:
         nothing = np.zeros((0, 0, 0, RECORD_INTS), dtype=np.int32)
-        return SgmvTables((), segments.permutation.copy(), bounds, nothing, np.zeros(0, dtype=np.int32), 0)
+        return SgmvTables((), segments.permutation.copy(), bounds, nothing, np.zeros(0, dtype=np.int32), 0, 0)
     records = np.stack([adapter.layout.records for adapter in placed], axis=2)
-    start = 0
-    for s, adapter in enumerate(placed):
-        records[:, :, s, 0] += start + adapter.layer_starts[:, None]
-        start += len(adapter.panels)
+    panels = [adapter.panels for adapter in placed]
+    lengths = np.array([len(own) for own in panels])
+    starts = np.cumsum(lengths) - lengths
+    records[..., 0] += (starts + np.stack([adapter.layer_starts for adapter in placed], axis=-1))[:, None]
     return SgmvTables(
         sites=placed[0].layout.sites,
         permutation=segments.permutation.copy(),
         bounds=bounds,
         records=records,
-        panels=np.concatenate([adapter.panels for adapter in placed]),
+        panels=np.concatenate(panels),
         slab_bytes=max(adapter.extent[1] for adapter in placed),
+        highest_rank=max(adapter.layout.max_rank for adapter in placed),
     )
 
 
@@ -73,4 +76,5 @@ def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> Sg
         records=np.zeros((num_layers if sites else 0, len(sites), segments, RECORD_INTS), dtype=np.int32),
         panels=np.zeros(segments, dtype=np.int32),
         slab_bytes=0,
+        highest_rank=0,
     )

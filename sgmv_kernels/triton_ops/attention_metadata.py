@@ -27,7 +27,7 @@ from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.metadata.h2d import Ints
 from sgmv_kernels.metadata.segments import Int32
-from sgmv_kernels.triton_ops.common import host_ints, put, sections
+from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
 ITEM_INTS = 5
 REDUCE_INTS = 4
@@ -111,15 +111,14 @@ class AttentionBuffer:
         ):
             if has > limit:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {limit}")
-        pages = np.zeros((len(plan.kv_lens), most.max_pages), dtype=np.int32)
-        pages[:, : plan.page_tables.shape[1]] = plan.page_tables
-        ints = host_ints(self.length, self.device)
-        put(ints, self.decode_at, work.decode)
-        put(ints, self.prefill_at, work.prefill)
-        put(ints, self.reduce_at, work.reduce)
-        put(ints, self.starts_at, plan.query_starts)
-        put(ints, self.lens_at, plan.kv_lens)
-        put(ints, self.pages_at, pages)
+        ints, (count, width) = host_ints(self.length, self.device), plan.page_tables.shape
+        numbers = ints.numpy()
+        section(numbers, self.decode_at, *work.decode.shape)[:] = work.decode
+        section(numbers, self.prefill_at, *work.prefill.shape)[:] = work.prefill
+        section(numbers, self.reduce_at, *work.reduce.shape)[:] = work.reduce
+        section(numbers, self.starts_at, count + 1)[:] = plan.query_starts
+        section(numbers, self.lens_at, count)[:] = plan.kv_lens
+        section(numbers, self.pages_at, count, most.max_pages)[:, :width] = plan.page_tables
         if self.ints is None:
             self.ints = ints.to(self.device, non_blocking=True)
         else:

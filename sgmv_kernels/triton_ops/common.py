@@ -5,6 +5,7 @@ is slow, and stands in for a GPU in tests. Two of its bugs are worked around her
 arithmetic is silently wrong there, so operands are fp32; and `range` over a loaded number fails with numpy 2.4.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,9 +116,9 @@ def host_ints(length: int, device: torch.device) -> Tensor:
     return torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
-def put(target: Tensor, start: int, values: Int32) -> None:
-    """Write an array into a section of `host_ints`."""
-    target[start : start + values.size] = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
+def section(ints: Int32, start: int, *shape: int) -> Int32:
+    """Return a section of a buffer in this shape, to be written."""
+    return ints[start : start + math.prod(shape)].reshape(shape)
 
 
 def power_of_two(n: int, least: int = 16) -> int:

@@ -6,6 +6,7 @@ sequence and no adapter: their keys and values go to the scratch page, nothing a
 undefined. Needs the Triton kernels.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -87,6 +88,8 @@ class StaticPlans:
         self._lora = self._lora_tables() if capacity.rank else None
         self.attention: AttentionPlan | None = None
         self.lora: SgmvPlan | None = None
+        # What `lora` was made of: the adapter of each row, and the adapters.
+        self._adapters: tuple[Int32, tuple[PlacedAdapter, ...]] = (np.zeros(0, dtype=np.int32), ())
 
     def update(
         self,
@@ -115,13 +118,7 @@ class StaticPlans:
             raise CapacityExceeded(f"a step has {count} rows and logits of {len(logit_rows)}: {self._capacity}")
         plan = plan_of(page_tables, query_lens, kv_lens, dims.page_size, dims.num_pages + 1, CPU)
         self._update_attention(plan)
-        padded = np.full(rows, BASE, dtype=np.int32)
-        padded[:count] = row_adapters
-        tables = build_tables(build_segments(padded), adapters)
-        if self._lora is not None:
-            self._lora.update(tables)
-        elif tables.num_segments:
-            raise CapacityExceeded("a step has adapters, the capacity has none")
+        self._update_lora(row_adapters, tuple(adapters))
         host = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=dims.device.type == "cuda")
         ids, places, pages, slots, wanted = np.split(host.numpy(), np.arange(1, 5) * rows)
         pages[:] = dims.num_pages
@@ -134,7 +131,25 @@ class StaticPlans:
         wanted[: len(logit_rows)] = logit_rows
         self._inputs.copy_(host, non_blocking=True)
         self.attention = replace(plan, write_pages=self._pages, write_slots=self._slots, prepared=self._attention)
-        self.lora = SgmvPlan(tables, dims.adapter_dtype, rows, self._lora)
+
+    def _update_lora(self, row_adapters: Int32, adapters: tuple[PlacedAdapter, ...]) -> None:
+        """Write the adapters of a step, unless they are there already: placed adapters do not change, moved ones are
+        others.
+        """
+        known, placed = self._adapters
+        is_same = self.lora is not None and np.array_equal(row_adapters, known) and len(adapters) == len(placed)
+        if is_same and all(map(operator.is_, adapters, placed)):
+            return
+        rows = self._capacity.rows
+        padded = np.full(rows, BASE, dtype=np.int32)
+        padded[: len(row_adapters)] = row_adapters
+        tables = build_tables(build_segments(padded), adapters)
+        if self._lora is not None:
+            self._lora.update(tables)
+        elif tables.num_segments:
+            raise CapacityExceeded("a step has adapters, the capacity has none")
+        self.lora = SgmvPlan(tables, self._dims.adapter_dtype, rows, self._lora)
+        self._adapters = row_adapters, adapters
 
     def _update_attention(self, plan: AttentionPlan) -> None:
         dims, capacity = self._dims, self._capacity

@@ -26,7 +26,7 @@ from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
-from sgmv_kernels.triton_ops.common import host_ints, put, sections
+from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
 CHUNK_INTS = 4
 RANK_STEP = 16
@@ -110,14 +110,14 @@ class TritonTables:
         """
         chunks = chunks_of(tables.bounds, self.block_m)
         self._check(tables, chunks)
-        ints = host_ints(self.length, self.device)
-        put(ints, self.chunks_at, chunks)
-        put(ints, self.permutation_at, tables.permutation)
-        if tables.num_segments:
-            records = np.zeros((self.layers, len(self.sites), self.capacity.max_segments, RECORD_INTS), dtype=np.int32)
-            records[:, :, : tables.num_segments] = tables.records
-            put(ints, self.records_at, records)
-            put(ints, self.panels_at, tables.panels)
+        ints, count = host_ints(self.length, self.device), tables.num_segments
+        numbers = ints.numpy()
+        section(numbers, self.chunks_at, *chunks.shape)[:] = chunks
+        section(numbers, self.permutation_at, len(tables.permutation))[:] = tables.permutation
+        if count:
+            shape = (self.layers, len(self.sites), self.capacity.max_segments, RECORD_INTS)
+            section(numbers, self.records_at, *shape)[:, :, :count] = tables.records
+            section(numbers, self.panels_at, len(tables.panels))[:] = tables.panels
         if self.ints is None:
             self.ints = ints.to(self.device, non_blocking=True)
         else:
@@ -152,7 +152,7 @@ class TritonTables:
         if self._ranks is None and tables.num_segments:
             if tables.sites != self.sites or len(tables.records) != self.layers:
                 raise CapacityExceeded("adapters are made for other sites or layers than the capacity")
-            held["ranks of a slice"] = (int(tables.records[..., 1:].max()), self.capacity.max_rank)
+            held["ranks of a slice"] = (tables.highest_rank, self.capacity.max_rank)
         for name, (has, most) in held.items():
             if has > most:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {most}")

@@ -194,6 +194,24 @@ def test_adapters_matter(folder: Path, gpu: FakeGpu) -> None:
     torch.testing.assert_close(logits["1"], base[1], rtol=1e-4, atol=1e-5)
 
 
+def test_an_adapter_that_has_moved_is_read_at_its_new_place(folder: Path, gpu: FakeGpu) -> None:
+    """All else is as in the step before; where it lay is NaN now."""
+    served = Served(folder, gpu=gpu)
+    step = served.step([("a", 5)])
+    logits = [served.graphed.compute(step)[0].cpu()]
+    placed, target = served.placements["a"], 5
+    ((first, count),) = placed.runs
+    assert target + count <= served.end
+    for layer in range(2):
+        pages = served.memory.slab(layer).view(PAGES, -1)
+        pages[target : target + count] = pages[first : first + count]
+        pages[first : first + count] = 0xFF
+    moved = replace(step, placements={"a": placed.moved({(first, count): (target, count)})})
+    logits.append(served.graphed.compute(moved)[0].cpu())
+    assert torch.equal(*logits)
+    assert [graph.num_replays for graph in served.graphs] == [1]
+
+
 def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -> None:
     served = Served(folder, gpu=gpu)
     owned = served.step([(None, 5)])
