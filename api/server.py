@@ -25,6 +25,7 @@ from api.app import create_app
 from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import allow_open_files, bounded
 from api.auth.key_store import has_keys
+from api.config.device_defaults import fitted
 from api.config.lora_modules import register_modules
 from api.config.settings import ServerSettings
 from lorasrv.config import EngineConfig
@@ -137,14 +138,13 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
         OSError.
     """
     started = time.monotonic()
-    config = settings.engine_config()
     check_guarded(settings)
     faults = FaultInjector(settings.faults())
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with bind(settings.host, settings.port) as listener:
-            _serve(settings, config, faults, listener, progress, on_ready, started)
+            _serve(settings, faults, listener, progress, on_ready, started)
     except KeyboardInterrupt:
         return
 
@@ -186,7 +186,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _serve(
     settings: ServerSettings,
-    config: EngineConfig,
     faults: FaultInjector,
     listener: socket.socket,
     progress: Progress,
@@ -204,16 +203,17 @@ def _serve(
         opened.callback(gc.enable)
         # Compiling takes longest at a first start, and needs nothing of what follows.
         compiling_early = opened.enter_context(ExitStack())
-        compiling_early.enter_context(compiling(_cpu_kernels(config)))
+        compiling_early.enter_context(compiling(_cpu_kernels(settings.engine_config())))
         from lorasrv.engine.async_engine import AsyncEngine
 
         progress("importing torch", 1.0)
+        settings = fitted(settings)
         check_profile_path(settings.profile)
         observers = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
         faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress)
-        engine = AsyncEngine.build(config, store, progress, observers)
+        engine = AsyncEngine.build(settings.engine_config(), store, progress, observers)
         compiling_early.close()
         faults.arm_engine(engine)
         app = create_app(engine, store, settings)

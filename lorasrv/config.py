@@ -65,6 +65,14 @@ CUDA_POOL_FRACTION = 0.85
 """Share of a CUDA device's free memory that such a pool takes once the weights are loaded."""
 
 
+GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_BATCHED_TOKENS = 2048
+"""Defaults of a server on a GPU, which a step of a few hundred tokens leaves idle. NOT MEASURED."""
+GPU_HOST_CACHE_FRACTION = 1 / 8
+GPU_SWAP_FRACTION = 0.03
+"""Shares of free host memory that are its defaults: an adapter of an 8B model has 80 MB, and so have 600 tokens."""
+
+
 def size(num_bytes: int) -> str:
     """Format a number of bytes."""
     value = float(num_bytes)

@@ -22,6 +22,10 @@ from lorasrv.config import (
     CUDA_POOL_FRACTION,
     DEVICES,
     DTYPES,
+    GPU_HOST_CACHE_FRACTION,
+    GPU_MAX_NUM_BATCHED_TOKENS,
+    GPU_MAX_NUM_SEQS,
+    GPU_SWAP_FRACTION,
     KERNELS,
     LOAD_FORMATS,
     POLICIES,
@@ -186,12 +190,20 @@ class ServerSettings(BaseModel):
             default="off",
         ),
     ] = None
-    host_cache_bytes: Annotated[ByteSize, _memory("Size of the adapter cache in host memory")] = ByteSize(
-        _MEMORY.host_cache_bytes
-    )
-    swap_bytes: Annotated[ByteSize, _memory("Size of the host memory for preempted requests; 0 turns swapping off")] = (
-        ByteSize(_MEMORY.swap_bytes)
-    )
+    host_cache_bytes: Annotated[
+        ByteSize,
+        _memory(
+            "Size of the adapter cache in host memory",
+            default=f"1GiB, {100 * GPU_HOST_CACHE_FRACTION:g} % of free host memory on CUDA",
+        ),
+    ] = ByteSize(_MEMORY.host_cache_bytes)
+    swap_bytes: Annotated[
+        ByteSize,
+        _memory(
+            "Size of the host memory for preempted requests; 0 turns swapping off",
+            default=f"256MiB, {100 * GPU_SWAP_FRACTION:g} % of free host memory on CUDA",
+        ),
+    ] = ByteSize(_MEMORY.swap_bytes)
     enable_prefix_caching: Annotated[bool, _memory("Reuse the KV cache of prompts with a common prefix")] = (
         _MEMORY.enable_prefix_caching
     )
@@ -199,10 +211,20 @@ class ServerSettings(BaseModel):
         float | None, _memory("Fraction of the pool that only adapters use", default="one pool for both")
     ] = _MEMORY.adapter_pool_fraction
 
-    max_num_seqs: Annotated[int, _scheduling("Maximum number of requests in a step")] = _SCHEDULER.max_num_seqs
-    max_num_batched_tokens: Annotated[int, _scheduling("Maximum number of tokens in a step")] = (
-        _SCHEDULER.max_num_batched_tokens
-    )
+    max_num_seqs: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of requests in a step",
+            default=f"{_SCHEDULER.max_num_seqs}, {GPU_MAX_NUM_SEQS} on CUDA",
+        ),
+    ] = _SCHEDULER.max_num_seqs
+    max_num_batched_tokens: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of tokens in a step",
+            default=f"{_SCHEDULER.max_num_batched_tokens}, {GPU_MAX_NUM_BATCHED_TOKENS} on CUDA",
+        ),
+    ] = _SCHEDULER.max_num_batched_tokens
     scheduling_policy: Annotated[
         str, _scheduling("Order of waiting requests", aliases=("policy",), choices=POLICIES)
     ] = _SCHEDULER.scheduling_policy
@@ -455,6 +477,23 @@ class ServerSettings(BaseModel):
         from lorasrv.engine.fault_injection import parse_faults
 
         return parse_faults(self.inject_faults or "")
+
+    def for_gpu(self, free_on_host: int) -> Self:
+        """Return the settings with the defaults of a GPU for options that nobody has given.
+
+        Args:
+            free_on_host: bytes of free host memory.
+        """
+        tokens = GPU_MAX_NUM_BATCHED_TOKENS
+        if "max_num_batched_tokens" in self.model_fields_set:
+            tokens = self.max_num_batched_tokens
+        defaults = {
+            "max_num_seqs": min(GPU_MAX_NUM_SEQS, tokens),
+            "max_num_batched_tokens": tokens,
+            "host_cache_bytes": ByteSize(free_on_host * GPU_HOST_CACHE_FRACTION),
+            "swap_bytes": ByteSize(free_on_host * GPU_SWAP_FRACTION),
+        }
+        return self.model_copy(update={name: defaults[name] for name in defaults.keys() - self.model_fields_set})
 
     def engine_config(self) -> EngineConfig:
         """Build the engine's configuration.

@@ -40,8 +40,8 @@ LONG_PROMPTS = 8
 """Prompts of such a step that end with a tile that is not full."""
 PARTS = (1, 4, 16, 64)
 """Items of attention per sequence, on average; 1 where no keys are cut."""
-MAX_ITEMS = 2048
-"""Most parts of keys in a graph: each has a partial result of some 64 KiB."""
+MAX_ITEMS = 8192
+"""Most parts of keys in a graph: each has a partial result of some 64 KiB, in memory that all graphs share."""
 RANKS = (0, 16, 32, 64, 128, 256)
 MAX_GRAPHS = 96
 MAX_CONTEXT = 16384

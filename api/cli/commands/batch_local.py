@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from api.batches.in_process import in_process_client
 from api.batches.runner import Ask
+from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
 from api.server import open_store
 from api.serving.adapter_limits import AdapterLimits
@@ -25,11 +26,11 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
     Raises:
         LorasrvError, AdapterError: model, options or store are not usable, or a server uses the store.
     """
-    config = settings.engine_config()
     from lorasrv.engine.async_engine import AsyncEngine
 
+    settings = fitted(settings)
     with open_store(settings) as store:
-        engine = AsyncEngine.build(config, store, progress)
+        engine = AsyncEngine.build(settings.engine_config(), store, progress)
         limits = AdapterLimits(engine, store, settings.limits("adapter"))
         limits.check()
         services = Services.create(engine, store, settings, limits, Verifier())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from adapter_store.errors import AdapterError
 from api.cli.doctor.machine import Check
+from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
 from lorasrv.config import PAGE_SIZE_TOKENS, size
 from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFound, UnsupportedFormat
@@ -68,7 +69,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         shape = _shape(settings.model)
     except LorasrvError:
         return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
-    config, device = settings.engine_config(), resolve_device(settings.device)
+    config, device = fitted(settings).engine_config(), resolve_device(settings.device)
     try:
         quantization = _quantization(settings)
     except UnsupportedFormat as error:

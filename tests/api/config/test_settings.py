@@ -1,9 +1,11 @@
 """Options of `serve`: sizes, which addresses need keys, and the secrecy of the key."""
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from adapter_store.quota import StoreQuota
+from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
 from api.config.sources import Sources
 from lorasrv.errors import ConfigError
@@ -46,6 +48,37 @@ def test_other_addresses_than_loopback_need_keys_or_insecure(host: str, loopback
     assert ServerSettings(host=host, api_key="s3cret-key").serves_without_keys is loopback
     assert insecure.serves_without_keys
     assert not insecure.checks_host
+
+
+FREE = 128 << 30
+GPU = {
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048,
+    "host_cache_bytes": FREE // 8,
+    "swap_bytes": int(0.03 * FREE),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "differing"),
+    [
+        ({}, {}),
+        ({"max_num_seqs": 64, "swap_bytes": "256MiB"}, {"max_num_seqs": 64, "swap_bytes": 256 << 20}),
+        ({"max_num_batched_tokens": 100}, {"max_num_batched_tokens": 100, "max_num_seqs": 100}),
+    ],
+)
+def test_a_gpu_has_defaults_of_its_own(
+    given: dict[str, object], differing: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given stays, even if it is the CPU's default; what was not stays possible."""
+    monkeypatch.setattr("lorasrv.worker.host_memory.free_bytes", lambda: FREE)
+    settings = ServerSettings(port=7, **given)
+    assert fitted(settings) is settings
+    monkeypatch.setattr("lorasrv.worker.device.resolve_device", lambda name: torch.device("cuda"))
+    config = fitted(settings).engine_config()
+    found = {name: getattr(config.scheduler, name, getattr(config.memory, name, None)) for name in GPU}
+    assert found == GPU | differing
+    assert fitted(settings).port == 7
 
 
 def test_the_key_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
