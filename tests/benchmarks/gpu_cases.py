@@ -1,10 +1,14 @@
 """Provide the cases that the GPU scripts time: sites and linears of Llama-3-8B's shape with random weights.
 
-Needs torch, triton and numpy, and nothing else of this project's dependencies.
+Needs torch, triton and numpy, and nothing else of this project's dependencies. With GPU_DRY_RUN set, as `gpu_run.py
+--dry-run` does, everything runs in Triton's interpreter with tiny shapes, and the times mean nothing.
 """
 
+import json
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,32 +30,46 @@ from sgmv_kernels.triton_ops import linear as triton_linear
 from sgmv_kernels.triton_ops import sgmv_metadata
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig
 
+DRY_RUN = bool(os.environ.get("GPU_DRY_RUN"))
+_HIDDEN, _KV, _INNER = (128, 64, 256) if DRY_RUN else (4096, 1024, 14336)
 SITES = {
-    "qkv": SiteDims(4096, (4096, 1024, 1024)),
-    "o": SiteDims(4096, (4096,)),
-    "gate_up": SiteDims(4096, (14336, 14336)),
-    "down": SiteDims(14336, (4096,)),
+    "qkv": SiteDims(_HIDDEN, (_HIDDEN, _KV, _KV)),
+    "o": SiteDims(_HIDDEN, (_HIDDEN,)),
+    "gate_up": SiteDims(_HIDDEN, (_INNER, _INNER)),
+    "down": SiteDims(_INNER, (_HIDDEN,)),
 }
-FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
+FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS} | ({} if DRY_RUN else {"q3h": Q3H_LEVELS})
 GROUP = 32
 """What a server takes unless told otherwise."""
 PAGE_BYTES = 65536
 # More than the L2 of an H200 (50 MB): repeats must walk over this much, or they measure L2.
-L2_BYTES = 128 << 20
+L2_BYTES = 1 if DRY_RUN else 128 << 20
 MAX_COPIES = 64
 NO_GPU = 2
+MOST_COMPILERS = 14
+"""Processes that compile Triton kernels ahead."""
 
 
 def need_gpu() -> torch.device:
-    """Return the device; without one, end the program with one line."""
+    """Return the device; without one, end the program with one line. A dry run takes the CPU."""
+    if DRY_RUN:
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured", file=sys.stderr)
         raise SystemExit(NO_GPU)
     return torch.device("cuda")
 
 
+def emit(table: str, **cells: Any) -> None:
+    """Print a row of a table as a line of JSON, numbers with three digits."""
+    rounded = {name: float(f"{cell:.4g}") if isinstance(cell, float) else cell for name, cell in cells.items()}
+    print(json.dumps({"table": table, **rounded}), flush=True)
+
+
 def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Return the median time of one call in µs: all calls in one graph, replayed, so that no host time is measured."""
+    if DRY_RUN:
+        return eager_us(calls)
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -64,6 +82,8 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
 
 def eager_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Return the median time of one call with its host time, µs."""
+    if DRY_RUN:
+        return 1e3 * event_ms(calls[0], 1)[0]
     for call in calls[:2]:
         call()
     return 1e3 * statistics.median(event_ms(lambda: [call() for call in calls], 3)) / len(calls)
@@ -72,6 +92,10 @@ def eager_us(calls: Sequence[Callable[[], Any]]) -> float:
 def event_ms(work: Callable[[], Any], repeats: int) -> list[float]:
     """Return milliseconds between the events before and after each repeat."""
     times = []
+    if DRY_RUN:
+        started = time.perf_counter()
+        work()
+        return [1e3 * (time.perf_counter() - started)]
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -85,7 +109,7 @@ def event_ms(work: Callable[[], Any], repeats: int) -> list[float]:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes a second, read and written, of a large copy."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << (10 if DRY_RUN else 30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (graph_us([lambda: target.copy_(source)] * 4) * 1e-6)
 
@@ -119,14 +143,14 @@ class SiteCase:
         x = torch.randn(len(self.owners), self.dims.in_features, device=self.slabs.device, dtype=torch.bfloat16)
         return x, torch.zeros(len(self.owners), self.dims.total_out, device=x.device, dtype=torch.bfloat16)
 
-    def us(self, ops: Ops, timer: Callable[..., float] = graph_us) -> float:
-        """Return the time of one `sgmv_`, a layer after another."""
+    def us(self, ops: Ops, timer: Callable[..., float] | None = None) -> float:
+        """Return the time of one `sgmv_`, a layer after another, by default in a graph."""
         plan, (x, y) = self.plan(ops), self.tensors()
 
         def call(layer: int) -> Callable[[], None]:
             return lambda: ops.sgmv_(y, x, self.slabs[layer], plan, layer, 0)
 
-        return timer([call(layer) for layer in range(self.layers)])
+        return (timer or graph_us)([call(layer) for layer in range(self.layers)])
 
 
 def site_case(name: str, rows: int, adapters: int, rank: int, device: torch.device) -> SiteCase:
@@ -197,9 +221,3 @@ def linear_case(ops: Ops, name: str, levels: int, group: int = GROUP) -> LinearC
     copies = max(2, min(MAX_COPIES, -(-L2_BYTES // (out * width // 2))))
     codes = [random_codes(out, width, levels, ops.device, group_of(levels, group)) for _ in range(copies)]
     return LinearCase(name, levels, codes, [ops.pack_linear(one) for one in codes])
-
-
-def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table."""
-    lines = [f"\n## {title}\n", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])

@@ -1,15 +1,20 @@
 """Time the decode step of Llama-3-8B's shape with random weights, with and without adapters, beside lower bounds.
 
-Floors are the bytes that a step must read and write at least over the bandwidth of a copy.
+    python tests/benchmarks/gpu_step.py        # rows as lines of JSON; docs/gpu.md
+
+Floors are the bytes that a step must read and write at least over the bandwidth of a copy. Where the device has a table
+of block sizes of its own, the steps are timed with the built-in one too.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
-from gpu_cases import FORMATS, GROUP, event_ms, group_of, random_codes
+from gpu_cases import DRY_RUN, FORMATS, GROUP, copy_bandwidth, emit, event_ms, group_of, need_gpu, random_codes
 
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
@@ -17,7 +22,7 @@ from lorasrv.models.spec import SHAPES, ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
-from lorasrv.worker.cuda_graphs import CudaGraph, GraphedSteps, Recorded
+from lorasrv.worker.cuda_graphs import GraphedSteps, Recorded, cuda_recorder
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
@@ -25,12 +30,14 @@ from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops, PackedLinear
+from sgmv_kernels.triton_ops import block_sizes
 
-SPEC = SHAPES["llama-3-8b"]
+SPEC = ModelSpec("llama", 1, 128, 256, 4, 2, 32, 256, 2048, 1e-5) if DRY_RUN else SHAPES["llama-3-8b"]
 # (rows, distinct adapters)
-WORK = ((1, 1), (32, 8), (32, 32), (128, 128))
-RANK, CONTEXT, PAGE, MAX_LEN = 16, 512, 16, 2048
-REPEATS = 20
+WORK = ((2, 2),) if DRY_RUN else ((1, 1), (32, 8), (32, 32), (128, 128))
+QUANTIZATIONS = ("int4", "int8", "bf16", "q3h")
+RANK, CONTEXT, PAGE, MAX_LEN = 16, 20 if DRY_RUN else 512, 16, 2048
+REPEATS = 1 if DRY_RUN else 20
 STD = 0.02
 
 
@@ -154,7 +161,7 @@ class Took:
 
 def measure(case: StepCase, adapters: int) -> Took:
     step = case.step(adapters)
-    for _ in range(3):
+    for _ in range(1 if DRY_RUN else 3):
         assert case.steps.compute(step) is not None
     assert case.recorded is not None
     device, whole = event_ms(case.recorded.replay, REPEATS), []
@@ -167,40 +174,70 @@ def measure(case: StepCase, adapters: int) -> Took:
     return Took(statistics.median(device), statistics.median(whole))
 
 
-def time_steps(ops: Ops, bandwidth: float, quick: bool) -> list[list[str]]:
-    """Return rows of `COLUMNS`."""
-    table, pool = [], torch.cuda.graph_pool_handle()
-    for quantization in ("int4", "bf16") if quick else ("bf16", "int8", "int4", "q3h"):
+class Computed:
+    """Stand in for a captured graph without a GPU: a replay computes."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute, self.output = compute, compute()
+
+    def replay(self) -> None:
+        self.output.copy_(self._compute())
+
+
+@contextmanager
+def built_in_table() -> Iterator[None]:
+    """Take the built-in table of block sizes, whatever the device has."""
+    caches = (block_sizes.rows_config, block_sizes.sgmv_config, block_sizes.attention_config)
+    caches = (*caches, block_sizes.linear_config, block_sizes.dequantize_above)
+    built_in = block_sizes.table_of(block_sizes.DEFAULT)
+    with mock.patch.object(block_sizes, "table_of", return_value=built_in):
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def time_steps(ops: Ops, bandwidth: float, table: str) -> None:
+    record = Computed if DRY_RUN else cuda_recorder()
+    for quantization in QUANTIZATIONS[:1] if DRY_RUN else QUANTIZATIONS:
         weights = random_weights(SPEC, ops, quantization, torch.bfloat16)
-        for rows, adapters in WORK[:2] if quick else WORK:
-            side = SideStream(ops.device)
-            args = (ops, rows, adapters, torch.bfloat16, lambda compute: CudaGraph(compute, pool))
-            case = StepCase(weights, *args, side)
+        for rows, adapters in WORK:
+            args = (ops, rows, adapters, torch.bfloat16, record)
+            case = StepCase(weights, *args, None if DRY_RUN else SideStream(ops.device))
             base, lora = measure(case, 0), measure(case, adapters)
-            del case
-            torch.cuda.empty_cache()
-            case = StepCase(weights, *args, None)
-            one_stream = measure(case, adapters)
             floors = case.base_bytes() / bandwidth * 1e3, case.lora_bytes(adapters, 2) / bandwidth * 1e3
-            cells = [base.device, floors[0], lora.device, one_stream.device, floors[1], base.whole, lora.whole]
-            over = f"{lora.device / base.device - 1:.1%} ({floors[1] / floors[0]:.1%})"
-            table.append([quantization, f"{rows}/{adapters}", *(f"{ms:.3f}" for ms in cells), over])
-            print(*table[-1], flush=True)
             del case
+            one_stream = measure(StepCase(weights, *args, None), adapters)
+            emit(
+                f"decode step, {CONTEXT} keys a row, rank {RANK}, in a graph",
+                tiles=table,
+                base=quantization,
+                rows=rows,
+                adapters=adapters,
+                base_ms=base.device,
+                floor_ms=floors[0],
+                with_adapters_ms=lora.device,
+                one_stream_ms=one_stream.device,
+                adapters_floor_ms=floors[1],
+                base_with_host_ms=base.whole,
+                adapters_with_host_ms=lora.whole,
+                overhead=lora.device / base.device - 1,
+                overhead_of_floors=floors[1] / floors[0],
+            )
             torch.cuda.empty_cache()
         del weights
-    return table
 
 
-COLUMNS = (
-    "base",
-    "rows/adapters",
-    "base ms",
-    "floor ms",
-    "with adapters ms",
-    "in one stream ms",
-    "adapters' floor ms",
-    "base with host ms",
-    "adapters with host ms",
-    "overhead (of floors)",
-)
+def main() -> None:
+    device = need_gpu()
+    torch.manual_seed(0)
+    ops, bandwidth = Ops(device, "triton"), copy_bandwidth(device)
+    if block_sizes.table_of(block_sizes.device_name(device))["measured"]:
+        time_steps(ops, bandwidth, "tuned")
+    with built_in_table():
+        time_steps(ops, bandwidth, "built in")
+
+
+if __name__ == "__main__":
+    main()

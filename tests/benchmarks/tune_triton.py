@@ -1,27 +1,58 @@
 """Time block sizes of the Triton kernels on this GPU and write its table for `sgmv_kernels/triton_ops/block_sizes.py`.
 
-python tests/benchmarks/tune_triton.py [--quick] [--out sgmv_kernels/triton_ops/configs/NAME.json]
+    python tests/benchmarks/tune_triton.py [--quick] [--out DIR]        # rows as lines of JSON; docs/gpu.md
 
-First `sums` (split_k, block_k), one choice a width, because they fix the order of additions and must not depend on
-the batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. Then
-`linear` for each width of a code, group and bucket of rows, narrow and wide sites apart, and the rows above which
-dequantizing for cuBLAS is faster, in the default group. What is not tuned (attention, `rows`) is copied from the
-default table. Llama-3-8B shapes; without a GPU: one line, exit code 2.
+`linear` first, for each width of a code, group and bucket of rows, narrow and wide sites apart, groups of 32 (q3h:
+64), and the rows above which dequantizing for cuBLAS is faster, in the default group. Then `attention`. Then `sums`
+(split_k, block_k), one choice a width, because they fix the order of additions and must not depend on the batch: the
+least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. `rows` is copied from the
+default table. Kernels of a choice are compiled ahead, in processes. The table is written after every part, to the
+folder of tables and to DIR, so that a run that is cut leaves what it has measured; the next one goes on behind it.
+Llama-3-8B shapes; without a GPU: one line, exit code 2.
 """
 
 import argparse
 import itertools
 import json
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
+import gpu_cases
 import torch
 import triton
-from gpu_cases import FORMATS, SITES, LinearCase, SiteCase, group_of, linear_case, need_gpu, site_case, with_config
+from bench_gpu import DIM, PAGE, attention_case
+from gpu_cases import (
+    DRY_RUN,
+    FORMATS,
+    MOST_COMPILERS,
+    SITES,
+    LinearCase,
+    SiteCase,
+    emit,
+    group_of,
+    linear_case,
+    need_gpu,
+    site_case,
+    with_config,
+)
 
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.triton_ops.block_sizes import DEFAULT, LinearConfig, device_name, file_name, table_of
+from sgmv_kernels.triton_ops import attention as triton_attention
+from sgmv_kernels.triton_ops import kernel_compiler
+from sgmv_kernels.triton_ops.block_sizes import (
+    DEFAULT,
+    AttentionConfig,
+    LinearConfig,
+    attention_config,
+    device_name,
+    file_name,
+    table_of,
+)
 from sgmv_kernels.triton_ops.linear import BITS, through_blas
 
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
@@ -37,20 +68,66 @@ ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
 LINEAR = {
     "block_m": (16, 32, 64),
     "block_n": (32, 64),
-    "split_k": (1, 2, 4, 8),
+    "split_k": (1, 4),
     "warps": (4, 8),
     "stages": (2, 3, 4),
 }
 FEW_LINEAR = {"block_m": (16, 32), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
-# (bound of the bucket, group that it is timed with); groups of 32 first, which a server takes unless told otherwise.
-GROUPS = ((32, 32), (64, 64), (None, 128))
+GROUPS = ((32, 32),)
+"""(bound of the bucket, group that it is timed with): what a server takes unless told otherwise, q3h groups of 64."""
 # (bound of the bucket, rows that it is timed with)
 LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
 NARROW_OUT = 8192
 NARROW, WIDE = ("qkv", "o", "down"), ("gate_up",)
-CROSSOVER_ROWS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CROSSOVER_ROWS = (2,) if DRY_RUN else (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 RANKS = (16, 64)
+DECODE_ATTENTION = {
+    "split_tokens": (128, 256, 512),
+    "decode_n": (16, 32, 64),
+    "decode_warps": (1, 2, 4),
+    "decode_stages": (2, 3, 4),
+}
+PREFILL_ATTENTION = {
+    "prefill_m": (64, 128),
+    "prefill_n": (32, 64, 128),
+    "prefill_warps": (4, 8),
+    "prefill_stages": (2, 3),
+}
+FEW_DECODE = {"split_tokens": (256,), "decode_n": (16, 32), "decode_warps": (1,), "decode_stages": (4,)}
+FEW_PREFILL = {"prefill_m": (128,), "prefill_n": (32, 64), "prefill_warps": (8,), "prefill_stages": (2,)}
+# (queries of each sequence, keys of each)
+DECODES = (([1] * 2, [40] * 2),) if DRY_RUN else (([1], [2000]), ([1] * 32, [700] * 32))
+PROMPTS = (([20], [20]),) if DRY_RUN else (([512], [512]), ([512], [4096]))
 WORST = float("inf")
+T = TypeVar("T")
+PARTS = ("linear", "attention", "sums", "tiles")
+if DRY_RUN:
+    DECODE, ROWS, RANKS = ((2, 2),), ((16, 2),), (16,)
+    GROUPS, LINEAR_ROWS = ((None, 128),), ((None, 2),)
+    FEW, FEW_SHRINK = (
+        {"split_k": (2,), "block_k": (64,)},
+        {"shrink_n": (16,), "shrink_warps": (4,), "shrink_stages": (3,)},
+    )
+    FEW_EXPAND = {"expand_n": (64,), "expand_warps": (4,)}
+    FEW_LINEAR = {"block_m": (16,), "block_n": (32, 64), "split_k": (1,), "warps": (4,), "stages": (3,)}
+
+
+def best(choices: Sequence[T], us: Callable[[T], float]) -> T:
+    """Return the fastest choice. What the choices launch is compiled first, in processes, while nothing is timed."""
+    with mock.patch.object(gpu_cases, "graph_us", _call_once), kernel_compiler.noted() as keys:
+        for choice in choices:
+            us(choice)
+    try:
+        kernel_compiler.load(keys, lambda what, share: print(what, f"{share:.0%}", file=sys.stderr, flush=True))
+    except Exception as error:
+        # Left to the launch, which names the choice.
+        print(f"    compiling ahead: {error!r}", file=sys.stderr)
+    return min(choices, key=us)
+
+
+def _call_once(calls: Sequence[Callable[[], Any]]) -> float:
+    calls[0]()
+    return 0.0
 
 
 def microseconds(ops: Ops, case: SiteCase, **changes: Any) -> float:
@@ -73,13 +150,13 @@ def tune_sums(ops: Ops, device: torch.device, quick: bool) -> list[dict[str, Any
     for width in sorted({dims.in_features for dims in SITES.values()}):
         names = [name for name, dims in SITES.items() if dims.in_features == width]
         cases = [site_case(name, b, d, 16, device) for name in names for b, d in DECODE]
-        totals = {}
-        for choice in choices(FEW if quick else SUMS):
-            changes = choice | {"planes": choice["split_k"]}
-            totals[tuple(choice.values())] = sum(microseconds(ops, case, **changes) for case in cases)
-            print(f"sums, in {width}: {choice} {totals[tuple(choice.values())]:.1f} µs", flush=True)
-        split_k, block_k = min(totals, key=totals.__getitem__)
-        rows.append({"max_in": width, "split_k": split_k, "block_k": block_k})
+
+        def us(choice: dict[str, int], cases: list[SiteCase] = cases) -> float:
+            return sum(microseconds(ops, case, **choice, planes=choice["split_k"]) for case in cases)
+
+        chosen = best(choices(FEW if quick else SUMS), us)
+        rows.append({"max_in": width, **chosen})
+        emit("sums", **rows[-1], us=us(chosen))
     smaller = [row for row in table_of(DEFAULT)["sums"] if row["max_in"] and row["max_in"] < rows[0]["max_in"]]
     return smaller + rows[:-1] + [rows[-1] | {"max_in": None}]
 
@@ -95,11 +172,13 @@ def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick
         base = {"split_k": fixed["split_k"], "block_k": fixed["block_k"]}
         base["planes"] = fixed["split_k"] if rows <= 256 else 1
         # Shrink and expand are separate launches: one after the other, not their product.
-        best = min(choices(shrink), key=lambda c: microseconds(ops, case, **base, **c))
-        best |= min(choices(expand), key=lambda c: microseconds(ops, case, **base, **best, **c))
+        for options in (shrink, expand):
+            fixed_so_far = dict(base)
+            base |= best(choices(options), lambda c, f=fixed_so_far, case=case: microseconds(ops, case, **f, **c))
+        chosen = {name: size for name, size in base.items() if name not in ("split_k", "block_k", "planes")}
         bounds = {"max_rows": bound, "max_rank": rank * len(dims.out_features)}
-        tiles.append(bounds | {"max_in": dims.in_features, "max_out": dims.total_out} | best)
-        print(f"tiles: {tiles[-1]} {microseconds(ops, case, **base, **best):.1f} µs", flush=True)
+        tiles.append(bounds | {"max_in": dims.in_features, "max_out": dims.total_out} | chosen)
+        emit("tiles", site=name, **tiles[-1], us=microseconds(ops, case, **base))
     tiles.sort(key=lambda row: tuple(WORST if v is None else v for k, v in row.items() if k.startswith("max_")))
     return tiles + table_of(DEFAULT)["tiles"]
 
@@ -116,8 +195,8 @@ def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float
 def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return `linear` and `dequantize_above`."""
     table, above = [], {}
-    for (name, levels), (most, group) in itertools.product(FORMATS.items(), GROUPS[:1] if quick else GROUPS):
-        bits, best = BITS[levels], {}
+    for (most, group), (name, levels) in itertools.product(GROUPS, FORMATS.items()):
+        bits, found = BITS[levels], {}
         if group != group_of(levels, group):
             continue
         cases = {site: linear_case(ops, site, levels, group) for site in ((NARROW[1], *WIDE) if quick else SITES)}
@@ -128,24 +207,25 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
             options = [
                 o for o in options if rows < 4 * o.block_m < 8 * max(16, rows) and (rows <= 64 or o.split_k == 1)
             ]
-            best[bound, sites] = min(options, key=lambda o, held=held, rows=rows: linear_us(held, rows, o))
+            chosen = best(options, lambda o, held=held, rows=rows: linear_us(held, rows, o))
+            found[bound, sites] = chosen
             row = {"bits": bits, "max_group": most, "max_rows": bound}
-            table.append(row | {"max_out": NARROW_OUT if sites == NARROW else None} | asdict(best[bound, sites]))
-            print(f"linear: {table[-1]} {linear_us(held, rows, best[bound, sites]):.1f} µs", flush=True)
+            table.append(row | {"max_out": NARROW_OUT if sites == NARROW else None} | asdict(chosen))
+            emit("linear", **table[-1], us=linear_us(held, rows, chosen))
         if str(bits) not in above:
-            above[str(bits)] = crossover(cases, best)
-            print(f"{name}: dequantized above {above[str(bits)]} rows", flush=True)
+            above[str(bits)] = crossover(cases, found)
+            emit("dequantize_above", format=name, rows=above[str(bits)])
         del cases
     return table, above
 
 
-def crossover(cases: dict[str, LinearCase], best: dict[Any, LinearConfig]) -> int:
+def crossover(cases: dict[str, LinearCase], found: dict[Any, LinearConfig]) -> int:
     """Return the most rows at which tiles are not slower than dequantizing, all sites together."""
     last = 0
     for rows in CROSSOVER_ROWS:
         bound = next(bound for bound, _ in LINEAR_ROWS if bound is None or rows <= bound)
         tiles = sum(
-            linear_us([case], rows, best[bound, NARROW if site in NARROW else WIDE]) for site, case in cases.items()
+            linear_us([case], rows, found[bound, NARROW if site in NARROW else WIDE]) for site, case in cases.items()
         )
         if tiles > sum(case.us(rows, through_blas) for case in cases.values()):
             break
@@ -153,25 +233,66 @@ def crossover(cases: dict[str, LinearCase], best: dict[Any, LinearConfig]) -> in
     return last
 
 
+def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
+    """Return the row of half-precision heads of up to 128 dimensions, then the default rows."""
+    first = attention_config(DEFAULT, DIM, 2)
+    for options, lens in (
+        (FEW_DECODE if quick else DECODE_ATTENTION, DECODES),
+        (FEW_PREFILL if quick else PREFILL_ATTENTION, PROMPTS),
+    ):
+        copies = 2 if DRY_RUN else 8
+        cases = [(of, [attention_case(*of, ops.device) for _ in range(copies)]) for of in lens]
+
+        def us(changes: dict[str, int], cases: Any = cases, first: AttentionConfig = first) -> float:
+            with mock.patch.object(triton_attention, "attention_config", return_value=replace(first, **changes)):
+                try:
+                    return sum(_attention_us(ops, *case) for case in cases)
+                except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
+                    print(f"    {changes}: {type(error).__name__}", file=sys.stderr, flush=True)
+                    return WORST
+
+        chosen = best(choices(options), us)
+        first = replace(first, **chosen)
+        emit("attention", **chosen, us=us(chosen))
+    return [{"max_dim": 128, "max_bytes": 2, **asdict(first)}, *table_of(DEFAULT)["attention"]]
+
+
+def _attention_us(ops: Ops, lens: tuple[list[int], list[int]], made: list[Any]) -> float:
+    plan = ops.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
+    return gpu_cases.graph_us([partial(ops.paged_attention, q, kv, plan, DIM**-0.5) for q, kv, _ in made])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few choices, a few minutes")
-    parser.add_argument("--out", type=Path, help="default: the file that this device's name reads")
+    parser.add_argument("--out", type=Path, help="folder for a second copy of the table")
     a = parser.parse_args()
-    device = need_gpu()
+    device, quick = need_gpu(), a.quick or DRY_RUN
     torch.manual_seed(0)
+    kernel_compiler.MOST_PROCESSES = MOST_COMPILERS
     ops, name = Ops(device, "triton"), device_name(device)
-    sums = tune_sums(ops, device, a.quick)
-    tiles = tune_tiles(ops, device, sums, a.quick)
-    table = dict(table_of(DEFAULT)) | {"device": name, "measured": True, "triton": triton.__version__}
-    linears, above = tune_linears(ops, a.quick)
-    # Groups that were not timed take the default rows.
-    linears += table_of(DEFAULT)["linear"]
-    table["note"] = "sums, tiles and linear measured by tests/benchmarks/tune_triton.py; rows and attention are not."
-    table |= {"sums": sums, "tiles": tiles, "linear": linears, "dequantize_above": above}
-    out = a.out or CONFIGS / file_name(name)
-    out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
-    print(f"wrote {out}")
+    outs = [folder / file_name(name) for folder in ([] if DRY_RUN else [CONFIGS]) + ([a.out] if a.out else [])]
+    table = dict(table_of(name)) | {"device": name, "triton": triton.__version__}
+    table.setdefault("parts", [])
+    for part in PARTS:
+        if part in table["parts"]:
+            continue
+        if part == "linear":
+            linears, above = tune_linears(ops, quick)
+            # Groups that were not timed take the default rows.
+            table["linear"] = linears + table_of(DEFAULT)["linear"]
+            table["dequantize_above"] = table_of(DEFAULT)["dequantize_above"] | above
+        elif part == "attention":
+            table["attention"] = tune_attention(ops, quick)
+        elif part == "sums":
+            table["sums"] = tune_sums(ops, device, quick)
+        else:
+            table["tiles"] = tune_tiles(ops, device, table["sums"], quick)
+        table["parts"], table["measured"] = [*table["parts"], part], True
+        table["note"] = "The parts named were measured by tests/benchmarks/tune_triton.py; the others are not."
+        for out in outs:
+            out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    emit("tables", files=[out.name for out in outs], parts=table["parts"])
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Compiler:
         if key not in self._seen:
             self._seen.add(key)
             made = triton.compile(ASTSource(kernel, signature, constants, attrs), target=self._target, options=launched)
-            self.facts.append(_read(kernel.__name__, self.label, made))
+            self.facts.append(facts_of(kernel.__name__, self.label, made))
 
 
 @contextmanager
@@ -104,7 +104,8 @@ def compiling(arch: int) -> Iterator[Compiler]:
         yield compiler
 
 
-def _read(kernel: str, label: str, made: Any) -> Facts:
+def facts_of(kernel: str, label: str, made: Any) -> Facts:
+    """Read what ptxas made of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()

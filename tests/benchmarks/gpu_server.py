@@ -1,0 +1,128 @@
+"""Serve a random Llama-3-8B with 64 adapters on a GPU, as a user would start it, under the loads of `lorasrv bench`.
+
+    python tests/benchmarks/gpu_server.py        # rows as lines of JSON; docs/gpu.md
+
+The first load meets adapters that are not in memory yet. Then sweeps of clients and adapters with short and long
+prompts, and requests with each kind of sampling at once, without streams. Last what the server counted of itself. A dry
+run serves two layers on the CPU.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import DRY_RUN, emit, need_gpu
+
+from api.cli.bench.server import adapter_names, started
+
+COMMAND = (sys.executable, "-P", "-c", "from api.cli.main import main; main()", "bench", "--json")
+ADAPTERS, RANK = (2, 8) if DRY_RUN else (64, 16)
+SHORT, LONG, OUTPUT = (8, 16, 4) if DRY_RUN else (64, 1024, 64)
+CLIENTS = "2" if DRY_RUN else "1,8,32,64"
+SOME = "0,2" if DRY_RUN else "0,1,8,32,64"
+LOADS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("cold", ("--adapters", str(ADAPTERS), "--concurrency", CLIENTS.split(",")[-1], "--warmup", "0")),
+    ("short prompts", ("--adapters", SOME, "--concurrency", CLIENTS)),
+    ("long prompts", ("--adapters", SOME, "--concurrency", CLIENTS, "--prompt-tokens", str(LONG))),
+)
+SAMPLING: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.0, "top_p": 0.9},
+)
+COUNTED = ("late_kernels", "graph", "step_seconds_sum", "step_seconds_count", "generation_tokens")
+"""What of the names of metrics is of interest."""
+DRY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 1,
+}
+
+
+def flags(folder: Path) -> list[str]:
+    """Return options of `serve`."""
+    if not DRY_RUN:
+        need_gpu()
+        return ["--model", "llama-3-8b", "--load-format", "dummy", "--quantization", "int4", "--device", "cuda"]
+    (folder / "config.json").write_text(json.dumps(DRY_MODEL), "utf-8")
+    return ["--model", str(folder), "--load-format", "dummy", "--quantization", "int4", "--device", "cpu"]
+
+
+def load(url: str, label: str, options: tuple[str, ...]) -> None:
+    """Send the loads of one call of `lorasrv bench`, and print a row for each as it ends."""
+    lengths = ("--prompt-tokens", str(SHORT), "--output-tokens", str(OUTPUT), "--rank", str(RANK))
+    command = (*COMMAND, "--url", url, *lengths, *options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told = json.loads(line)
+            of, settings = told["figures"], told["settings"]
+            times = {f"{name}_{p}": (of[name] or {}).get(p) for name in ("ttft_ms", "itl_ms") for p in ("p50", "p99")}
+            emit(
+                "loads",
+                load=label,
+                clients=settings["concurrency"],
+                adapters=settings["adapters"],
+                tok_s=of["output_tok_per_s"],
+                failed=of["failed"],
+                **times,
+            )
+    if process.returncode:
+        raise SystemExit(f"{label}: lorasrv bench ended with {process.returncode}")
+
+
+def sampling(url: str, names: tuple[str, ...], clients: int) -> None:
+    """Time one wave of requests with each kind of sampling."""
+
+    def ask(number: int, how: dict[str, float]) -> int:
+        body = {"model": names[number % len(names)], "prompt": f"{number} is", "max_tokens": OUTPUT, "ignore_eos": True}
+        data = json.dumps(body | how).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            tokens: int = json.load(answer)["usage"]["completion_tokens"]
+        return tokens
+
+    with ThreadPoolExecutor(clients) as pool:
+        for how in SAMPLING:
+            begun = time.perf_counter()
+            tokens = sum(pool.map(lambda number, how=how: ask(number, how), range(clients)))
+            emit("sampling", **how, clients=clients, tok_s=tokens / (time.perf_counter() - begun))
+
+
+def counted(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    held = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in held if any(part in name for part in COUNTED)}
+
+
+def main() -> None:
+    names = adapter_names(ADAPTERS)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        with started(flags(Path(folder)), names, RANK, 0) as url:
+            emit("start", seconds_with_making_adapters=time.perf_counter() - begun)
+            for label, options in LOADS:
+                load(url, label, options)
+            sampling(url, names, int(CLIENTS.rpartition(",")[2]))
+            for name, value in counted(url).items():
+                emit("counted", name=name, value=value)
+
+
+if __name__ == "__main__":
+    main()
