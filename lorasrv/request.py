@@ -98,6 +98,8 @@ class Request:
     num_computed_tokens: int = 0
     # Tokens behind those that submitted steps compute, whose results are not collected yet.
     num_in_flight_tokens: int = 0
+    # Tokens that these steps will sample and steps behind them may compute, unknown as they are.
+    num_pending_tokens: int = 0
     # Prompt tokens found in the prefix cache on first admission.
     num_cached_tokens: int = 0
     # Pages of computed tokens that are in host memory.
@@ -158,6 +160,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_expected_tokens(self) -> int:
+        """Return the number of known and of pending tokens."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_scheduled_tokens(self) -> int:
         """Return how many tokens are computed, or will be when the steps in flight are done."""
         return self.num_computed_tokens + self.num_in_flight_tokens
@@ -171,6 +178,20 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Return the number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_text(self) -> bool:
+        """Return whether choosing its next token takes more than logits: the text so far, or what is told of them."""
+        is_plain = self.constraint_state is None and self.message.beams is None
+        return not (is_plain and self.sampling.takes_logits_alone)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Return whether a token behind the next one may be computed while that is not known: it needs no text, and the
+        answer is not too long for it.
+        """
+        num_next = self.num_expected_tokens - self.num_prompt_tokens + 1
+        return not self.needs_text and num_next < self.message.max_tokens
 
     @property
     def is_protected(self) -> bool:

@@ -112,6 +112,11 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
+    def takes_logits_alone(self) -> bool:
+        """Return whether the choice takes the logits of its row and nothing of the text, and tells only the token."""
+        return not self.changes_logits and self.logprobs is None and self.prompt_logprobs is None
+
+    @property
     def has_penalties(self) -> bool:
         """Return whether earlier tokens change the logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

@@ -15,6 +15,8 @@ from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 _NO_ROWS = range(0)
+PENDING = -1
+"""Stands for the token that the step before, which is in flight, samples for the same request."""
 
 
 class PageCopy(NamedTuple):
@@ -74,7 +76,7 @@ class ScheduledRequest:
     """Describe one request's share of a step."""
 
     request_id: RequestId
-    # Tokens to compute, the draft tokens last.
+    # Tokens to compute, the draft tokens last; the last known one may be `PENDING`.
     token_ids: tuple[int, ...]
     # Position of the first of them.
     start: int
@@ -100,22 +102,28 @@ class ScheduledRequest:
     ) -> "ScheduledRequest":
         """Return the share of the next `count` tokens of a request, with draft tokens behind them."""
         start = request.num_scheduled_tokens
+        known = tuple(request.token_ids[start : start + count])
         asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
         return cls(
             request_id=request.request_id,
-            token_ids=tuple(request.token_ids[start : start + count]) + draft_token_ids,
+            token_ids=known + (PENDING,) * (count - len(known)) + draft_token_ids,
             start=start,
             page_table=page_table,
             adapter_key=request.adapter_key,
-            samples=start + count == request.num_tokens,
+            samples=start + count == request.num_expected_tokens,
             sampling=request.sampling,
-            num_generated=request.num_generated_tokens,
+            num_generated=request.num_generated_tokens + request.num_pending_tokens,
             history=request.token_ids,
             constraint=request.constraint_state,
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
             adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
             draft_token_ids=draft_token_ids,
         )
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether the step before samples its token."""
+        return self.token_ids[-1] == PENDING
 
     @property
     def num_known_tokens(self) -> int:
@@ -166,6 +174,8 @@ class SchedulerOutput:
     wake_s: float | None = None
     # Identifies the step.
     number: int = 0
+    # Whether it holds up requests if another step is planned before it is collected.
+    is_awaited: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +186,19 @@ class SchedulerOutput:
     def num_draft_tokens(self) -> int:
         """Return how many of these rows are drafts."""
         return sum(len(share.draft_token_ids) for share in self.scheduled)
+
+    def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
+        """Return the step with these tokens in place of pending ones; any token for requests that have none, as they
+        have finished.
+        """
+        if not any(share.is_pending for share in self.scheduled):
+            return self
+        return self.only(
+            [
+                replace(share, token_ids=(tokens.get(share.request_id, 0),)) if share.is_pending else share
+                for share in self.scheduled
+            ]
+        )
 
     def without_drafts(self) -> "SchedulerOutput":
         """Return the step without its drafts."""

@@ -190,7 +190,7 @@ class EngineCore:
         with self.profile.span("scheduling"):
             self._take_reports()
             try:
-                step = self._scheduler.schedule()
+                step = self._scheduler.schedule(ahead=self._executor.depth > 1 and not self._is_serial)
             except Exception as error:
                 self._made_progress = True
                 return self._faults.on_schedule_error(error)
@@ -203,7 +203,7 @@ class EngineCore:
         else:
             self._scheduler.discard(step)
         outputs = self._scheduler.take_outputs()
-        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._is_serial
+        has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
         while len(self._in_flight) > most:
             outputs += self._collect(begun)
@@ -242,7 +242,7 @@ class EngineCore:
             except Exception as error:
                 return self._replan(step, error)
         else:
-            result = self.retrier.run(step, collect)
+            result = self.retrier.run(self._scheduler.resolve(step), collect)
             self._is_serial = False
         with self.profile.span("scheduling"):
             outputs = self._update(step, result)

@@ -27,7 +27,7 @@ from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.executor import InProcessExecutor
+from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.weights import load_weights, silent
@@ -116,6 +116,7 @@ def build(
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     runner = ModelRunner(weights, device_pool, limits, ops)
+    executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
     runner.warm_up(config.memory.max_lora_rank, progress or silent)
     parts = EngineParts(
         memory=memory,
@@ -126,7 +127,7 @@ def build(
             is_on_host,
             CheckedDrafter(drafter, spec.vocab_size),
         ),
-        executor=InProcessExecutor(runner),
+        executor=executor,
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,

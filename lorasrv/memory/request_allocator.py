@@ -62,12 +62,12 @@ class RequestAllocator:
     def extend(
         self, request: Request, level: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
     ) -> bool:
-        """Take the pages that all known tokens of a request need; return False if this level does not free them."""
+        """Take the pages that all known and pending tokens need; return False if this level does not free them."""
         rid, computed = request.request_id, request.num_scheduled_tokens
-        missing = self._kv.missing_pages(rid, computed, request.num_tokens)
+        missing = self._kv.missing_pages(rid, computed, request.num_expected_tokens)
         if missing and not self._evictor.make_room(missing + keep_free, level, ahead):
             return False
-        copies = self._kv.allocate(rid, computed, request.num_tokens)
+        copies = self._kv.allocate(rid, computed, request.num_expected_tokens)
         assert copies is not None, "pages were counted before they were taken"
         if copies:
             self._ops.append(CopyPages(copies))

@@ -18,7 +18,7 @@ from sgmv_kernels.metadata.h2d import upload
 
 CANDIDATES = 256
 """Likeliest tokens that are looked for where they are nearly always enough: far cheaper than sorting the vocabulary."""
-_NO_TOKEN = -1
+NO_TOKEN = -1
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
@@ -32,14 +32,20 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
     return chosen
 
 
+def launch_sampling(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """Choose a token for each row on a GPU, without waiting for it.
+
+    Returns: [B] int64 on the device; `NO_TOKEN` for a row with logits that are not finite.
+    """
+    # A draw from a row with NaN gives an arbitrary token, which is replaced here.
+    return torch.where(torch.isfinite(_reduced(logits, "sum")), _tokens(logits, rows), NO_TOKEN)
+
+
 def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
     """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
-    sums = _reduced(logits, "sum")
-    if logits.device.type == "cuda":
-        # A draw from a row with NaN gives an arbitrary token, which is replaced here without waiting for the device.
-        marked = torch.where(torch.isfinite(sums), _tokens(logits, rows), _NO_TOKEN)
-        return [None if token == _NO_TOKEN else token for token in marked.tolist()]
-    finite = [math.isfinite(total) for total in sums.tolist()]
+    if logits.device.type != "cpu":
+        return [None if token == NO_TOKEN else token for token in launch_sampling(logits, rows).tolist()]
+    finite = [math.isfinite(total) for total in _reduced(logits, "sum").tolist()]
     if all(finite):
         return list(sample(logits, rows))
     good = [number for number, is_finite in enumerate(finite) if is_finite]
@@ -65,7 +71,7 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
     """Return [B] int64: the argmax of each row, replaced by a draw in the random rows among `of`."""
     tokens = _reduced(logits, "argmax")
     random = [number for number in of if not rows[number].params.is_greedy]
-    if logits.device.type == "cuda":
+    if logits.device.type != "cpu":
         draw_together_(tokens, logits, rows, random)
         return tokens
     for number in random:

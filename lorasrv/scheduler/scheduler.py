@@ -85,7 +85,8 @@ class Scheduler:
         self._to_judge: deque[Request] = deque()
         self._num_waiting_for_adapter = 0
         self._num_steps = 0
-        self._in_flight: dict[int, Sequence[tuple[Request, int]]] = {}
+        # By the number of a step, its requests and the tokens in flight and pending of each.
+        self._in_flight: dict[int, Sequence[tuple[Request, int, int]]] = {}
         self._finished_in_flight: dict[RequestId, Request] = {}
 
     @property
@@ -173,12 +174,14 @@ class Scheduler:
 
     # Steps.
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, *, ahead: bool = False) -> SchedulerOutput:
         """Choose the tokens of the next step and take the pages they need.
 
         Until its results are passed to `update_from_output`, or it is discarded, the step is in flight: its tokens are
         not chosen again, and its requests keep their pages even if they finish.
 
+        Args:
+            ahead: the next step may be planned while this one is in flight, and compute the tokens that it samples.
         Returns:
             The step; `scheduled` is empty if there is nothing to compute.
         """
@@ -207,6 +210,7 @@ class Scheduler:
             )
             for r in chosen
         )
+        runs_ahead = ahead and not self._drafter.is_active
         self._num_steps += 1
         step = SchedulerOutput(
             scheduled=scheduled,
@@ -216,23 +220,36 @@ class Scheduler:
             page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
             orders=self._adapter_manager.take_orders(),
             number=self._num_steps,
+            is_awaited=runs_ahead and any(s.samples and r.needs_text for s, r in zip(scheduled, chosen, strict=True)),
         )
-        self._in_flight[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
-        for request, count in in_flight:
+        self._in_flight[step.number] = in_flight = [
+            (r, counts[r.request_id], int(runs_ahead and share.samples and r.may_run_ahead))
+            for r, share in zip(chosen, scheduled, strict=True)
+        ]
+        for request, count, pending in in_flight:
             request.num_in_flight_tokens += count
+            request.num_pending_tokens += pending
         return step
 
     def discard(self, step: SchedulerOutput) -> None:
         """Drop a step whose results are lost: its tokens are chosen again."""
         self._retire(step)
         for share in step.scheduled:
-            if share.draft_token_ids and (request := self._queue.requests.get(share.request_id)) is not None:
+            has_more = share.is_pending or share.draft_token_ids
+            if has_more and (request := self._queue.requests.get(share.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
+
+    def resolve(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step in flight with the tokens that were pending; the steps before it are not in flight any more."""
+        pending = [share for share in step.scheduled if share.is_pending]
+        live = [(share, self._queue.requests.get(share.request_id)) for share in pending]
+        return step.with_tokens({s.request_id: r.token_ids[s.start] for s, r in live if r is not None})
 
     def _retire(self, step: SchedulerOutput) -> None:
         """Note that a step is not in flight any more; requests that have finished meanwhile give back their pages."""
-        for request, count in self._in_flight.pop(step.number, ()):
+        for request, count, pending in self._in_flight.pop(step.number, ()):
             request.num_in_flight_tokens -= count
+            request.num_pending_tokens -= pending
             if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
                 self._allocator.free(request)
 
@@ -311,11 +328,14 @@ class Scheduler:
         not_in_flight = [r for r in running if not r.num_in_flight_tokens]
         limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in not_in_flight}
         assert all(len(tables[rid]) <= pages for rid, pages in limits.items()), "a request has pages for no token"
-        in_flight = Counter[RequestId]()
-        for request, count in (pair for pairs in self._in_flight.values() for pair in pairs):
+        in_flight, expected = Counter[RequestId](), Counter[RequestId]()
+        for request, count, pending in (entry for entries in self._in_flight.values() for entry in entries):
             in_flight[request.request_id] += count
+            expected[request.request_id] += pending
         held = {r.request_id: r.num_in_flight_tokens for r in holders}
         assert in_flight == +Counter(held), "tokens in flight differ from the steps in flight"
+        held = {r.request_id: r.num_pending_tokens for r in holders}
+        assert +expected == +Counter(held), "pending tokens differ from the steps in flight"
 
     def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
         """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens

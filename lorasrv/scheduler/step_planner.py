@@ -175,7 +175,8 @@ class StepPlanner:
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:
         """Return the most draft tokens of a request. The last token of an answer needs none: it comes with the one
         before it."""
-        if request.request_id not in budget.counts or not is_decoding(request) or request.message.beams is not None:
+        is_next = is_decoding(request) and not request.num_pending_tokens
+        if request.request_id not in budget.counts or not is_next or request.message.beams is not None:
             return 0
         left = request.message.max_tokens - request.num_generated_tokens
         return min(MAX_DRAFT_TOKENS, budget.num_draft_tokens, left - 1)

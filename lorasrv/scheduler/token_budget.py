@@ -142,13 +142,13 @@ def num_uncomputed_tokens(request: Request) -> int:
 
 
 def num_unscheduled_tokens(request: Request) -> int:
-    """Return the number of known tokens that are neither computed nor in a step in flight."""
-    return request.num_tokens - request.num_scheduled_tokens
+    """Return the number of known and pending tokens that are neither computed nor in a step in flight."""
+    return request.num_expected_tokens - request.num_scheduled_tokens
 
 
 def is_decoding(request: Request) -> bool:
     """Return whether only the newest token is to be computed: the prompt is done."""
-    return num_unscheduled_tokens(request) == 1 and request.num_generated_tokens > 0
+    return num_unscheduled_tokens(request) == 1 and request.num_expected_tokens > request.num_prompt_tokens
 
 
 def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:

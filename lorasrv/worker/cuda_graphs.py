@@ -26,6 +26,7 @@ from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch, StepRows
+from lorasrv.worker.launched_step import LaunchedStep
 from sgmv_kernels.ops import StepTables
 from sgmv_kernels.triton_ops.attention_metadata import count_items
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
@@ -134,9 +135,13 @@ class GraphedSteps:
         shape = self._rows[-1], spec.vocab_size
         self._logits = torch.empty(shape, dtype=torch.float32, device=memory.device)
 
-    def compute(self, step: SchedulerOutput) -> tuple[Tensor, tuple[ScheduledRequest, ...]] | None:
+    def compute(
+        self, step: SchedulerOutput, last: LaunchedStep | None = None
+    ) -> tuple[Tensor, tuple[ScheduledRequest, ...]] | None:
         """Compute a step if it has a graph.
 
+        Args:
+            last: the step before, whose tokens the pending ones are.
         Returns:
             Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
         """
@@ -156,6 +161,8 @@ class GraphedSteps:
             rows.adapters,
             rows.logit_rows,
         )
+        if last is not None:
+            last.fill(bucket.plans.token_ids, rows.pending)
         logits = self._capture(capacity, bucket) if bucket.recorded is None else _replay(bucket.recorded)
         return logits[: len(rows.logit_rows)], tuple(s for s in rows.scheduled if s.samples)
 

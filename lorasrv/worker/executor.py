@@ -11,6 +11,7 @@ from typing import Protocol
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
+from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
 
 
@@ -44,7 +45,10 @@ class Executor(Protocol):
         """Prepare the calling thread, which submits steps from then on."""
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
-        """Start to compute a step whose page operations were applied. Errors are raised by `collect`."""
+        """Start to compute a step whose page operations were applied. Errors are raised by `collect`.
+
+        Pending tokens are those that the step submitted before samples, which is not collected yet.
+        """
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for a step, in the order of submission, and return its output.
@@ -101,3 +105,31 @@ class InProcessExecutor:
 
     def recover(self) -> bool:
         return self.runner.recover()
+
+
+@dataclass(eq=False, slots=True)
+class _LaunchedHandle(StepHandle):
+    launched: LaunchedStep | ModelRunnerOutput | None = None
+    error: Exception | None = None
+
+
+class LaunchingExecutor(InProcessExecutor):
+    """Launch each step on a GPU when it is submitted, so that the device has the next one in its queue while the host
+    reads the tokens of the last and plans."""
+
+    depth = 2
+
+    def submit(self, step: SchedulerOutput) -> StepHandle:
+        handle = _LaunchedHandle(step)
+        try:
+            handle.launched = self.runner.launch(step)
+        except Exception as error:
+            handle.error = error
+        return handle
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        assert isinstance(handle, _LaunchedHandle)
+        if handle.error is not None:
+            raise handle.error
+        assert handle.launched is not None
+        return self.runner.finish(handle.launched)

@@ -7,8 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.launched_step import LaunchedStep
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
@@ -51,6 +53,12 @@ class StepRows:
     # [S], see `ForwardBatch`.
     logit_rows: npt.NDArray[np.int64]
 
+    @property
+    def pending(self) -> list[tuple[int, RequestId]]:
+        """Return the rows whose token is pending, and their requests."""
+        owners = [share.request_id for share in self.scheduled if share.is_pending]
+        return list(zip(np.flatnonzero(self.token_ids == PENDING).tolist(), owners, strict=True))
+
     @classmethod
     def of(cls, step: SchedulerOutput) -> "StepRows":
         """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
@@ -76,10 +84,18 @@ class StepRows:
         )
 
 
-def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
-    """Lay out a step's rows on the device."""
+def build_batch(
+    step: SchedulerOutput,
+    memory: DevicePool,
+    adapter_dtype: torch.dtype,
+    ops: Ops,
+    last: LaunchedStep | None = None,
+) -> ForwardBatch:
+    """Lay out a step's rows on the device; pending tokens are those of the step `last`."""
     rows = StepRows.of(step)
     ids, places, logit_rows = upload([rows.token_ids, rows.positions, rows.logit_rows], memory.device)
+    if last is not None:
+        last.fill(ids, rows.pending)
     query_lens, kv_lens = rows.query_lens.tolist(), rows.kv_lens.tolist()
     attention = ops.plan_attention(rows.page_tables, query_lens, kv_lens, memory.page_size, memory.num_pages)
     lora = ops.plan_sgmv(build_segments(rows.row_adapters), rows.adapters, adapter_dtype)

@@ -11,7 +11,9 @@ from torch import Tensor
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.sampling.draft_verification import choose_tokens
+from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
+from lorasrv.sampling.sampler import launch_sampling
 from lorasrv.scheduler_output import PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.cuda_streams import SideStream
@@ -19,6 +21,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device import find_best_team
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
+from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
 from sgmv_kernels.ops import Ops
@@ -60,6 +63,8 @@ class ModelRunner:
         self._decoder = Decoder(weights, memory, limits, ops, side)
         self._graphs: GraphedSteps | None = None
         self._late_kernels: LateKernels | None = None
+        # What was launched last, whose tokens the next step may take.
+        self._last: LaunchedStep | ModelRunnerOutput | None = None
         if on_gpu:
             # Imported only here: it needs Triton.
             from lorasrv.worker import cuda_graphs
@@ -120,17 +125,53 @@ class ModelRunner:
             return ModelRunnerOutput({})
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
-        logits, sampled, asked = self._logits(step)
+        logits, sampled, asked = self._logits(step, None)
         with self.profile.span("sampling"):
-            # One adapter's weights may overflow: its requests fail, the others of the step do not.
-            chosen = choose_tokens(logits, sampled)
-            num_rows = sum(share.num_logit_rows for share in sampled)
-            return ModelRunnerOutput(
-                chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
-            )
+            return self._output(logits, sampled, asked)
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep | ModelRunnerOutput:
+        """Put a step into a GPU's queue; pending tokens are those of the step that was launched before.
+
+        Returns:
+            What `finish` takes: the output, of a step that asks for more than tokens.
+        Raises:
+            RuntimeError: that step could not be launched.
+        """
+        last, self._last = self._last, None
+        if last is None and any(share.is_pending for share in step.scheduled):
+            raise RuntimeError("the step before, whose tokens this one takes, could not be launched")
+        if isinstance(last, ModelRunnerOutput):
+            step, last = step.with_tokens({request: tokens[-1] for request, tokens in last.sampled.items()}), None
+        self.profile.steps += 1
+        self.profile.rows += step.num_tokens
+        logits, sampled, asked = self._logits(step, last)
+        with self.profile.span("sampling"):
+            if asked or any(share.draft_token_ids or share.sampling.logprobs is not None for share in sampled):
+                self._last = self._output(logits, sampled, asked)
+            else:
+                rows = [SamplingMetadata.of(share) for share in sampled]
+                self._last = LaunchedStep(sampled, launch_sampling(logits[: len(sampled)], rows))
+        return self._last
+
+    def finish(self, launched: LaunchedStep | ModelRunnerOutput) -> ModelRunnerOutput:
+        """Wait for a launched step and return its output."""
+        if isinstance(launched, ModelRunnerOutput):
+            return launched
+        with self.profile.span("device"):
+            return ModelRunnerOutput(launched.wait())
+
+    def _output(
+        self, logits: Tensor, sampled: tuple[ScheduledRequest, ...], asked: tuple[ScheduledRequest, ...]
+    ) -> ModelRunnerOutput:
+        # One adapter's weights may overflow: its requests fail, the others of the step do not.
+        chosen = choose_tokens(logits, sampled)
+        num_rows = sum(share.num_logit_rows for share in sampled)
+        return ModelRunnerOutput(
+            chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
+        )
 
     def _logits(
-        self, step: SchedulerOutput
+        self, step: SchedulerOutput, last: LaunchedStep | None
     ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
         """Return the logits of a step.
 
@@ -140,15 +181,15 @@ class ModelRunner:
         """
         if self._graphs is not None:
             with self.profile.span("batch"):
-                graphed = self._graphs.compute(step)
+                graphed = self._graphs.compute(step, last)
             if graphed is not None:
                 return *graphed, ()
         with self.profile.span("batch"):
-            batch = self._batch(step)
+            batch = self._batch(step, last)
         begun = time.perf_counter()
         logits = self._decoder.forward(batch)
         self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
         return logits, batch.sampled, batch.asked
 
-    def _batch(self, step: SchedulerOutput) -> ForwardBatch:
-        return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops)
+    def _batch(self, step: SchedulerOutput, last: LaunchedStep | None = None) -> ForwardBatch:
+        return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops, last)

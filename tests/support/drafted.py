@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from late_executor import LateExecutor
+from late_executor import LateExecutor, LaunchedAtOnce
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -138,7 +138,8 @@ class Said:
 
 class Drafted:
     """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked every step.
-    `late`: its executor has two steps under way."""
+    `late`: its executor, with two steps under way, of which the second computes the tokens that the first samples
+    unless there are `drafts`."""
 
     def __init__(
         self,
@@ -148,7 +149,8 @@ class Drafted:
         pages: int = 600,
         quantization: str = "int4",
         adapter_floor: float = ADAPTER_FLOOR,
-        late: bool = False,
+        late: type[LateExecutor | LaunchedAtOnce] | None = None,
+        drafts: bool = True,
         **scheduler: Any,
     ) -> None:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "scheduling_policy": "fcfs", **scheduler}
@@ -164,11 +166,11 @@ class Drafted:
             patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE),
             patch.object(memory_manager, "ADAPTER_FLOOR", adapter_floor),
         ):
-            built = factory.build(checkpoint, config, store, drafter=self.drafter)
+            built = factory.build(checkpoint, config, store, drafter=self.drafter if drafts else None)
         assert built.parts.source is not None
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
-        self.late = LateExecutor(built.parts.executor) if late else None
+        self.late = late(built.parts.executor) if late else None
         parts = replace(built.parts, executor=self.late or built.parts.executor)
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))

@@ -316,7 +316,9 @@ class _Dispatch(TorchDispatchMode):
             whole = args[0]
             return tree_map(lambda part: DeviceTensor(part, whole.memory), func(whole.values, *args[1:], **kwargs))
         is_written = any(info.alias_info is not None for info in func._schema.arguments)
-        is_read = func in READ_BY_HOST or (func in COPIES and (to or args[0].device) != DEVICE)
+        is_async = kwargs.get("non_blocking", False) or (func is aten.copy_.default and args[2:] == (True,))
+        goes_to_host = func in COPIES and (to or args[0].device) != DEVICE and not is_async
+        is_read = func in READ_BY_HOST or goes_to_host
         self._gpu.note(str(func), tensors)
         if is_read:
             self._gpu.wait_for(self._gpu.current.point())
@@ -328,7 +330,6 @@ class _Dispatch(TorchDispatchMode):
             self._gpu.queue(partial(func, *_values(args), **_values(kwargs)))
         else:
             made = self._queued(func, args, kwargs)
-        is_async = kwargs.get("non_blocking", False) or (func is aten.copy_.default and args[2:] == (True,))
         if func in COPIES and not is_async and not all(isinstance(tensor, DeviceTensor) for tensor in tensors):
             self._gpu.wait_for(self._gpu.current.point())
         return made

@@ -1,10 +1,11 @@
-"""An executor with two steps under way, for engines whose steps are to be collected one step late."""
+"""Executors with two steps under way, for engines whose steps are to be collected one step late."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
-from lorasrv.worker.executor import InProcessExecutor, StepHandle
+from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle
 from lorasrv.worker.model_runner import ModelRunnerOutput
 
 
@@ -23,6 +24,7 @@ class LateExecutor(InProcessExecutor):
         super().__init__(executor.runner)
         self.submitted: list[_Late] = []
         self.most_under_way = 0
+        self._tokens: dict[RequestId, int] = {}
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         self.submitted.append(_Late(step))
@@ -47,6 +49,24 @@ class LateExecutor(InProcessExecutor):
         while self.submitted and (until is None or (until.output is None and until.error is None)):
             first = self.submitted.pop(0)
             try:
-                first.output = self.runner.run(first.step)
+                first.output = self.runner.run(first.step.with_tokens(self._tokens))
+                self._tokens = {request: tokens[-1] for request, tokens in first.output.sampled.items()}
             except Exception as error:
                 first.error = error
+
+
+class LaunchedAtOnce(LaunchingExecutor):
+    """The executor of a GPU, for a fake one; counts the steps under way."""
+
+    def __init__(self, executor: InProcessExecutor) -> None:
+        super().__init__(executor.runner)
+        self.num_under_way = self.most_under_way = 0
+
+    def submit(self, step: SchedulerOutput) -> StepHandle:
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        return super().submit(step)
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        self.num_under_way -= 1
+        return super().collect(handle)

@@ -88,10 +88,16 @@ class EchoDrafter:
 
 
 def start(
-    model: Path, library: Any, *, threaded: bool, preemption: str = "auto", drafter: Drafter | None = None
+    model: Path,
+    library: Any,
+    *,
+    threaded: bool,
+    preemption: str = "auto",
+    drafter: Drafter | None = None,
+    late: bool = False,
 ) -> Started:
-    """An engine whose pool and host cache are too small for what comes. With a drafter, its steps are collected late,
-    too."""
+    """An engine whose pool and host cache are too small for what comes. `late`: its steps are collected late; without a
+    drafter the next one takes the tokens of the one before it."""
     checkpoint = open_checkpoint(str(model))
     keys = [library.store.resolve(name).key for name in library.names[: 4 * len(m.VARIETIES)]]
     layouts = [adapter_layout(checkpoint.spec, library.store.spec(key), 4) for key in keys]
@@ -105,7 +111,7 @@ def start(
     parts = built.parts
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
-    if drafter is not None:
+    if late:
         assert isinstance(parts.executor, InProcessExecutor)
         parts = replace(parts, executor=LateExecutor(parts.executor))
     wake, write = threading.Event() if threaded else None, parts.executor.write_adapter

@@ -354,7 +354,7 @@ def test_bookkeeping_that_fails_somewhere_ends_some_requests(
 
 def test_plans_that_keep_failing_end_the_engine(make, monkeypatch) -> None:
     llm = make()
-    monkeypatch.setattr(llm.engine._scheduler, "schedule", lambda: Times(1)(None))
+    monkeypatch.setattr(llm.engine._scheduler, "schedule", lambda ahead: Times(1)(None))
     for fields in WORK:
         llm.engine.add_request(llm._message(*fields))
     assert llm.engine.step() == []  # no request runs yet

@@ -153,13 +153,15 @@ def test_storm_short(start, library, threaded: bool, preemption: str) -> None:
     assert (tally.swaps > 0) == (preemption == "swap")
 
 
-def test_storm_with_drafts_and_late_steps(model: Path, library: Any) -> None:
-    drafter = storm.EchoDrafter()
-    started = storm.start(model, library, threaded=True, preemption="auto", drafter=drafter)
+@pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_storm_with_late_steps(model: Path, library: Any, drafts: bool) -> None:
+    """With drafts in them, or taking tokens of the step before."""
+    drafter = storm.EchoDrafter() if drafts else None
+    started = storm.start(model, library, threaded=True, drafter=drafter, late=True)
     tally = storm.storm(started, library, SHORT_TOKENS)
     started.engine.close()
     _assert_stormy(tally)
-    assert drafter.num_right > 100
+    assert drafter is None or drafter.num_right > 100
     assert started.engine._executor.most_under_way == 2
 
 

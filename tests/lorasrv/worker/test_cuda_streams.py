@@ -4,6 +4,8 @@ No order that the streams' waits allow may change a result, and without any of t
 """
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
+from lorasrv.sampling.sampler import NO_TOKEN
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import (
+    PENDING,
     AdapterOrders,
     CopyPages,
     PageCopy,
@@ -29,7 +33,10 @@ from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import SideStream, StagingRing
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.executor import LaunchingExecutor
 from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.launched_step import LaunchedStep
+from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -203,6 +210,77 @@ SHORT: list[Command] = [("spread", 0), ("step", 1), ("arrive", 0), ("step", 4), 
 @pytest.mark.parametrize("dropped", Wait)
 def test_without_a_wait_some_order_computes_something_else(dropped: Wait) -> None:
     assert any(not _same(SHORT, seed, dropped) for seed in range(60))
+
+
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.3, seed=2, top_k=7),
+)
+
+
+def _said(gpu: FakeGpu | None, asks_logprobs_at: int = -1, steps: int = 5) -> list[Any]:
+    """Return the tokens of three answers; on a GPU each step takes those that the one before it has launched."""
+    device = CPU if gpu is None else DEVICE
+    memory = DevicePool(SPEC, 2 * SEQUENCES, PAGE_SIZE, KV_FORMATS["float32"], device, scratch=False)
+    limits = DecoderLimits(64, 16, SEQUENCES, torch.float32)
+    runner = ModelRunner(_weights(device), memory, limits, Ops(device, "torch"))
+    said: list[Any] = []
+    launched: list[Any] = []
+    for number in range(steps):
+        shares = []
+        for i, sampling in enumerate(SAMPLING):
+            ids = (3 * i, 5, 7) if not number else (PENDING,) if gpu else said[-1][str(i)]
+            asks = replace(sampling, logprobs=2) if number == asks_logprobs_at else sampling
+            rest = ((2 * i, 2 * i + 1), None, True, asks, number)
+            shares.append(ScheduledRequest(RequestId(str(i)), ids, number + 2 if number else 0, *rest))
+        step = SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)
+        if gpu is None:
+            said.append(runner.run(step).sampled)
+        else:
+            launched.append(runner.launch(step))
+            said += [runner.finish(launched.pop(0)).sampled for _ in launched[1:]]
+    return said + [runner.finish(last).sampled for last in launched]
+
+
+@pytest.mark.parametrize("asks_logprobs_at", [-1, 3])
+def test_tokens_go_from_step_to_step_without_the_host(asks_logprobs_at: int) -> None:
+    want = _said(None, asks_logprobs_at)
+    assert len({tokens["1"] for tokens in want}) > 2
+    for seed in range(3):
+        with FakeGpu(seed) as gpu:
+            assert _said(gpu, asks_logprobs_at) == want
+
+
+def test_tokens_are_read_when_they_are_there() -> None:
+    want = _said(None)
+
+    def said(seed: int) -> list[Any]:
+        with FakeGpu(seed, Wait.HOST_FOR_EVENT) as gpu:
+            return _said(gpu)
+
+    assert any(said(seed) != want for seed in range(15))
+
+
+def test_a_row_without_a_token_is_none_and_harms_no_next_step() -> None:
+    shares = [ScheduledRequest(RequestId(name), (1,), 0, (0,), None, True, SAMPLING[0], 0) for name in "ab"]
+    with FakeGpu() as gpu:
+        launched = LaunchedStep(shares, torch.tensor([NO_TOKEN, 5], device=DEVICE))
+        token_ids = torch.tensor([9, PENDING, PENDING], device=DEVICE)
+        launched.fill(token_ids, [(1, RequestId("b")), (2, RequestId("a"))])
+        assert (token_ids.tolist(), launched.wait()) == ([9, 5, 0], {"b": (5,)})
+        gpu.synchronize()
+
+
+def test_a_step_behind_one_that_was_not_launched_is_not_either() -> None:
+    """Its tokens would be no numbers of tokens."""
+    share = ScheduledRequest(RequestId("a"), (PENDING,), 3, (0,), None, True, SAMPLING[0], 0)
+    memory = DevicePool(SPEC, 2, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=False)
+    runner = ModelRunner(_weights(CPU), memory, DecoderLimits(64, 16, 1, torch.float32), Ops(CPU, "torch"))
+    executor = LaunchingExecutor(runner)
+    handle = executor.submit(SchedulerOutput((share,), {}, (), AdapterOrders(), 0))
+    with pytest.raises(RuntimeError, match="could not be launched"):
+        executor.collect(handle)
 
 
 def test_a_copy_that_fails_leaves_nothing_in_flight() -> None:

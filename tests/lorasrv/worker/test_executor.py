@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
-from late_executor import LateExecutor
+from fake_gpu import FakeGpu
+from late_executor import LateExecutor, LaunchedAtOnce
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
@@ -37,14 +38,34 @@ def plain_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
         yield drafted
 
 
+LATE = {"drafts": (LateExecutor, True), "ahead": (LateExecutor, False), "launched": (LaunchedAtOnce, False)}
+
+
+@pytest.fixture(params=LATE)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each kind of engine. What is launched needs a GPU's events."""
+    with FakeGpu() if request.param == "launched" else nullcontext():
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def late_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
-    with closing(Drafted(model, library, max_num_batched_tokens=64, late=True)) as drafted:
-        yield drafted
+def late_engines(model: Path, library: AdapterStore) -> Iterator[dict[str, Drafted]]:
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                closing(Drafted(model, library, max_num_batched_tokens=64, late=late, drafts=drafts))
+            )
+            for name, (late, drafts) in LATE.items()
+        }
 
 
 @pytest.fixture
-def late(late_engine: Drafted) -> LateExecutor:
+def late_engine(late_engines: dict[str, Drafted], kind: str) -> Drafted:
+    return late_engines[kind]
+
+
+@pytest.fixture
+def late(late_engine: Drafted) -> LateExecutor | LaunchedAtOnce:
     assert late_engine.late is not None
     late_engine.late.most_under_way = 0
     return late_engine.late
@@ -87,7 +108,7 @@ def _agree(plain_engine: Drafted, late_engine: Drafted, asks: list[Ask], script:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "oracle", "mixed", "liar"])
 def test_answers_are_the_same(
-    plain_engine: Drafted, late_engine: Drafted, late: LateExecutor, name: str | None
+    plain_engine: Drafted, late_engine: Drafted, late: LateExecutor | LaunchedAtOnce, name: str | None
 ) -> None:
     rng = random.Random(name)
     for _ in range(15):
@@ -96,9 +117,12 @@ def test_answers_are_the_same(
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preempted_ones_too(model: Path, library: AdapterStore, plain_engine: Drafted, preemption: str) -> None:
+def test_preempted_ones_too(
+    model: Path, library: AdapterStore, plain_engine: Drafted, preemption: str, kind: str
+) -> None:
+    late, drafts = LATE[kind]
     options = {"pages": 40, "adapter_floor": 0.0, "preemption_mode": preemption, "max_num_batched_tokens": 64}
-    with closing(Drafted(model, library, late=True, **options)) as tight:
+    with closing(Drafted(model, library, late=late, drafts=drafts, **options)) as tight:
         expect_short_answers(tight.scheduler.predictor)
         asks = [
             Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
@@ -108,6 +132,33 @@ def test_preempted_ones_too(model: Path, library: AdapterStore, plain_engine: Dr
             before = tight.engine.metrics.snapshot().preemptions_total
             _agree(plain_engine, tight, asks, script)
             assert tight.engine.metrics.snapshot().preemptions_total > before
+
+
+@pytest.mark.parametrize("kind", ["ahead", "launched"], indirect=True)
+def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Drafted) -> None:
+    """Two steps are under way from the first to the last but one, and no step is computed in vain."""
+    [[message]] = late_engine.messages([Ask(PROMPT, GREEDY)], "ahead")
+    late_engine.engine.add_request(message)
+    before, said = late_engine.engine.metrics.snapshot().steps_total, []
+    for number in range(GREEDY.max_tokens + 1):
+        said.append(sum(len(output.new_token_ids) for output in late_engine.engine.step()))
+        late_engine.engine.check_integrity()
+        assert len(late_engine.engine._in_flight) == (number < GREEDY.max_tokens)
+    assert said == [0, *[1] * GREEDY.max_tokens]
+    assert late_engine.engine.metrics.snapshot().steps_total == before + GREEDY.max_tokens
+    assert not late_engine.engine.has_requests
+
+
+@pytest.mark.parametrize("kind", ["ahead", "launched"], indirect=True)
+def test_requests_that_need_the_text_have_a_token_a_step(late_engine: Drafted) -> None:
+    """A step with one of them is collected before the next is planned, so that it is not held up."""
+    penalized = replace(GREEDY, frequency_penalty=0.5)
+    [[one], [other]] = late_engine.messages([Ask(PROMPT, GREEDY), Ask(PROMPT, penalized)], "text")
+    for message in (one, other):
+        late_engine.engine.add_request(message)
+    said = [len(late_engine.engine.step()) for _ in range(GREEDY.max_tokens)]
+    assert said == [2] * GREEDY.max_tokens
+    assert not late_engine.engine.has_requests
 
 
 def test_beams_are_found_too(plain_engine: Drafted, late_engine: Drafted) -> None:
@@ -172,16 +223,16 @@ class TestFailures:
     def test_a_request_that_cannot_be_computed_ends_and_the_others_go_on(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run = late_engine.runner.run
+        compute = late_engine.runner._logits
 
-        def failing(step: Any) -> Any:
+        def failing(step: Any, last: Any) -> Any:
             if any(s.request_id == "1.0" and s.start >= len(PROMPT) + 3 for s in step.scheduled):
                 raise RuntimeError("as asked")
-            return run(step)
+            return compute(step, last)
 
         asks = [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY, "two")]
         want = plain_engine.run(asks)
-        monkeypatch.setattr(late_engine.runner, "run", failing)
+        monkeypatch.setattr(late_engine.runner, "_logits", failing)
         late_engine.drafter.answers = {rid: said.token_ids for rid, said in want.items()}
         for script in (None, oracle):
             got = late_engine.run(asks, script)
@@ -194,13 +245,13 @@ class TestFailures:
     def test_what_fails_once_changes_no_answer(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run, count = late_engine.runner.run, iter(range(1000))
+        compute, count = late_engine.runner._logits, iter(range(1000))
 
-        def failing(step: Any) -> Any:
+        def failing(step: Any, last: Any) -> Any:
             if next(count) % 3 == 2:
                 raise MemoryError("as asked")
-            return run(step)
+            return compute(step, last)
 
-        monkeypatch.setattr(late_engine.runner, "run", failing)
+        monkeypatch.setattr(late_engine.runner, "_logits", failing)
         _agree(plain_engine, late_engine, [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY)])
         late_engine.engine.retrier._most_tokens = None

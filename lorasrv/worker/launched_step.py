@@ -1,0 +1,52 @@
+"""A step that a GPU has in its queue, whose tokens are not known on the host yet.
+
+The next step may compute them: they go from device to device. NOT MEASURED: no GPU was at hand.
+
+Source: steps that are planned while the one before runs, SGLang's overlap scheduler and vLLM's asynchronous scheduling.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import ScheduledRequest
+from sgmv_kernels.metadata.h2d import upload
+
+
+class LaunchedStep:
+    """Hold the sampled tokens on the device, and their copy on its way to the host.
+
+    Args:
+        sampled: shares of the step.
+        tokens: [B] int64 of these shares; negative where a row's logits are no numbers.
+    """
+
+    def __init__(self, sampled: Sequence[ScheduledRequest], tokens: Tensor) -> None:
+        self._row = {share.request_id: row for row, share in enumerate(sampled)}
+        self._tokens = tokens
+        self._host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=tokens.device.type == "cuda")
+        self._host.copy_(tokens, non_blocking=True)
+        self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_copied.record()
+
+    def fill(self, token_ids: Tensor, pending: Sequence[tuple[int, RequestId]]) -> None:
+        """Write this step's tokens in place of pending ones.
+
+        Args:
+            token_ids: int64 [at least T] on the device, of the next step.
+            pending: rows of it, and the request whose token each is.
+        """
+        if pending:
+            sources = np.array([self._row[request] for _, request in pending])
+            at, row = upload([np.array([at for at, _ in pending]), sources], token_ids.device)
+            # Where there is no token, its request fails when this step is read; the index must be one all the same.
+            token_ids.index_copy_(0, at, self._tokens.index_select(0, row).clamp_(min=0))
+
+    def wait(self) -> dict[RequestId, tuple[int, ...]]:
+        """Wait for the tokens and return them by request, without those of rows that are no numbers."""
+        self._is_copied.synchronize()
+        tokens = self._host.tolist()
+        return {request: (tokens[row],) for request, row in self._row.items() if tokens[row] >= 0}
