@@ -9,6 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
+import gpu_fetch
 import gpu_run
 
 ROWS = """
@@ -72,3 +73,10 @@ def test_the_next_call_runs_what_is_not_done(
     assert capsys.readouterr().out == "not done: --stages bad,slow\n"
     assert run(monkeypatch, out, "--stages", "good") == 0
     assert capsys.readouterr().out.startswith("good: done")
+
+
+def test_what_travels_is_all_that_the_server_needs_but_torch() -> None:
+    needed = gpu_fetch.needed("3.12")
+    assert {"fastapi", "pydantic-core", "uvicorn", "tokenizers", "typing-extensions"} <= set(needed)
+    assert not gpu_fetch.THERE & set(needed)
+    assert not [name for name in needed if name.startswith(("nvidia", "pytest"))]

@@ -1,8 +1,11 @@
 """Print what this machine is: versions, driver, and the bandwidth, products and launches that floors come from.
 
-python tests/benchmarks/gpu_env.py        # rows as lines of JSON; docs/gpu.md
+    python tests/benchmarks/gpu_env.py        # rows as lines of JSON; docs/gpu.md
+
+Also whether the server finds what it imports, which a later stage starts.
 """
 
+import importlib
 import platform
 import shutil
 import subprocess
@@ -37,6 +40,11 @@ def main() -> None:
             bytes=held.total_memory,
             l2=held.L2_cache_size,
         )
+    try:
+        importlib.import_module("api.server")
+        emit("server", imported=True)
+    except ImportError as error:
+        emit("server", imported=False, why=str(error))
     emit("bandwidth", copy_gb_s=copy_bandwidth(device) / 1e9)
     a = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16)
     emit("product", bf16_tflop_s=2 * SIZE**3 / graph_us([lambda: a @ a] * 4) * 1e-6)

@@ -82,7 +82,7 @@ def main() -> None:
                 for module in modules:
                     archive.extract(f"{folder}{module}.py", TARGET / "peers")
         print(f"{distribution}: {folder}")
-    size = sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file() and "site" not in path.parts)
+    size = sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file())
     print(f"{size / 2**20:.1f} MiB")
 
 

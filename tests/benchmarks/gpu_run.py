@@ -28,7 +28,8 @@ from zipfile import ZipFile
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-CARRIED = ROOT / "build" / "gpu"
+WHEELS, SITE = ROOT / "build" / "gpu" / "wheels", ROOT / "build" / "gpu-site"
+"""What travels, and where it is unpacked."""
 SPARE_S = 5.0
 """Of a budget, for ending."""
 KILL_AFTER_S = 10.0
@@ -144,7 +145,7 @@ def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
 def environment(stage: Stage, dry: bool) -> dict[str, str]:
     """Return the variables of a stage: what is carried comes before what this machine has."""
     made = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
-    carried = () if dry else (CARRIED / "site",)
+    carried = () if dry else (SITE,)
     made["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent / "support", *carried)))
     if stage.name == "memcheck":
         # Else the sanitizer sees one large allocation.
@@ -187,10 +188,9 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 def unpack() -> None:
     """Unpack the carried wheels once; they hold no scripts that are needed."""
-    site = CARRIED / "site"
-    if not site.exists():
-        for wheel in sorted((CARRIED / "wheels").glob("*.whl")):
-            ZipFile(wheel).extractall(site)
+    if not SITE.exists():
+        for wheel in sorted(WHEELS.glob("*.whl")):
+            ZipFile(wheel).extractall(SITE)
 
 
 def report(rows: list[dict[str, Any]]) -> str:
