@@ -143,7 +143,8 @@ def num_uncomputed_tokens(request: Request) -> int:
 
 def num_unscheduled_tokens(request: Request) -> int:
     """Return the number of known and pending tokens that are neither computed nor in a step in flight."""
-    return request.num_expected_tokens - request.num_scheduled_tokens
+    unknown, taken = request.num_pending_tokens, request.num_computed_tokens + request.num_in_flight_tokens
+    return len(request.token_ids) + unknown - taken
 
 
 def is_decoding(request: Request) -> bool:

@@ -197,6 +197,8 @@ def split_of(lens: Ints, split_tokens: int) -> Int32:
 
 def _items(sequences: Int32, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> Int32:
     """Return items [I, 5] without slots, the parts of a tile side by side in order."""
+    if not len(sequences):
+        return np.empty((0, ITEM_INTS), dtype=np.int32)
     parts = -(-lens // part)
     counts = -(-rows // tile_rows) * parts
     of = np.repeat(np.arange(len(sequences)), counts)
