@@ -22,6 +22,7 @@ from gpu_cases import (
     graph_us,
     group_of,
     linear_case,
+    linear_sites,
     need_gpu,
     site_case,
 )
@@ -115,7 +116,7 @@ def tinygemm_us(case: LinearCase, rows: int) -> float | str:
 
 def time_linears(ops: Ops, bandwidth: float) -> None:
     for name, group in LINEARS:
-        for site, dims in SITES.items():
+        for site, dims in linear_sites(name).items():
             out, width = dims.total_out, dims.in_features
             dense = [torch.randn(out, width, device=ops.device, dtype=torch.bfloat16) for _ in range(4)]
             levels = FORMATS[name]

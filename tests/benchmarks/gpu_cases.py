@@ -38,6 +38,8 @@ SITES = {
     "gate_up": SiteDims(_HIDDEN, (_INNER, _INNER)),
     "down": SiteDims(_INNER, (_HIDDEN,)),
 }
+HEAD = {"head": SiteDims(_HIDDEN, (256 if DRY_RUN else 128256,))}
+"""Has no adapters, and is int8 unless told otherwise."""
 FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS} | ({} if DRY_RUN else {"q3h": Q3H_LEVELS})
 GROUP = 32
 """What a server takes unless told otherwise."""
@@ -216,8 +218,14 @@ def group_of(levels: int, group: int) -> int:
     return max(group, 64) if levels == Q3H_LEVELS else group
 
 
+def linear_sites(name: str) -> dict[str, SiteDims]:
+    """Return the linears that a server has in a format."""
+    return SITES | (HEAD if name == "int8" else {})
+
+
 def linear_case(ops: Ops, name: str, levels: int, group: int = GROUP) -> LinearCase:
-    out, width = (SITES[name].total_out, SITES[name].in_features)
+    dims = (SITES | HEAD)[name]
+    out, width = dims.total_out, dims.in_features
     copies = max(2, min(MAX_COPIES, -(-L2_BYTES // (out * width // 2))))
     codes = [random_codes(out, width, levels, ops.device, group_of(levels, group)) for _ in range(copies)]
     return LinearCase(name, levels, codes, [ops.pack_linear(one) for one in codes])

@@ -36,6 +36,7 @@ from gpu_cases import (
     emit,
     group_of,
     linear_case,
+    linear_sites,
     need_gpu,
     site_case,
     with_config,
@@ -78,7 +79,7 @@ GROUPS = ((32, 32),)
 # (bound of the bucket, rows that it is timed with)
 LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
 NARROW_OUT = 8192
-NARROW, WIDE = ("qkv", "o", "down"), ("gate_up",)
+NARROW, WIDE = ("qkv", "o", "down"), ("gate_up", "head")
 CROSSOVER_ROWS = (2,) if DRY_RUN else (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 RANKS = (16, 64)
 DECODE_ATTENTION = {
@@ -199,7 +200,8 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
         bits, found = BITS[levels], {}
         if group != group_of(levels, group):
             continue
-        cases = {site: linear_case(ops, site, levels, group) for site in ((NARROW[1], *WIDE) if quick else SITES)}
+        timed = [site for site in linear_sites(name) if not quick or site in (NARROW[1], *WIDE)]
+        cases = {site: linear_case(ops, site, levels, group) for site in timed}
         for (bound, rows), sites in itertools.product(LINEAR_ROWS, (NARROW, WIDE)):
             held = [case for site, case in cases.items() if site in sites]
             options = [LinearConfig(**choice) for choice in choices(FEW_LINEAR if quick else LINEAR)]
@@ -213,7 +215,7 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
             table.append(row | {"max_out": NARROW_OUT if sites == NARROW else None} | asdict(chosen))
             emit("linear", **table[-1], us=linear_us(held, rows, chosen))
         if str(bits) not in above:
-            above[str(bits)] = crossover(cases, found)
+            above[str(bits)] = crossover({site: case for site, case in cases.items() if site in SITES}, found)
             emit("dequantize_above", format=name, rows=above[str(bits)])
         del cases
     return table, above
