@@ -29,7 +29,7 @@ from lorasrv.models.quantization import get_format
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import PENDING, AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, Recorded, _Bucket, buckets
@@ -37,6 +37,7 @@ from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
@@ -183,6 +184,21 @@ def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
         logits, _ = served.graphed.compute(served.step(shares))
         torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
     assert [(graph.num_replays, graph.lost()) for graph in served.graphs] == [(1, [])]
+
+
+def test_pending_tokens_are_those_of_the_step_before(folder: Path, gpu: FakeGpu) -> None:
+    """Captured or replayed, the graph reads what has been written over its inputs meanwhile."""
+    served, plain = Served(folder, gpu=gpu), Served(folder)
+    for tokens in ([11, 3, 29], [8, 30, 5]):
+        step = plain.step([("a", 5), (None, 9), ("b", 17)])
+        known = [replace(s, token_ids=(t,)) for s, t in zip(step.scheduled, tokens, strict=True)]
+        want, of = plain.eager(step.only(known))
+        pending = [replace(s, token_ids=(PENDING,)) for s in step.scheduled[:2]] + known[2:]
+        last = LaunchedStep(step.scheduled, torch.tensor(tokens, device=DEVICE))
+        logits, scheduled = served.graphed.compute(step.only(pending), last)
+        assert [s.request_id for s in scheduled] == of
+        torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
+    assert [graph.num_replays for graph in served.graphs] == [1]
 
 
 def test_adapters_matter(folder: Path, gpu: FakeGpu) -> None:
