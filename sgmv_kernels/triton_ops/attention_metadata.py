@@ -37,7 +37,7 @@ FEW_ROWS = 64
 """Most query rows, times the heads that share a key head, of a sequence that is cut into small tiles."""
 NO_SLOT = -1
 PADDING_INTS = 256
-"""Room behind the page tables: a tile of keys reads the table without a mask, at most one tile past its end."""
+"""Room behind the page tables: a tile of keys reads the table without a mask, at most two tiles past its end."""
 
 
 @dataclass(frozen=True, slots=True)
