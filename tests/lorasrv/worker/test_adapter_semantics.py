@@ -87,8 +87,8 @@ class Served:
         self.batches: list[int] = []
         compute = ModelRunner._logits
 
-        def recorded(runner: ModelRunner, step: Any) -> Any:
-            logits, sampled, asked = compute(runner, step)
+        def recorded(runner: ModelRunner, step: Any, last: Any) -> Any:
+            logits, sampled, asked = compute(runner, step, last)
             self.batches.append(len({s.adapter_key for s in sampled}))
             for row, request in zip(logits, sampled, strict=True):
                 self.rows.setdefault(request.request_id, []).append(row.clone())
