@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,10 +51,11 @@ from api.routes import (
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
 from api.serving.adapter_limits import AdapterLimits
+from api.serving.generation import key_salt
 from api.serving.services import Services
 from api.serving.tgi_responses import LORAX_HEADERS
 from lorasrv import __version__
-from lorasrv.errors import LorasrvError
+from lorasrv.errors import EngineDead, LorasrvError
 from lorasrv.offline.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         watching.start()
         collecting = asyncio.create_task(_collect(store))
         noting = asyncio.create_task(keys.keep_uses())
+        forgetting = asyncio.create_task(_forget_answers(keys, engine))
         try:
             await limits.apply_all()
             await batch_keeper.start()
@@ -121,6 +123,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         finally:
             collecting.cancel()
             noting.cancel()
+            forgetting.cancel()
             await batch_keeper.close()
             await verifier.close()
             await engine.shutdown()
@@ -157,6 +160,15 @@ async def _collect(store: AdapterStore) -> None:
             await run_in_threadpool(store.remove_orphans)
         except AdapterError as error:
             _LOG.warning("cannot remove deleted adapters from the disk now: %s", error)
+
+
+async def _forget_answers(keys: KeyCache, engine: "AsyncEngine") -> None:
+    """Drop what was said to keys that have ended, from which later answers would be drafted."""
+    with suppress(EngineDead):
+        while True:
+            await asyncio.sleep(COLLECT_EVERY_S)
+            for name in keys.take_ended():
+                await engine.forget_answers(salt=key_salt(name))
 
 
 def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) -> list[Middleware]:

@@ -227,7 +227,7 @@ def field_name(location: tuple[int | str, ...]) -> str:
     for part in location[1:]:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and part not in _BRANCHES:
+        elif part.isidentifier() and part not in _BRANCHES and not part[0].isupper():
             name += f".{part}" if name else part
     return name
 

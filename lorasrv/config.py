@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
+from lorasrv.speculation_params import DRAFTERS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PARALLEL_LOADS = 8
@@ -56,6 +57,7 @@ KERNELS = ("auto", "torch", "numba", "triton")
 BF16_LINEARS = ("off", "auto")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
+SPECULATION = ("auto", "off")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
 PAGE_SIZE_TOKENS = 16
 MIN_MODEL_LEN = 2
@@ -219,12 +221,35 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """Choose how answers are drafted. No option changes an answer.
+
+    Args:
+        speculation: "auto" drafts where that is faster.
+        drafters: of `DRAFTERS`, those that are asked.
+        corpus_bytes: memory for past answers, from which `corpus` drafts.
+    """
+
+    speculation: str = "auto"
+    drafters: tuple[str, ...] = DRAFTERS
+    corpus_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        _one_of("--speculation", self.speculation, SPECULATION)
+        for name in self.drafters:
+            _one_of("--drafters", name, DRAFTERS)
+        if self.corpus_bytes < 0:
+            raise ConfigError(f"--corpus-bytes must not be negative, not {self.corpus_bytes}; 0 keeps no answers")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Configure an engine."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     # Options of requests that ask for a watermark.
     watermark: Watermark = field(default_factory=Watermark)
 

@@ -78,6 +78,10 @@ class RequestTiming:
     num_cached_tokens: int = 0
     # The base model answered, as the request allowed.
     fell_back: bool = False
+    # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

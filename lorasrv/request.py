@@ -7,6 +7,7 @@ A `TokenConstraint` is a grammar as the engine sees it: compiled before admissio
 request. Each choice follows it with its own `ConstraintState`, which only the engine thread touches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Protocol
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import AdapterTier, EngineOutput, FinishReason, Refusal, RequestId, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
@@ -34,6 +36,12 @@ class ConstraintState(Protocol):
 
     def advance(self, token_id: int) -> None:
         """Advance by a token that was allowed."""
+
+    def forced(self) -> Sequence[int]:
+        """Return the usual tokens of the text that must come next, if there is only one."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, may come next one after the other."""
 
     def copy(self) -> "ConstraintState":
         """Return an independent state at the same place, to look ahead with."""
@@ -105,6 +113,10 @@ class Request:
     # Pages of computed tokens that are in host memory.
     num_swapped_pages: int = 0
     num_preemptions: int = 0
+    # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     # Counts up in the order of arrival; 0 before the request is queued.
     number: int = 0
     # Step in which it last had tokens, or arrived.
@@ -255,6 +267,9 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_cached_tokens=self.num_cached_tokens,
             fell_back=self.fell_back,
+            num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 
@@ -300,3 +315,6 @@ class EngineCoreRequest:
     shown_token_ids: frozenset[int] = frozenset()
     # Options of the beam search that the request belongs to.
     beams: BeamOptions | None = None
+    speculation: SpeculationParams = ANY_SPECULATION
+    # Text that the client expects as the answer.
+    prediction_token_ids: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class KeyCache:
         self._own = _own_key(api_key)
         self._open_without_keys = open_without_keys
         self._used_s: dict[str, float] = {}
+        self._ended: set[str] = set()
         self._changes, self._held = self._read()
         self._read_s = time.monotonic()
 
@@ -110,6 +111,15 @@ class KeyCache:
         key = next((held.key for held in self._held.values() if held.key and held.key.name == principal), None)
         if key is not None and (state := key.state(time.time())) != "active":
             raise KeyRefused(state)
+
+    def take_ended(self) -> list[str]:
+        """Return the names of keys that have ended since the last call; none while the store cannot be read."""
+        with suppress(KeysUnreadable):
+            self._refresh()
+        now_s = time.time()
+        ended = {held.key.name for held in self._held.values() if held.key and held.key.state(now_s) != "active"}
+        new, self._ended = ended - self._ended, ended
+        return sorted(new)
 
     async def keep_uses(self) -> None:
         """Write periodically when keys were used, until cancelled."""

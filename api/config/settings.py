@@ -31,15 +31,18 @@ from lorasrv.config import (
     POLICIES,
     POOL_FRACTION,
     PREEMPTIONS,
+    SPECULATION,
     EngineConfig,
     Limits,
     MemoryOptions,
     ModelOptions,
     SchedulerOptions,
+    SpeculationOptions,
     default_store_dir,
 )
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
+from lorasrv.speculation_params import DRAFTERS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ _model = partial(OptionSpec, panel="Model")
 _adapters = partial(OptionSpec, panel="Adapters")
 _memory = partial(OptionSpec, panel="Memory")
 _scheduling = partial(OptionSpec, panel="Scheduling")
+_speculation = partial(OptionSpec, panel="Speculation")
 _limits = partial(OptionSpec, panel="Limits")
 _account_limits = partial(OptionSpec, panel="Limits", default="no limit")
 _network = partial(OptionSpec, panel="Network")
@@ -86,6 +90,7 @@ _observability = partial(OptionSpec, panel="Observability")
 _MODEL = ModelOptions()
 _MEMORY = MemoryOptions()
 _SCHEDULER = SchedulerOptions()
+_SPECULATION = SpeculationOptions()
 _WATERMARK = Watermark()
 _EDGE = ConnectionLimits()
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -100,6 +105,7 @@ _SIZES = (
     "pool_bytes",
     "host_cache_bytes",
     "swap_bytes",
+    "corpus_bytes",
     "resident_bytes_per_adapter",
     "resident_bytes_per_key",
 )
@@ -261,6 +267,18 @@ class ServerSettings(BaseModel):
     early_abort: Annotated[bool, _scheduling("Refuse requests that are predicted to miss their deadline")] = (
         _SCHEDULER.early_abort
     )
+
+    speculation: Annotated[
+        str,
+        _speculation("Verify several drafted tokens in a step where it pays; no answer changes", choices=SPECULATION),
+    ] = _SPECULATION.speculation
+    drafters: Annotated[
+        tuple[str, ...],
+        _speculation(f"Drafters to use, of {', '.join(DRAFTERS)}", metavar="NAME,..."),
+    ] = _SPECULATION.drafters
+    corpus_bytes: Annotated[
+        ByteSize, _speculation("Size of the memory for past answers that new ones are drafted from; 0 keeps none")
+    ] = ByteSize(_SPECULATION.corpus_bytes)
 
     max_num_queued_seqs: Annotated[
         _AtLeastOne, _limits("Maximum number of requests that wait for their first step", aliases=("max_queued",))
@@ -429,14 +447,14 @@ class ServerSettings(BaseModel):
             raise ValueError(f"{value} is the root of the file system; give a folder that contains adapters")
         return root
 
-    @field_validator("allowed_origins", mode="before")
+    @field_validator("allowed_origins", "drafters", mode="before")
     @classmethod
-    def _split_origins(cls, value: object) -> object:
-        """Split at commas: one string may hold several origins."""
+    def _split(cls, value: object) -> object:
+        """Split at commas: one string may hold several origins or names."""
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             return value
-        return tuple(origin.strip().rstrip("/") for part in parts for origin in str(part).split(",") if origin.strip())
+        return tuple(one.strip().rstrip("/") for part in parts for one in str(part).split(",") if one.strip())
 
     @field_validator("api_key")
     @classmethod

@@ -282,7 +282,8 @@ async def delete(
     force: bool = False,
     if_match: Collection[str] | None = None,
 ) -> Deletion:
-    """Delete as `AdapterStore.delete` does; the engine drops limits, and pins that no remaining name could unpin."""
+    """Delete as `AdapterStore.delete` does; the engine drops limits, and what no remaining name could reach: pins and
+    past answers."""
     gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
     # Also after the client has disconnected: pins without a name would stay, and limits would apply to the next
     # adapter of that name.
@@ -297,6 +298,7 @@ async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None
     await services.limits.apply(gone.adapter_id)
     for key in gone.unnamed:
         await services.engine.unpin(key)
+        await services.engine.forget_answers(adapter=key)
 
 
 async def _receive(request: Request, upload: BlobUpload) -> None:

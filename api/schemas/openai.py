@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Items, KnownBody, at_most
+from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
 from api.schemas.unsupported import INERT_VALUES
@@ -88,6 +89,8 @@ class GenerationBody(StructuredFields, KnownBody):
     # As in vLLM, lower values go first.
     priority: int | None = None
     timeout_s: float | None = None
+    speculation: SpeculationField | None = None
+    prediction: Prediction | None = None
 
     @property
     def num_choices(self) -> int:

@@ -57,6 +57,7 @@ _FIGURES: Json = {
     "first_token_ms": 21.4,
     "total_ms": 60.2,
     "preemptions": 0,
+    "speculation": {"steps": 2, "drafted": 0, "accepted": 0},
 }
 _USAGE: Json = {
     "prompt_tokens": 3,

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from api.schemas.base import Body, Items, KnownBody
 from api.schemas.openai import MAX_SALT_CHARS, GenerationBody
+from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import ResponseFormat
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
@@ -74,6 +75,8 @@ class Parameters(KnownBody):
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: int | None = None
     timeout_s: float | None = None
+    speculation: SpeculationField | None = None
+    prediction: Prediction | None = None
 
     @property
     def num_choices(self) -> int:

@@ -63,7 +63,6 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "audio": _NULL,
-    "prediction": _NULL,
     "suffix": (None, ""),
     "prompt_embeds": _NULL,
     # service

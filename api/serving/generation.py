@@ -14,6 +14,7 @@ from api.asgi.sse import EventStream, run_until_disconnect
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from api.schemas.speculation import speculation_params
 from api.schemas.tgi import Parameters
 from api.serving.admission import AddPrompt, Prompt
 from api.serving.chat import plan_chat
@@ -225,6 +226,7 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
         "cache_salt": _salt(fields.cache_salt, caller),
         "priority": priority,
         "timeout_s": fields.timeout_s,
+        "speculation": speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
     }
 
 
@@ -235,7 +237,12 @@ def _salt(given: str | None, caller: Caller) -> str:
     """
     if given:
         return f"salt:{given}"
-    return "" if caller.principal == ANYBODY.principal else f"key:{caller.principal}"
+    return "" if caller.principal == ANYBODY.principal else key_salt(caller.principal)
+
+
+def key_salt(principal: str) -> str:
+    """Return the salt of a key's requests."""
+    return f"key:{principal}"
 
 
 def _logprobs_formatter(body: GenerationBody, engine: "AsyncEngine") -> LogprobsFormatter | None:

@@ -258,6 +258,7 @@ class ResponseBuilder:
             "first_token_ms": None if first_token_s is None else round(1000 * (first_token_s - self.started_s), 1),
             "total_ms": round(1000 * (time.monotonic() - self.started_s), 1),
             "preemptions": sum(output.timing.num_preemptions for output in choices.latest.values()),
+            "speculation": _speculation(choices),
         }
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
@@ -295,6 +296,16 @@ class ResponseBuilder:
             "model": self.target.name,
             "choices": choices,
         }
+
+
+def _speculation(choices: ChoiceStream) -> Json:
+    """Return the steps that the choices took, and how many draft tokens these verified and accepted."""
+    timings = [output.timing for output in choices.latest.values()]
+    return {
+        "steps": sum(timing.num_steps for timing in timings),
+        "drafted": sum(timing.num_draft_tokens for timing in timings),
+        "accepted": sum(timing.num_accepted_tokens for timing in timings),
+    }
 
 
 def _fallback(choices: ChoiceStream) -> str | None:

@@ -25,6 +25,7 @@ from lorasrv.engine.messages import (
     AddRequests,
     DescribePool,
     EndRequest,
+    ForgetAnswers,
     GetAdapterTier,
     ListResidents,
     Message,
@@ -289,6 +290,14 @@ class AsyncEngine:
             EngineDead: the engine does not run.
         """
         await self._call_utility(SetLimits(adapter_id, limits))
+
+    async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
+        """Drop an adapter's past answers, or those under a salt, that later ones are drafted from.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        await self._call_utility(ForgetAnswers(adapter, salt))
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
         """Return where an adapter is now.

@@ -15,6 +15,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.engine.messages import (
     AdapterStatus,
     DescribePool,
+    ForgetAnswers,
     GetAdapterTier,
     ListResidents,
     PinAdapter,
@@ -170,6 +171,9 @@ class EngineCore:
                 self._unpin(number, request)
             case SetLimits():
                 self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
+                self._complete_call(number, None)
+            case ForgetAnswers():
+                self._scheduler.forget_answers(request.adapter, request.salt)
                 self._complete_call(number, None)
 
     def take_utility_results(self) -> list[UtilityResult]:
@@ -405,6 +409,7 @@ class EngineCore:
         memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
         fragmentation = memory.adapter_pool.fragmentation
         for_adapter = self._scheduler.num_waiting_for_adapter
+        drafts = self._scheduler.draft_counts
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineStats(
             requests_running=self._scheduler.num_running,
@@ -443,6 +448,9 @@ class EngineCore:
             adapter_load_failures_total=self._loads.failures,
             adapter_evictions_total=memory.adapter_manager.num_evictions,
             prefix_evictions_total=memory.prefixes.num_evictions if memory.prefixes is not None else 0,
+            draft_tokens_total={name: c.drafted for name, c in drafts.items()},
+            accepted_draft_tokens_total={name: c.accepted for name, c in drafts.items()},
+            corpus_bytes=self._scheduler.corpus_bytes,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
             weight_bytes=self._parts.weight_bytes,

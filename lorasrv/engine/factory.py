@@ -1,7 +1,7 @@
 """Factory: build an engine's parts (model, memory, pool, scheduler) from options."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,9 @@ from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.speculation.checked_drafter import CheckedDrafter
 from lorasrv.speculation.drafter import Drafter
+from lorasrv.speculation.drafters import make_drafters
+from lorasrv.speculation.speculator import Speculator
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
@@ -81,9 +82,9 @@ def build(
     config: EngineConfig,
     store: AdapterStore | None,
     progress: Progress | None = None,
-    drafter: Drafter | None = None,
+    drafters: Sequence[Drafter] | None = None,
 ) -> BuiltModel:
-    """Load the model and build an empty engine around it; `drafter` proposes draft tokens.
+    """Load the model and build an empty engine around it; `drafters` replace those that the options name.
 
     Raises:
         ModelError: the checkpoint cannot be served.
@@ -125,7 +126,7 @@ def build(
             memory,
             frozenset(spec.eos_token_ids),
             is_on_host,
-            CheckedDrafter(drafter, spec.vocab_size),
+            Speculator(make_drafters(config.speculation) if drafters is None else drafters, spec.vocab_size),
         ),
         executor=executor,
         source=adapters,

@@ -23,6 +23,7 @@ from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
+from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -49,6 +50,7 @@ class RequestOptions(TypedDict, total=False):
     constraint: TokenConstraint | None
     shown_token_ids: frozenset[int]
     beams: BeamOptions | None
+    speculation: SpeculationParams
 
 
 class AdapterFacts(Protocol):
@@ -124,6 +126,7 @@ class InputProcessor:
         constraint: TokenConstraint | None = None,
         shown_token_ids: frozenset[int] = frozenset(),
         beams: BeamOptions | None = None,
+        speculation: SpeculationParams = ANY_SPECULATION,
     ) -> EngineCoreRequest:
         """Return the message for `EngineCore.add_request`.
 
@@ -172,6 +175,8 @@ class InputProcessor:
             constraint=constraint,
             shown_token_ids=shown_token_ids,
             beams=beams,
+            speculation=speculation,
+            prediction_token_ids=self._prediction_token_ids(speculation.prediction),
         )
         self._poison.check(request)
         return request
@@ -282,6 +287,13 @@ class InputProcessor:
             raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
         return tuple(prompt)
 
+    def _prediction_token_ids(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        assert self._tokenizer is not None, "predictions are texts"
+        check_could_fit([text], self._tokenizer, self._max_model_len, param="prediction")
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """Return sampling with the values that only the server knows."""
         if sampling.min_tokens > max_tokens:
@@ -360,7 +372,7 @@ def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) 
     ]
 
 
-def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int) -> None:
+def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str = "prompt") -> None:
     """Check texts by their length alone, before they are tokenized.
 
     Raises:
@@ -372,7 +384,7 @@ def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: i
     least = sum(map(tokenizer.least_tokens, texts))
     if least > max_model_len:
         raise ContextLengthExceeded(
-            f"the context holds {max_model_len} tokens, but the text has at least {least}", param="prompt"
+            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
         )
 
 

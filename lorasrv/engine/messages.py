@@ -60,7 +60,17 @@ class SetLimits:
     limits: Limits | None
 
 
-UtilityRequest = DescribePool | ListResidents | GetAdapterTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits
+@dataclass(frozen=True, slots=True)
+class ForgetAnswers:
+    """Drop an adapter's past answers, or those under a salt, that later ones are drafted from. The result is None."""
+
+    adapter: AdapterKey | None = None
+    salt: str | None = None
+
+
+UtilityRequest = (
+    DescribePool | ListResidents | GetAdapterTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits | ForgetAnswers
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ Each rate is the median of the newest measurements, so that one that met a page 
 Before the first measurement it is a guess on the slow side of today's machines. The seconds of a step are a linear
 regression on what the step contains, learned from measured steps:
 
-    seconds = a + b · tokens + c · requests + d · adapter bytes + e · attention pairs
+    seconds = a + b · tokens + c · requests + d · adapter bytes + e · attention pairs + f · [tokens > 1]
 
-On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count tokens alone do not see.
-Ridge regression with forgetting over five sums; no coefficient is negative, so that more work never looks like less.
+On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count tokens alone do not see, and
+a step of one token runs other kernels than one of several. Ridge regression with forgetting over six sums; no
+coefficient is negative, so that more work never looks like less.
 """
 
 import statistics
@@ -15,7 +16,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from lorasrv.scheduler_output import SchedulerOutput
+
+Matrix = npt.NDArray[np.float64]
 
 FORGETTING = 0.998
 """Weight of a measurement one step later: half after some 350 steps."""
@@ -23,13 +29,14 @@ PRIOR_STEPS = 0.05
 """Weight of the first guess, in measured steps, for each coefficient."""
 MAX_SURPRISE = 4.0
 """Most times its prediction that a step counts as: one that took longer met something else."""
+MIN_TOKEN_S = 1e-6
+"""No token costs less, whatever the regression says."""
 REFIT_EVERY = 8
 MIN_MEASURED_STEPS = 4 * REFIT_EVERY
 """Measurements until the coefficients are more than a guess."""
-SWEEPS = 60
-PARTS = ("step", "token", "request", "adapter_byte", "attention_pair")
+PARTS = ("step", "token", "request", "adapter_byte", "attention_pair", "second_token")
 """Names of the coefficients."""
-GUESS = (10e-3, 1e-3, 0.2e-3, 0.2e-9, 20e-9)
+GUESS = (10e-3, 1e-3, 0.2e-3, 0.2e-9, 20e-9, 3e-3)
 """First guess of the coefficients in seconds, on the slow side of today's machines."""
 
 
@@ -60,7 +67,7 @@ class StepShape:
     @property
     def parts(self) -> tuple[float, ...]:
         """Return how often the step contains each of `PARTS`."""
-        return (1.0, self.tokens, self.requests, self.adapter_bytes, self.pairs)
+        return (1.0, self.tokens, self.requests, self.adapter_bytes, self.pairs, float(self.tokens > 1))
 
 
 @dataclass(slots=True)
@@ -71,15 +78,16 @@ class StepCosts:
     seconds_each: list[float] = field(default_factory=lambda: list(GUESS))
     # Measured steps, including those behind the coefficients passed in.
     num_observed: int = 0
-    _prior: list[float] = field(default_factory=list)
-    _moments: list[list[float]] = field(default_factory=list)
-    _targets: list[float] = field(default_factory=list)
+    # Sums of the regression, in units of the guess: there every part is about 1 a step, so that one weight of the prior
+    # fits all.
+    _prior: Matrix = field(init=False)
+    _moments: Matrix = field(init=False)
+    _targets: Matrix = field(init=False)
 
     def __post_init__(self) -> None:
-        # In units of the guess every part is about 1 a step, so that one weight of the prior fits all.
-        self._prior = [s / g for s, g in zip(self.seconds_each, GUESS, strict=True)]
-        self._moments = [[0.0] * len(PARTS) for _ in PARTS]
-        self._targets = [0.0] * len(PARTS)
+        self._prior = np.array(self.seconds_each) / GUESS
+        self._moments = np.zeros((len(PARTS), len(PARTS)))
+        self._targets = np.zeros(len(PARTS))
 
     @classmethod
     def from_dict(cls, seconds_each: Mapping[str, float]) -> "StepCosts":
@@ -109,6 +117,15 @@ class StepCosts:
         """Predict the seconds of a step."""
         return _dot(self.seconds_each, shape.parts)
 
+    def draft_token_s(self, num_tokens: int) -> float:
+        """Return the seconds of one more token of a request that knows `num_tokens`, with its logits."""
+        return max(MIN_TOKEN_S, self.token_s + self.request_s + self.seconds_each[4] * num_tokens)
+
+    @property
+    def second_token_s(self) -> float:
+        """Return the seconds that the second token of a step takes longer than further ones."""
+        return self.seconds_each[5]
+
     def adapter_s(self, nbytes: int) -> float:
         """Return the seconds that one more distinct adapter adds to each step."""
         return self.seconds_each[3] * nbytes
@@ -121,25 +138,25 @@ class StepCosts:
         if self.is_learned:
             seconds = min(seconds, MAX_SURPRISE * predicted)
         scale = 1.0 / max(seconds, 1e-6)
-        row = [part * guess * scale for part, guess in zip(shape.parts, GUESS, strict=True)]
-        for i, value in enumerate(row):
-            moments = self._moments[i]
-            for j, other in enumerate(row):
-                moments[j] = FORGETTING * moments[j] + value * other
-            self._targets[i] = FORGETTING * self._targets[i] + value
+        row = np.array(shape.parts) * GUESS * scale
+        self._moments = FORGETTING * self._moments + np.outer(row, row)
+        self._targets = FORGETTING * self._targets + row
         self.num_observed += 1
         if self.num_observed % REFIT_EVERY == 0:
-            self._refit()
+            moments = self._moments + PRIOR_STEPS * np.eye(len(PARTS))
+            solution = _without_negatives(moments, self._targets + PRIOR_STEPS * self._prior)
+            self.seconds_each = (solution * GUESS).tolist()
 
-    def _refit(self) -> None:
-        """Solve least squares without negative coefficients, by coordinate descent from the last solution."""
-        solution = [s / g for s, g in zip(self.seconds_each, GUESS, strict=True)]
-        for _ in range(SWEEPS):
-            for i, moments in enumerate(self._moments):
-                target = self._targets[i] + PRIOR_STEPS * self._prior[i]
-                rest = _dot(moments, solution) - moments[i] * solution[i]
-                solution[i] = max(0.0, (target - rest) / (moments[i] + PRIOR_STEPS))
-        self.seconds_each = [x * g for x, g in zip(solution, GUESS, strict=True)]
+
+def _without_negatives(moments: Matrix, targets: Matrix) -> Matrix:
+    """Solve the normal equations of least squares, leaving out the most negative coefficient until there is none."""
+    used = np.ones(len(targets), dtype=np.bool_)
+    while True:
+        solution = np.zeros(len(targets))
+        solution[used] = np.linalg.solve(moments[np.ix_(used, used)], targets[used])
+        if solution.min() >= 0.0:
+            return solution
+        used[solution.argmin()] = False
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -59,6 +59,11 @@ class EngineStats:
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     prefix_evictions_total: int = 0
+    # By drafter: draft tokens that steps verified, and those that answers have said.
+    draft_tokens_total: Mapping[str, int] = field(default_factory=dict)
+    accepted_draft_tokens_total: Mapping[str, int] = field(default_factory=dict)
+    # Past answers that drafts are made from.
+    corpus_bytes: int = 0
     requests_failed_total: int = 0
     # Monotonic clock.
     last_step_s: float = 0.0

@@ -14,7 +14,7 @@ from torch import Tensor
 from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState
 from lorasrv.sampling.logits_processors import SamplingMetadata
-from lorasrv.sampling.sampler import sample_finite
+from lorasrv.sampling.sampler import likeliest_finite, sample_finite
 from lorasrv.scheduler_output import ScheduledRequest
 
 
@@ -31,11 +31,23 @@ def choose_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[Re
     for share in shares:
         paths.append(_Path(share, first))
         first += share.num_logit_rows
-    left = paths
+    left = [path for path in paths if not path.takes_likeliest]
+    if len(left) < len(paths):
+        likeliest = likeliest_finite(logits[:first])
+        for path in paths:
+            if path.takes_likeliest:
+                path.follow(likeliest)
     while left:
-        tokens = sample_finite(logits[[path.row for path in left]], [path.sampling_row() for path in left])
+        tokens = _sampled(logits, left)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
     return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
+
+
+def _sampled(logits: Tensor, paths: Sequence["_Path"]) -> list[int | None]:
+    """Return the token of each path's current row: from a GPU of all rows at once, on a CPU without copying them."""
+    if logits.device.type != "cpu":
+        return sample_finite(logits[[path.row for path in paths]], [path.sampling_row() for path in paths])
+    return [sample_finite(logits[path.row : path.row + 1], [path.sampling_row()])[0] for path in paths]
 
 
 class _Path:
@@ -47,6 +59,13 @@ class _Path:
         self._first_row = first_row
         # The scheduler's own state follows only what is said; a step may be computed twice.
         self._ahead: ConstraintState | None = None
+        # Whether all its tokens are those of the highest logits, as they are.
+        self.takes_likeliest = share.sampling.is_greedy and not SamplingMetadata.of(share).changes_logits
+
+    def follow(self, likeliest: Sequence[int | None]) -> None:
+        """Take the tokens of the highest logits as far as the drafts are right."""
+        while self.goes_on_with(likeliest[self.row]):
+            pass
 
     @property
     def row(self) -> int:

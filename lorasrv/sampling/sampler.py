@@ -53,6 +53,17 @@ def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int 
     return [tokens.get(number) for number in range(len(rows))]
 
 
+def likeliest_finite(logits: Tensor) -> list[int | None]:
+    """Return the token of the highest logit of each row; None for a row with logits that are not finite.
+
+    Args:
+        logits: [B, V] fp32.
+    """
+    best, sums = _reduced(logits, "argmax"), _reduced(logits, "sum")
+    marked = torch.where(torch.isfinite(sums), best, NO_TOKEN).tolist()
+    return [None if token == NO_TOKEN else token for token in marked]
+
+
 def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     """Return [B] int64 tokens. Only rows that change logits are copied."""
     asking = [number for number, row in enumerate(rows) if row.changes_logits]

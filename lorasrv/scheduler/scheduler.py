@@ -27,7 +27,7 @@ from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler.waiting_lanes import BEAMS
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
-from lorasrv.speculation.checked_drafter import CheckedDrafter
+from lorasrv.speculation.speculator import DraftCounts, Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
@@ -44,7 +44,7 @@ class Scheduler:
     Args:
         memory: the pool's accounts.
         is_on_host: whether an adapter is in host memory, for the tier in which a request found it.
-        drafter: proposes draft tokens; None: every step yields one token of an answer.
+        speculator: proposes draft tokens; None: every step yields one token of an answer.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         memory: MemoryManager,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
-        drafter: CheckedDrafter | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._options = options
         self._memory = memory
@@ -69,7 +69,7 @@ class Scheduler:
         self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
         self._allocator = RequestAllocator(memory)
         self._beams = BeamGroups(self._allocator, eos_token_ids, self.quotas.allow_together)
-        self._drafter = drafter or CheckedDrafter(None, vocab_size=0)
+        self._speculator = speculator or Speculator((), vocab_size=0)
         self._planner = StepPlanner(
             options,
             memory,
@@ -78,7 +78,7 @@ class Scheduler:
             self.quotas,
             self.predictor,
             self._beams,
-            self._drafter,
+            self._speculator,
             self._set_status,
         )
         self._outbox: list[EngineOutput] = []
@@ -108,6 +108,16 @@ class Scheduler:
     def num_starved(self) -> int:
         """Return how often a request has waited so long that it went before all others."""
         return self._queue.num_starved_total
+
+    @property
+    def draft_counts(self) -> Mapping[str, DraftCounts]:
+        """Return how many tokens of each drafter were verified and accepted so far."""
+        return self._speculator.counts
+
+    @property
+    def corpus_bytes(self) -> int:
+        """Return the bytes of past answers that drafts are made from."""
+        return self._speculator.kept_bytes
 
     @property
     def has_requests(self) -> bool:
@@ -153,6 +163,15 @@ class Scheduler:
         if (request := self._queue.requests.get(request_id)) is not None:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
+
+    def forget_answers(self, adapter: AdapterKey | None, salt: str | None) -> None:
+        """Drop the past answers of an adapter or under a salt that later ones are drafted from; those of running
+        requests are not kept either."""
+        self._speculator.drop(adapter, salt)
+        for request in self._queue.requests.values():
+            if adapter == request.adapter_key is not None or salt == request.message.cache_salt:
+                speculation = replace(request.message.speculation, remember=False)
+                request.message = replace(request.message, speculation=speculation)
 
     def on_swap_failed(self, request_id: RequestId) -> None:
         """Note that a request's pages could not be swapped out or in: they are computed again."""
@@ -210,7 +229,7 @@ class Scheduler:
             )
             for r in chosen
         )
-        runs_ahead = ahead and not self._drafter.is_active
+        runs_ahead = ahead and not self._speculator.is_active
         self._num_steps += 1
         step = SchedulerOutput(
             scheduled=scheduled,
@@ -446,13 +465,16 @@ class Scheduler:
             if status is not None:
                 break
         self.counters.generated_tokens += num_new
+        request.num_steps += 1
+        request.num_draft_tokens += len(share.draft_token_ids)
+        request.num_accepted_tokens += min(num_new, len(tokens) - 1)
         self._count_computed(request, share, num_new)
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
         if share.draft_token_ids:
             self._allocator.truncate_drafts(request)
         new_tokens = tuple(tokens[:num_new])
-        if self._drafter.is_active:
-            self._drafter.observe(request, new_tokens)
+        if self._speculator.is_active:
+            self._speculator.observe(request, new_tokens, len(share.draft_token_ids))
         if status is None:
             self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
@@ -499,7 +521,7 @@ class Scheduler:
         for other in self._beams.remove(request) if request.message.beams is not None else ():
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
-        self._drafter.forget(request)
+        self._speculator.forget(request)
         # `Deadlines`, among others, keeps the request for a while: not its grammar, nor its adapter in the store.
         request.constraint_state = None
         request.message = replace(request.message, hold=None)

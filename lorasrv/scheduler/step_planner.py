@@ -26,16 +26,25 @@ from lorasrv.scheduler.beam_search import BeamGroups
 from lorasrv.scheduler.length_predictor import LengthPredictor, peak_growth
 from lorasrv.scheduler.quotas import Blocker, Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
-from lorasrv.scheduler.token_budget import TokenBudget, is_decoding, num_uncomputed_tokens, num_unscheduled_tokens
+from lorasrv.scheduler.token_budget import (
+    TokenBudget,
+    is_decoding,
+    num_uncomputed_tokens,
+    num_unscheduled_tokens,
+    planned_shape,
+)
 from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
-from lorasrv.speculation.checked_drafter import MAX_DRAFT_TOKENS, CheckedDrafter
+from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths, min_survival
 from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.speculator import Speculator
 
 MAX_LOOK_AHEAD = 32
 """Most requests behind a blocked one whose adapters are considered for prefetching."""
 MAX_PASSED = 32
 """Most requests that a step passes because of limits, adapters or first choices; it does not see them again until that
 has changed."""
+PROPOSING_SHARE = 0.01
+"""Share of a step's time that may be spent on looking for drafts."""
 LONG_PROMPT_SHARE = 2
 """A prompt that does not finish in this step takes one of so many parts of the chunk while others could be admitted."""
 
@@ -93,7 +102,7 @@ class StepPlanner:
         quotas: Quotas,
         predictor: LengthPredictor,
         beams: BeamGroups,
-        drafter: CheckedDrafter,
+        speculator: Speculator,
         set_status: Callable[[Request, RequestStatus], None],
     ) -> None:
         self._options = options
@@ -105,7 +114,7 @@ class StepPlanner:
         self._quotas = quotas
         self._predictor = predictor
         self._beams = beams
-        self._drafter = drafter
+        self._speculator = speculator
         self._set_status = set_status
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
 
@@ -153,23 +162,36 @@ class StepPlanner:
         )
 
     def plan_drafts(self, planned: StepPlan) -> dict[RequestId, tuple[int, ...]]:
-        """Propose draft tokens for the answers in a planned step, within the tokens, logit rows and free pages that
-        it leaves. No page is evicted and no request preempted or delayed for a draft.
+        """Propose draft tokens for the answers in a planned step, as many as make it yield more tokens in a second,
+        within the tokens, logit rows and free pages that it leaves. No page is evicted and no request preempted or
+        delayed for a draft.
 
         Returns:
             Draft tokens by request, for which pages are taken.
         """
         room = planned.budget.num_draft_tokens
-        if not self._drafter.is_active or planned.has_preempted or room <= 0:
+        if not self._speculator.is_active or planned.has_preempted or room <= 0:
             return {}
-        asks = [DraftAsk(r, most) for r in self._queue.running if (most := self._max_drafts(r, planned.budget)) > 0]
+        costs, counts = self._memory.costs.step, planned.budget.counts
+        limits = [(r, most) for r in self._queue.running if (most := self._max_drafts(r, planned.budget)) > 0]
+        if not limits:
+            return {}
+        shape = planned_shape([r for r in self._queue.running if r.request_id in counts], counts)
+        first_s = costs.second_token_s if shape.tokens == 1 else 0.0
+        step = PlainStep(len(limits), costs.seconds(shape), first_s)
+        token_s = [costs.draft_token_s(request.num_tokens) for request, _ in limits]
+        asks = [
+            DraftAsk(request, most, min_survival(step, seconds))
+            for (request, most), seconds in zip(limits, token_s, strict=True)
+        ]
+        proposals = self._speculator.propose(asks, PROPOSING_SHARE * step.seconds)
+        rows = [RowDraft(proposal.survival, seconds) for proposal, seconds in zip(proposals, token_s, strict=True)]
         keep_free = planned.keep_free + self._pages_to_grow()
         drafts = {}
-        for ask, tokens in zip(asks, self._drafter.propose(asks), strict=True):
-            count = self._allocator.extend_for_drafts(ask.request, min(len(tokens), room), keep_free) if tokens else 0
+        for ask, proposal, length in zip(asks, proposals, choose_lengths(rows, step, room), strict=True):
+            count = self._allocator.extend_for_drafts(ask.request, length, keep_free) if length else 0
             if count > 0:
-                drafts[ask.request.request_id] = tokens[:count]
-                room -= count
+                drafts[ask.request.request_id] = proposal.token_ids[:count]
         return drafts
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:
@@ -179,7 +201,7 @@ class StepPlanner:
         if request.request_id not in budget.counts or not is_next or request.message.beams is not None:
             return 0
         left = request.message.max_tokens - request.num_generated_tokens
-        return min(MAX_DRAFT_TOKENS, budget.num_draft_tokens, left - 1)
+        return min(request.message.speculation.max_draft, budget.num_draft_tokens, left - 1)
 
     # Running requests.
     def _schedule_running(self, request: Request, state: _PlanState) -> None:

@@ -5,7 +5,7 @@ is as long as the target for the time between tokens allows, by the learned cost
 2024, with the size learned instead of set). Without a running answer to delay, the chunk is the whole budget.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
@@ -152,14 +152,28 @@ def is_decoding(request: Request) -> bool:
     return num_unscheduled_tokens(request) == 1 and request.num_expected_tokens > request.num_prompt_tokens
 
 
+def planned_shape(chosen: Sequence[Request], counts: Mapping[RequestId, int]) -> StepShape:
+    """Return the shape of a step that computes so many tokens of each request."""
+    return StepShape(
+        tokens=sum(counts[request.request_id] for request in chosen),
+        requests=len(chosen),
+        adapter_bytes=_adapter_bytes(chosen),
+        pairs=sum(counts[r.request_id] * (r.num_scheduled_tokens + counts[r.request_id] // 2 + 1) for r in chosen),
+    )
+
+
 def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:
-    adapters: dict[AdapterKey, int] = {}
-    for request in running:
-        if request.adapter_key is not None and request.message.layout is not None:
-            adapters[request.adapter_key] = request.message.layout.nbytes
     return StepShape(
         tokens=len(answering),
         requests=len(answering),
-        adapter_bytes=sum(adapters.values()),
+        adapter_bytes=_adapter_bytes(running),
         pairs=sum(request.num_tokens for request in answering),
     )
+
+
+def _adapter_bytes(requests: Iterable[Request]) -> int:
+    adapters: dict[AdapterKey, int] = {}
+    for request in requests:
+        if request.adapter_key is not None and request.message.layout is not None:
+            adapters[request.adapter_key] = request.message.layout.nbytes
+    return sum(adapters.values())

@@ -1,1 +1,1 @@
-"""Propose draft tokens, which a step verifies. Torch-free."""
+"""Propose draft tokens, which a step verifies, and learn what proposals are worth. Torch-free."""

@@ -4,10 +4,11 @@ A wrong draft costs time and never a wrong token: each draft token is compared w
 (`lorasrv.sampling.draft_verification`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from adapter_store.spec import AdapterKey
 from lorasrv.request import Request
 
 
@@ -19,6 +20,8 @@ class DraftAsk:
     request: Request
     # Longer drafts are cut to this.
     max_tokens: int
+    # Tokens that are less likely than this do not pay.
+    min_survival: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,25 @@ class Draft:
 
     # A chain: each token follows the one before it. Empty where there is nothing to guess from.
     token_ids: tuple[int, ...] = ()
+    # What each token is guessed from. How often tokens of the same evidence were right, if those before them were, is
+    # learned from what answers say.
+    evidence: tuple[Hashable, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.evidence), "each draft token needs its evidence"
+
+
+NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
     """Propose draft tokens. Called by the engine thread only, between two steps."""
+
+    name: str
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of past answers that are kept."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
         """Return a draft for each ask, in order."""
@@ -40,3 +58,6 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop the state of a finished request."""
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
+        """Drop what is kept of an adapter's answers, or of those under a salt; None names none."""

@@ -123,8 +123,8 @@ def _type(field: Json, shapes: Mapping[str, Json]) -> str:
     if reference := field.get("$ref", "").rpartition("/")[2]:
         values = shapes[reference].get("enum")
         return " ".join(f"`{value}`" for value in values) if values else f"`{reference}`"
-    if "anyOf" in field:
-        return " or ".join(_type(one, shapes) for one in field["anyOf"] if one.get("type") != "null")
+    if branches := field.get("anyOf", field.get("oneOf")):
+        return " or ".join(_type(one, shapes) for one in branches if one.get("type") != "null")
     if "enum" in field or "const" in field:
         return " ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from all_drafts import every_draft, scripted
 from late_executor import LateExecutor, LaunchedAtOnce
 
 from adapter_store.spec import AdapterKey
@@ -24,7 +25,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId, RequestOutput, TokenLogprobs
 from lorasrv.request import EngineCoreRequest, Request, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.speculation.drafter import Draft, DraftAsk
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.worker.adapter_loader import InlineLoader
 from lorasrv.worker.executor import InProcessExecutor
@@ -41,6 +42,9 @@ Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
 class ScriptedDrafter:
     """Proposes what its script makes of the right answers; without a script nothing."""
 
+    name = "scripted"
+    kept_bytes = 0
+
     def __init__(self) -> None:
         self.script: Script | None = None
         self.answers: dict[RequestId, list[int]] = {}
@@ -54,7 +58,7 @@ class ScriptedDrafter:
         for ask in asks:
             request = ask.request
             right = self.answers.get(request.request_id, [])[request.num_generated_tokens :]
-            drafts.append(Draft(tuple(self.script(right, ask, self.rng)) if self.script is not None else ()))
+            drafts.append(scripted(self.script(right, ask, self.rng) if self.script is not None else ()))
             self.num_proposed += len(drafts[-1].token_ids)
         return drafts
 
@@ -64,6 +68,9 @@ class ScriptedDrafter:
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
+        pass
 
 
 def oracle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
@@ -139,7 +146,7 @@ class Said:
 class Drafted:
     """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked every step.
     `late`: its executor, with two steps under way, of which the second computes the tokens that the first samples
-    unless there are `drafts`."""
+    unless there are drafters. `drafters`: in place of one that is scripted."""
 
     def __init__(
         self,
@@ -150,7 +157,7 @@ class Drafted:
         quantization: str = "int4",
         adapter_floor: float = ADAPTER_FLOOR,
         late: type[LateExecutor | LaunchedAtOnce] | None = None,
-        drafts: bool = True,
+        drafters: Sequence[Drafter] | None = None,
         **scheduler: Any,
     ) -> None:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "scheduling_policy": "fcfs", **scheduler}
@@ -166,7 +173,7 @@ class Drafted:
             patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE),
             patch.object(memory_manager, "ADAPTER_FLOOR", adapter_floor),
         ):
-            built = factory.build(checkpoint, config, store, drafter=self.drafter if drafts else None)
+            built = factory.build(checkpoint, config, store, drafters=[self.drafter] if drafters is None else drafters)
         assert built.parts.source is not None
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
@@ -207,6 +214,10 @@ class Drafted:
 
     def run(self, asks: Sequence[Ask], script: Script | None = None, salt: str | None = None) -> dict[RequestId, Said]:
         """Answer all asks together. Prefixes are shared within a run only, unless it is given a salt."""
+        with every_draft():
+            return self._run(asks, script, salt)
+
+    def _run(self, asks: Sequence[Ask], script: Script | None, salt: str | None) -> dict[RequestId, Said]:
         self.num_runs += 1
         self.drafter.script = script
         aborts, said, processors = dict[RequestId, int](), dict[RequestId, Said](), dict[RequestId, OutputProcessor]()

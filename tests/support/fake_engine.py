@@ -285,6 +285,9 @@ class FakeEngine:
         self.asked.append(("pin", adapter, False))
         return self._reply()
 
+    async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
+        self.asked.append(("forget answers", adapter, salt))
+
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         assert self.is_alive
         self.limits[adapter_id] = limits

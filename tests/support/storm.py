@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import markers as m
+from all_drafts import scripted
 from late_executor import LateExecutor
 from mispredict import expect_short_answers
 
@@ -67,6 +68,9 @@ def config(
 class EchoDrafter:
     """Guesses that a text goes on as it did behind the same token before; else anything."""
 
+    name = "echo"
+    kept_bytes = 0
+
     def __init__(self) -> None:
         self.num_right = 0
         self._rng = random.Random(0)
@@ -77,13 +81,16 @@ class EchoDrafter:
             ids = ask.request.token_ids
             before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
             found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
-            drafts.append(Draft(tuple(found[: ask.max_tokens])))
+            drafts.append(scripted(found[: ask.max_tokens]))
         return drafts
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         self.num_right += len(new_token_ids) - 1
 
     def forget(self, request: Request) -> None:
+        pass
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
         pass
 
 
@@ -106,7 +113,7 @@ def start(
     host = HOSTED * sum(layout.nbytes for layout in layouts) // len(layouts)
     options = config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption)
     with small_pages():
-        built = building.build(checkpoint, options, library.store, drafter=drafter)
+        built = building.build(checkpoint, options, library.store, drafters=[] if drafter is None else [drafter])
     checkpoint.close()
     parts = built.parts
     expect_short_answers(parts.scheduler.predictor)

@@ -43,6 +43,7 @@ GAUGES = {
     "pool_bytes": "Size of the pool in bytes",
     "host_cache_bytes": "Bytes of adapters in the host cache",
     "swap_bytes": "Bytes of swapped-out KV cache in host memory",
+    "corpus_bytes": "Bytes of past answers that new ones are drafted from",
     "kv_cache_usage_ratio": "KV pages of running requests, as a share of all pages but those of adapters in use",
 }
 COUNTERS = {
@@ -71,6 +72,11 @@ COSTS = {
         "load_cost_seconds",
         "Estimated time per byte of loading or copying an adapter, learned on this machine",
     ),
+}
+# Fields that map drafters to counts.
+DRAFTS = {
+    "draft_tokens": "Draft tokens verified by steps",
+    "accepted_draft_tokens": "Draft tokens that were right, and are part of answers",
 }
 # A metric for several fields, one per tier.
 TIERS = {
@@ -113,6 +119,11 @@ class EngineCollector(Collector):
                 costs.add_metric([part], seconds)
             yield costs
         yield from _by_tier(snapshot)
+        for name, text in DRAFTS.items():
+            drafts = CounterMetricFamily(f"lorasrv_{name}", text, labels=["drafter"])
+            for drafter, count in getattr(snapshot, f"{name}_total").items():
+                drafts.add_metric([drafter], count)
+            yield drafts
         reads = self._engine.disk_reads()
         late = "Reads of adapters that took longer than --load-timeout-s"
         yield CounterMetricFamily("lorasrv_disk_reads_timed_out", late, reads.num_given_up)

@@ -102,7 +102,7 @@ class MachineProfile:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step"}
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 def cache_file(model_name: str, options: ModelOptions) -> Path:

@@ -182,6 +182,12 @@ class GrammarState:
         if self.error is None and not self._matcher.consume_token(token_id):
             self._fail()
 
+    def forced(self) -> list[int]:
+        return [] if self.error is not None else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return 0 if self.error is not None else self._matcher.validate_tokens(list(token_ids))
+
     def copy(self) -> "GrammarState":
         copied = GrammarState(self._matcher.deep_copy(), self._vocab_size, self._ends)
         copied.error = self.error

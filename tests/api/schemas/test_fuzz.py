@@ -24,6 +24,7 @@ from server import server
 from tiny_checkpoints import VOCAB
 
 from api.app import _ROUTES
+from lorasrv.speculation_params import DRAFTERS
 
 CONTEXT = 64
 CHECKS = [
@@ -128,6 +129,16 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-9, 9),
     "timeout_s": st.sampled_from([60, 1e9]),
     "cache_salt": WORDS,
+    "speculation": st.booleans()
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "max_draft": st.integers(0, 16),
+            "drafters": st.lists(st.sampled_from(DRAFTERS), max_size=2),
+            "remember": st.booleans(),
+        },
+    ),
+    "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": WORDS}),
     "on_cold": st.sampled_from(["wait", "fallback_base"]),
 }
 OPENAI = SAMPLING | {

@@ -85,6 +85,8 @@ GENERATION: dict[str, Any] = {
     "cache_salt": "s",
     "priority": 1,
     "timeout_s": 5,
+    "speculation": False,
+    "prediction": {"type": "content", "content": "Mia"},
     "response_format": {"type": "json_object"},
     "guided_json": SCHEMA,
     "guided_regex": "a+",
@@ -125,6 +127,8 @@ PARAMETERS: dict[str, Any] = {
     "cache_salt": "s",
     "priority": 1,
     "timeout_s": 5,
+    "speculation": False,
+    "prediction": {"type": "content", "content": "Mia"},
 }
 BASE = {"model": "tiny-base"}
 ASSISTANT = {"role": "assistant", "tool_calls": [CALL]}
@@ -163,6 +167,12 @@ PLACES: dict[str, Place] = {
         {},
         {"include_usage": True, "continuous_usage_stats": True},
         lambda one: {**BASE, "prompt": "hi", "stream": True, "stream_options": one},
+    ),
+    "Prediction": Place(
+        PLAIN,
+        {"type": "content", "content": "a"},
+        {"type": "text", "content": [{"type": "text", "text": "Mia"}]},
+        lambda one: {**BASE, "prompt": "hi", "prediction": one},
     ),
     "ResponseFormat": Place(
         PLAIN,

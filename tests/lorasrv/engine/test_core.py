@@ -249,7 +249,7 @@ async def test_every_policy_says_the_same(world: World, alone, scheduling_policy
 async def test_a_long_prompt_takes_its_chunk_only(
     world: World, alone, target_itl_ms: float | None, max_num_batched_tokens: int, chunk: int
 ) -> None:
-    world.engine._engine._memory.costs.step.seconds_each = [0.0, 1e-3, 0.0, 0.0, 0.0]
+    world.engine._engine._memory.costs.step.seconds_each = [0.0, 1e-3, 0.0, 0.0, 0.0, 0.0]
     await world.hold("one", "two", "three")
     asks = {f"stream {i}": (LONG[i : i + 10], 60, name) for i, name in enumerate(NAMES)}
     for label, ask in asks.items():

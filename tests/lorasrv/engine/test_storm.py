@@ -42,6 +42,7 @@ import markers as m
 import pytest
 import storm
 import torch
+from all_drafts import every_draft
 from storm_guards import GUARDS
 
 from adapter_store.store import AdapterStore
@@ -158,7 +159,8 @@ def test_storm_with_late_steps(model: Path, library: Any, drafts: bool) -> None:
     """With drafts in them, or taking tokens of the step before."""
     drafter = storm.EchoDrafter() if drafts else None
     started = storm.start(model, library, threaded=True, drafter=drafter, late=True)
-    tally = storm.storm(started, library, SHORT_TOKENS)
+    with every_draft():
+        tally = storm.storm(started, library, SHORT_TOKENS)
     started.engine.close()
     _assert_stormy(tally)
     assert drafter is None or drafter.num_right > 100

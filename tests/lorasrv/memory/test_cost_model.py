@@ -48,13 +48,13 @@ def test_a_draft_token_costs_what_another_request_would() -> None:
 
 # Costs of steps.
 
-TRUE = [25e-3, 0.8e-3, 0.1e-3, 0.3e-9, 15e-9]
+TRUE = [25e-3, 0.8e-3, 0.1e-3, 0.3e-9, 15e-9, 4e-3]
 
 
 def _steps(rng: random.Random, count: int) -> list[StepShape]:
     shapes = []
     for _ in range(count):
-        answers, prompt = rng.randint(1, 32), rng.choice([0, 0, 0, 100, 300])
+        answers, prompt = rng.choice([1, rng.randint(1, 32)]), rng.choice([0, 0, 0, 100, 300])
         adapters = rng.randint(0, answers) * 10_000_000
         shapes.append(StepShape(answers + prompt, answers, adapters, 200 * answers + prompt * prompt // 2))
     return shapes
@@ -72,6 +72,7 @@ def test_steps_are_predicted_by_what_is_in_them() -> None:
     for shape in _steps(rng, 100):
         assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.05)
     assert costs.adapter_s(10_000_000) == pytest.approx(3e-3, rel=0.1)
+    assert costs.second_token_s == pytest.approx(4e-3, rel=0.2)
 
 
 def test_one_long_pause_does_not_rule() -> None:

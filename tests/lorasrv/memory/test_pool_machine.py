@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from all_drafts import every_draft, scripted
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,8 +26,8 @@ from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
-from lorasrv.speculation.checked_drafter import CheckedDrafter
 from lorasrv.speculation.drafter import Draft, DraftAsk
+from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
@@ -59,11 +60,14 @@ def _tag(*content: object) -> int:
 class Guesses:
     """Drafts of which the first are right, how many depends on the request."""
 
+    name = "guesses"
+    kept_bytes = 0
+
     def __init__(self, says: Callable[[int], int]) -> None:
         self._says = says
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [Draft(tuple(self._guess(ask, depth) for depth in range(ask.max_tokens))) for ask in asks]
+        return [scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)]) for ask in asks]
 
     def _guess(self, ask: DraftAsk, depth: int) -> int:
         position = ask.request.num_tokens + depth
@@ -73,6 +77,9 @@ class Guesses:
         pass
 
     def forget(self, request: Request) -> None:
+        pass
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
         pass
 
 
@@ -103,8 +110,8 @@ class World:
         on_host = self.on_host.__contains__
         self.books = MemoryManager.make(layout, self.memory, self.options.preemption_mode, on_host, lambda: self.now)
         self.choose = 0
-        drafter = CheckedDrafter(Guesses(lambda at: self._says(self.choose, at)) if self.drafts else None, 100)
-        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, drafter)
+        speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, speculator)
         self.submitted: list[Submitted] = []
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
         self.swapped: dict[RequestId, np.ndarray] = {}
@@ -122,7 +129,8 @@ class World:
     def step(self, choose: int) -> SchedulerOutput:
         self.now += 1.0
         self.choose = choose
-        step = self.scheduler.schedule()
+        with every_draft():
+            step = self.scheduler.schedule()
         if step.page_ops:
             self._compute()
         for op in step.page_ops:

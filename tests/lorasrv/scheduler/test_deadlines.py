@@ -58,14 +58,14 @@ def test_a_queue_has_a_deadline_of_its_own() -> None:
 
 def _learnt(bench: Bench) -> None:
     """A token costs a second; lengths are known, though none that helps."""
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     bench.books.costs.step.num_observed = MIN_MEASURED_STEPS
     bench.scheduler.predictor._num_answers = MIN_ANSWERS
 
 
 def test_a_guess_refuses_nobody() -> None:
     bench = scheduler(budget=16, pages=400, early_abort=True)
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     bench.add("first of all", max_tokens=40, timeout_s=10.0)
     bench.step()
     assert bench.tokens("first of all") == 1

@@ -17,6 +17,7 @@ from drafted import PAGE_SIZE, SCRIPTS, VOCAB, Ask, Drafted, Script, guesser, li
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
+from lorasrv.config import SpeculationOptions
 from lorasrv.errors import InvalidRequest
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.request_allocator import RequestAllocator
@@ -26,7 +27,8 @@ from lorasrv.sampling.draft_verification import _Path
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest
-from lorasrv.speculation.checked_drafter import MAX_DRAFT_TOKENS
+from lorasrv.speculation.drafters import make_drafters
+from lorasrv.speculation_params import DRAFTERS, MAX_DRAFT_TOKENS, SpeculationParams
 from lorasrv.text.structured_output import grammar as source
 from lorasrv.text.structured_output.matcher import CompiledGrammar, GrammarState, Vocabulary, compile_matcher
 from lorasrv.worker import forward_batch as batch
@@ -173,6 +175,34 @@ def test_preempted_answers_too(tight: Drafted, grammars: Sequence[TokenConstrain
         assert tight.engine.metrics.snapshot().preemptions_total > before
 
 
+def _predicted(ask: Ask, text: str) -> Ask:
+    """The same with a prediction of its text that goes wrong in the middle."""
+    half = len(text) // 2
+    guess = SpeculationParams(prediction=f"{text[:half]}?{text[half:]}")
+    return replace(ask, options={**ask.options, "speculation": guess})
+
+
+def test_real_drafters_give_the_answers_of_none(
+    model: Path, library: AdapterStore, grammars: Sequence[TokenConstraint]
+) -> None:
+    """Asked twice, so that the corpus knows the answers, then with predictions."""
+    rng, drafters = random.Random(7), make_drafters(SpeculationOptions())
+    with closing(Drafted(model, library)) as none, closing(Drafted(model, library, drafters=drafters)) as real:
+        for number in range(12):
+            asks = _asks(none, rng, grammars)
+            plain = none.run(asks)
+            texts = [plain[RequestId(f"{place}.0")].text for place in range(len(asks))]
+            predicted = [_predicted(ask, text) for ask, text in zip(asks, texts, strict=True)]
+            for those in (asks, asks, predicted):
+                again = real.run(those, salt=f"{number}")
+                for rid, want in plain.items():
+                    if asks[int(rid.partition(".")[0])].abort_after is None:
+                        assert again[rid] == want
+        counts = real.scheduler.draft_counts
+        assert {name for name, count in counts.items() if count.accepted} == set(DRAFTERS)
+        assert all(count.drafted > count.accepted for name, count in counts.items() if name != "grammar")
+
+
 def test_the_right_drafts_save_the_steps_that_they_can(wide: Drafted) -> None:
     """40 tokens: the first with the prompt, 39 others in steps of 17."""
     assert wide.compare([Ask(PROMPT, GREEDY)], oracle) == (40, 1 + 3)
@@ -315,7 +345,7 @@ class TestFaults:
             name, fault = (method, failing) if hasattr(drafted.drafter, method) else ("propose", lambda asks: [])
             setattr(drafted.drafter, name, fault)
             assert drafted.run([Ask(PROMPT, GREEDY, count=2)], oracle) == want
-            assert not drafted.scheduler._drafter.is_active
+            assert not drafted.scheduler._speculator.is_active
 
     def test_a_step_that_fails_is_computed_without_drafts_first(
         self, wide: Drafted, monkeypatch: pytest.MonkeyPatch

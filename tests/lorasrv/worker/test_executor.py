@@ -53,7 +53,7 @@ def late_engines(model: Path, library: AdapterStore) -> Iterator[dict[str, Draft
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
-                closing(Drafted(model, library, max_num_batched_tokens=64, late=late, drafts=drafts))
+                closing(Drafted(model, library, max_num_batched_tokens=64, late=late, drafters=None if drafts else []))
             )
             for name, (late, drafts) in LATE.items()
         }
@@ -122,7 +122,7 @@ def test_preempted_ones_too(
 ) -> None:
     late, drafts = LATE[kind]
     options = {"pages": 40, "adapter_floor": 0.0, "preemption_mode": preemption, "max_num_batched_tokens": 64}
-    with closing(Drafted(model, library, late=late, drafts=drafts, **options)) as tight:
+    with closing(Drafted(model, library, late=late, drafters=None if drafts else [], **options)) as tight:
         expect_short_answers(tight.scheduler.predictor)
         asks = [
             Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)

@@ -121,7 +121,7 @@ def test_wrong_options(plan, options: tuple[str, ...], complaint: str) -> None:
 
 def test_wrong_costs(plan, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text('{"step": {}}')
-    says = "costs: step must have step, token, request, adapter_byte, attention_pair"
+    says = "costs: step must have step, token, request, adapter_byte, attention_pair, second_token"
     failed(plan("--costs", tmp_path / "costs.json"), 2, says)
 
 

@@ -23,7 +23,7 @@ from lorasrv.offline.planner.simulator import SimServer, SimulatedPrompts, Simul
 from lorasrv.offline.planner.what_if import Popularity, best_change, capacity, changes, fit_zipf, name_of_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
-STEP = {"step": 5e-3, "token": 5e-4, "request": 2e-4, "adapter_byte": 2e-9, "attention_pair": 1e-8}
+STEP = {"step": 5e-3, "token": 5e-4, "request": 2e-4, "adapter_byte": 2e-9, "attention_pair": 1e-8, "second_token": 0.0}
 COSTS = MachineProfile(step=STEP, between_steps_s=1e-4, edge_s=1e-3, load_s=2e-3, load_byte_s=2e-9, stall_s=5e-3)
 LAYERS, PAGE_BYTES = 2, 2048
 

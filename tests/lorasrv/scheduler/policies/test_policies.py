@@ -63,7 +63,7 @@ def test_fair_weighs() -> None:
 def _who_is_next(adapter_s: float) -> list[str]:
     """A seat becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
     bench = scheduler("fair", seats=2)
-    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0]
+    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0, 0.0]
     for key in KEYS[:2]:
         bench.add(f"bring {key[0]}", max_tokens=1, key=key)
     bench.run()
@@ -95,7 +95,7 @@ def test_sjf_learns_who_is_short() -> None:
 
 def test_sjf_counts_prompts_and_ages() -> None:
     bench = scheduler("sjf", seats=1)
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     bench.add("busy", max_tokens=2)
     bench.step()
     bench.add("long prompt", prompt=9, max_tokens=2)
@@ -147,7 +147,7 @@ def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(
     """A step costs 20 ms and a ms for each token: 4 answers leave 76 tokens to a target of 100 ms."""
     bench = scheduler(policy, seats=6, budget=200, target_itl_ms=target_ms, target_itl_ratio=ratio)
     _streams(bench, 4)
-    bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0]
+    bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0, 0.0]
     bench.add("prompt", prompt=500, max_tokens=2)
     while bench.tokens("prompt") == 0:
         shares = {s.request_id: len(s.token_ids) for s in bench.step().scheduled}
@@ -173,7 +173,7 @@ def test_adapters_in_the_step_make_chunks_shorter() -> None:
     bench.bring(KEYS[0])
     bench.step()
     nbytes = bench.adapters.placed(KEYS[0]).layout.nbytes
-    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, 40e-3 / nbytes, 0.0]
+    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, 40e-3 / nbytes, 0.0, 0.0]
     bench.add("prompt", prompt=500)
     assert _share(bench.step(), "prompt") == 100 - 40 - 1
 

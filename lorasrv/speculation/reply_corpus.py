@@ -1,0 +1,80 @@
+"""Reply corpus: a persona's own past answers, from which its next ones are drafted.
+
+Personas greet, close and format alike, and repeat their catchphrases. Answers are kept in memory only, for the same
+adapter content and the same salt, so that one API key's answers never draft for another: how fast tokens arrive would
+tell what others were told (arXiv:2411.01076).
+"""
+
+from collections.abc import Sequence
+
+from cachetools import LRUCache
+
+from adapter_store.spec import AdapterKey
+from lorasrv.request import Request, RequestStatus
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk
+from lorasrv.speculation.prompt_lookup import spoken
+from lorasrv.speculation.text_match import BOUNDARY, continuation
+from lorasrv.speculation.token_buffer import TokenBuffer
+
+MAX_TOKENS = 1 << 15
+"""Most tokens kept of one persona; the oldest quarter of the answers goes first."""
+MAX_REPLY_TOKENS = 1 << 12
+"""Tokens that are kept of one answer."""
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+CorpusKey = tuple[AdapterKey | None, str]
+
+
+class ReplyCorpus:
+    """Keep finished answers by adapter and salt, those used last, and draft from them.
+
+    Args:
+        max_bytes: memory of all answers together.
+    """
+
+    name = "corpus"
+
+    def __init__(self, max_bytes: int) -> None:
+        self._texts: LRUCache[CorpusKey, TokenBuffer] = LRUCache(max_bytes, getsizeof=lambda text: text.nbytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        return int(self._texts.currsize)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        """Do nothing: an answer is kept when it is complete."""
+
+    def forget(self, request: Request) -> None:
+        """Keep a finished answer, if its client lets it be kept and it was neither aborted nor refused."""
+        if not request.message.speculation.remember or request.status not in _COMPLETE:
+            return
+        reply = request.token_ids[request.num_prompt_tokens :][:MAX_REPLY_TOKENS]
+        key = _key(request)
+        text = self._texts.get(key) or TokenBuffer()
+        if len(text) + len(reply) >= MAX_TOKENS:
+            text = _without_oldest(text)
+        text.extend([BOUNDARY, *reply])
+        if text.nbytes <= self._texts.maxsize:
+            self._texts[key] = text
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
+        for key in [(a, s) for a, s in self._texts if a == adapter is not None or s == salt]:
+            del self._texts[key]
+
+    def _draft(self, ask: DraftAsk) -> Draft:
+        text = self._texts.get(_key(ask.request))
+        return NO_DRAFT if text is None else continuation(text.tokens, spoken(ask.request), ask.max_tokens)
+
+
+def _key(request: Request) -> CorpusKey:
+    return request.adapter_key, request.message.cache_salt
+
+
+def _without_oldest(text: TokenBuffer) -> TokenBuffer:
+    """Return the answers that begin in the newer three quarters of a text."""
+    tokens = text.tokens
+    begins = (tokens == BOUNDARY).nonzero()[0]
+    newer = begins[begins >= len(tokens) // 4]
+    return TokenBuffer(tokens[newer[0] :].tolist() if newer.size else ())

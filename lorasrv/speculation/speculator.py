@@ -1,0 +1,216 @@
+"""Speculator: ask the drafters, estimate the chances of what they propose, and learn them from what is said.
+
+Every proposal is followed to its first wrong token, whether a step has verified it or not: a drafter that does not pay
+under today's load is still judged, and comes back when it does.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from adapter_store.spec import AdapterKey
+from lorasrv.outputs import RequestId
+from lorasrv.request import Request
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.survival import SurvivalTable
+
+_LOG = logging.getLogger(__name__)
+ASKED_TOGETHER = 2
+"""Requests for which drafters are asked at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Propose tokens for one answer."""
+
+    token_ids: tuple[int, ...] = ()
+    # Chance of each token that it and those before it are right.
+    survival: tuple[float, ...] = ()
+
+
+NO_PROPOSAL = Proposal()
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Count draft tokens of one drafter."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _Trail:
+    """A draft, and how much of it the answer has said so far."""
+
+    draft: Draft
+    num_said: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.draft.token_ids[self.num_said :]
+
+    @property
+    def evidence(self) -> tuple[Hashable, ...]:
+        return self.draft.evidence[self.num_said :]
+
+
+class Speculator:
+    """Propose the likeliest draft of each answer. Called by the engine thread only, between two steps.
+
+    A drafter that raises is never asked again; answers go on without it.
+
+    Args:
+        drafters: in the order in which equally likely drafts are preferred.
+        vocab_size: valid token ids are below it.
+        clock: seconds, for the time that proposing may take.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], vocab_size: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._drafters = list(drafters)
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._survival = SurvivalTable()
+        # Of requests, by drafter, the drafts that have not been wrong yet.
+        self._trails: dict[RequestId, dict[str, _Trail]] = {}
+        self._num_asked = 0
+        self._counts = {drafter.name: DraftCounts() for drafter in drafters}
+        # Of requests, the drafter of the last proposal.
+        self._proposed_by: dict[RequestId, str] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether drafts can be expected."""
+        return bool(self._drafters)
+
+    def propose(self, asks: Sequence[DraftAsk], seconds: float) -> list[Proposal]:
+        """Return a proposal for each ask. Drafts of which something is left are used again.
+
+        Args:
+            seconds: time for new drafts. A few requests get them in any case; others have their turn in later steps.
+        """
+        until, first = self._clock() + seconds, self._num_asked % max(1, len(asks))
+        in_turn = [*asks[first:], *asks[:first]]
+        for at in range(0, len(asks), ASKED_TOGETHER):
+            some = in_turn[at : at + ASKED_TOGETHER]
+            self._num_asked += len(some)
+            self._draft(some)
+            if self._clock() > until:
+                break
+        return [self._proposal(ask) for ask in asks]
+
+    def observe(self, request: Request, new_token_ids: Sequence[int], num_drafts: int) -> None:
+        """Tell the drafters a request's new tokens, and learn which of their drafts were right.
+
+        Args:
+            num_drafts: draft tokens that the step has verified.
+        """
+        if num_drafts:
+            counts = self._counts[self._proposed_by[request.request_id]]
+            counts.drafted += num_drafts
+            counts.accepted += len(new_token_ids) - 1
+        trails = self._trails.get(request.request_id, {})
+        for name, trail in list(trails.items()):
+            if not self._follow(trail, name, request, new_token_ids):
+                del trails[name]
+        for drafter in tuple(self._drafters):
+            self._guard(drafter, partial(drafter.observe, request, new_token_ids))
+
+    def forget(self, request: Request) -> None:
+        """Tell the drafters that a request has finished."""
+        self._trails.pop(request.request_id, None)
+        self._proposed_by.pop(request.request_id, None)
+        for drafter in tuple(self._drafters):
+            self._guard(drafter, partial(drafter.forget, request))
+
+    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
+        """Have the drafters drop what they keep of an adapter's answers, or of those under a salt."""
+        for drafter in tuple(self._drafters):
+            self._guard(drafter, partial(drafter.drop, adapter, salt))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of past answers that the drafters keep."""
+        return sum(drafter.kept_bytes for drafter in self._drafters)
+
+    @property
+    def counts(self) -> Mapping[str, DraftCounts]:
+        """Return how many tokens of each drafter were verified and accepted so far."""
+        return self._counts
+
+    def _draft(self, asks: Sequence[DraftAsk]) -> None:
+        """Ask each drafter for drafts of the requests of which it has none left."""
+        for drafter in tuple(self._drafters):
+            those = [ask for ask in asks if self._wants(ask.request, drafter.name)]
+            if those:
+                self._guard(drafter, partial(self._begin, drafter, those))
+
+    def _begin(self, drafter: Drafter, asks: Sequence[DraftAsk]) -> None:
+        for ask, draft in zip(asks, drafter.propose(asks), strict=True):
+            if draft.token_ids:
+                self._trails.setdefault(ask.request.request_id, {})[drafter.name] = _Trail(draft)
+
+    def _wants(self, request: Request, name: str) -> bool:
+        has_draft = name in self._trails.get(request.request_id, ())
+        return not has_draft and request.message.speculation.allows(name)
+
+    def _proposal(self, ask: DraftAsk) -> Proposal:
+        """Return the draft that is expected to yield the most tokens."""
+        request = ask.request
+        best = NO_PROPOSAL
+        for name, trail in self._trails.get(request.request_id, {}).items():
+            survival = self._chances(name, trail, ask)
+            if sum(survival) > sum(best.survival):
+                best = Proposal(trail.tokens[: len(survival)], survival)
+                self._proposed_by[request.request_id] = name
+        tokens = self._valid(request, best.token_ids)
+        return best if len(tokens) == len(best.token_ids) else Proposal(tokens, best.survival[: len(tokens)])
+
+    def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
+        """Return the chance of each token of a draft that pays, that it and those before it are right."""
+        chances, chance, draw = [], 1.0, _draw(ask.request)
+        for evidence in trail.evidence[: ask.max_tokens]:
+            chance *= self._survival.estimate(name, ask.request.adapter_key, (draw, evidence))
+            if chance <= ask.min_survival:
+                break
+            chances.append(chance)
+        return tuple(chances)
+
+    def _valid(self, request: Request, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens up to the first that is none or that the request's grammar forbids."""
+        bad = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
+        if request.constraint_state is not None and bad:
+            bad = request.constraint_state.num_allowed(tokens[:bad])
+        return tokens[:bad]
+
+    def _follow(self, trail: _Trail, name: str, request: Request, new_token_ids: Sequence[int]) -> bool:
+        """Compare a draft with what was said; return whether some of it is left."""
+        for token in new_token_ids:
+            if not trail.tokens:
+                return False
+            was_right = trail.tokens[0] == token
+            evidence = _draw(request), trail.evidence[0]
+            self._survival.observe(name, request.adapter_key, evidence, was_right=was_right)
+            if not was_right:
+                return False
+            trail.num_said += 1
+        return bool(trail.tokens)
+
+    def _guard(self, drafter: Drafter, call: Callable[[], None]) -> None:
+        """Call a drafter; drop it if it raises."""
+        try:
+            call()
+        except Exception:
+            _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
+            self._drafters.remove(drafter)
+
+
+def _draw(request: Request) -> str:
+    """Name how tokens are chosen: the same text is less likely to come again where they are drawn, or its repetition is
+    punished."""
+    sampling = request.sampling
+    return "adjusted" if sampling.changes_logits else "greedy" if sampling.is_greedy else "random"

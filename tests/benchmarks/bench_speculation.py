@@ -1,0 +1,179 @@
+"""Measure what drafts are worth to users: the same requests to a server with `--speculation auto` and one without.
+
+    python tests/benchmarks/bench_speculation.py [--cases copy,json,personas] [--rounds 3]
+
+Both servers run all the time and are asked by turns, over HTTP. Every answer must be the same from both; a speed-up is
+the median of the rounds, by the time that all requests of a round take. Before it is measured a persona has answered
+the questions of `heldout.jsonl`; it is measured on those of `fresh.jsonl`, which it has not seen.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from harness import ROOT, arguments, lorasrv_server, row, table
+
+BOTS = ROOT / "examples" / "persona_bots"
+PERSONAS = ("wrench", "blackbeard", "basho")
+TEXTS = (
+    "The lighthouse keeper walked down to the shore every morning, before the gulls had woken, to see what the tide "
+    "had left. He found bottles and boots, a chair without legs, and once a clock that still ticked. He put everything "
+    "in a row on the wall and waited for somebody to ask for it. Nobody came.",
+    "In the winter the baker burned the old chairs, but he kept the clock, and at night he listened to it and thought "
+    "of the ship that it had come from, and of the people on it who had known what time it was when the storm began. "
+    "His daughter said that a clock without a ship was only a clock.",
+    "The train to the north leaves at seven and carries mail, milk and three carriages of people who look out of the "
+    "windows. Between the second and the third station there is a bridge, and under the bridge a boy waves a red flag "
+    "every day. The driver answers with the whistle. They have never spoken to each other.",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "family_name": {"type": "string", "maxLength": 12},
+        "profession": {"type": "string", "enum": ["baker", "teacher", "engineer", "nurse"]},
+        "age_in_years": {"type": "integer", "minimum": 1, "maximum": 99},
+        "is_married": {"type": "boolean"},
+    },
+    "required": ["first_name", "family_name", "profession", "age_in_years", "is_married"],
+    "additionalProperties": False,
+}
+Request = dict[str, Any]
+
+
+def chat(text: str, model: str, **options: Any) -> Request:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 120,
+        "temperature": 0,
+    } | options
+
+
+def questions(name: str) -> list[str]:
+    lines = (BOTS / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["messages"][0]["content"] for line in lines]
+
+
+def copies(base: str, number: int) -> list[Request]:
+    return [chat(f"Repeat this text word for word ({number}):\n{text}", base) for text in TEXTS]
+
+
+def predicted(base: str, number: int) -> list[Request]:
+    changed = [text.replace("every", "each") for text in TEXTS]
+    return [
+        body | {"prediction": {"type": "content", "content": text}}
+        for body, text in zip(copies(base, number), changed, strict=True)
+    ]
+
+
+def objects(base: str, number: int) -> list[Request]:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    texts = [f"Invent person number {number}{place} and describe them as JSON." for place in range(6)]
+    return [chat(text, base, response_format=form) for text in texts]
+
+
+def of_persona(persona: str, half: int) -> Callable[[str, int], list[Request]]:
+    """Questions of one half; a question of another case would be known by its answer."""
+    return lambda base, number: [chat(text, persona) for text in questions("fresh")[half::2][number::3]]
+
+
+def mixed(streams: int) -> Callable[[str, int], list[Request]]:
+    def requests(base: str, number: int) -> list[Request]:
+        models = (*PERSONAS, base)
+        texts = [f"{text} ({streams}.{number})" for text in questions("fresh")]
+        return [chat(text, models[place % 4]) for place, text in enumerate(texts)]
+
+    return requests
+
+
+def plain(base: str, number: int) -> list[Request]:
+    """Chat of which nothing is remembered."""
+    forget = {"speculation": {"remember": False}}
+    return [chat(f"{text} ({number})", base, **forget) for text in questions("fresh")[:8]]
+
+
+Case = tuple[str, str, int, Callable[[str, int], list[Request]]]
+CASES: list[Case] = [
+    ("copy", "rewrites of a text of some 75 tokens", 1, copies),
+    ("copy", "the same with `prediction`, nearly right", 1, predicted),
+    ("json", "JSON by a schema", 1, objects),
+    *(("personas", f"{persona}, new questions", 1, of_persona(persona, 0)) for persona in PERSONAS),
+    ("personas", "wrench, new questions", 4, of_persona("wrench", 1)),
+    ("mixed", "three personas and the base", 4, mixed(4)),
+    ("mixed", "three personas and the base", 16, mixed(16)),
+    ("mixed", "three personas and the base", 32, mixed(32)),
+    ("chat", "the base, nothing remembered", 1, plain),
+]
+
+
+def ask_all(client: httpx2.Client, requests: list[Request], streams: int) -> tuple[float, list[Any]]:
+    """Return the seconds that the requests take, so many at a time, and the answers."""
+
+    def ask(body: Request) -> Any:
+        return client.post("/v1/chat/completions", json=body).raise_for_status().json()
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(streams) as threads:
+        answers = list(threads.map(ask, requests))
+    return time.perf_counter() - begun, answers
+
+
+def texts_of(answers: list[Any]) -> list[str]:
+    return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+
+def measure(case: Case, base: str, servers: dict[str, httpx2.Client], rounds: int) -> tuple[list[float], float, float]:
+    """Return the speed-up of each round, and tokens a step and the accepted share of drafts."""
+    _, _, streams, requests = case
+    ratios, steps, tokens, drafted, accepted = [], 0, 0, 0, 0
+    for number in range(rounds):
+        seconds, said = {}, {}
+        for name in list(servers)[:: 1 if number % 2 else -1]:
+            seconds[name], answers = ask_all(servers[name], requests(base, number), streams)
+            said[name] = texts_of(answers)
+            if name == "auto":
+                figures = [answer["usage"]["lorasrv"]["speculation"] for answer in answers]
+                steps += sum(figure["steps"] for figure in figures)
+                drafted += sum(figure["drafted"] for figure in figures)
+                accepted += sum(figure["accepted"] for figure in figures)
+                tokens += sum(answer["usage"]["completion_tokens"] for answer in answers)
+        assert said["auto"] == said["off"], "an answer depends on drafts"
+        ratios.append(seconds["off"] / seconds["auto"])
+    return ratios, tokens / steps, accepted / max(1, drafted)
+
+
+def main() -> None:
+    a = arguments(
+        __doc__,
+        cases=(("copy", "json", "personas", "mixed", "chat"), "kinds of requests"),
+        rounds=(3, "rounds of each case"),
+    )
+    adapters = [BOTS / "adapters" / persona for persona in PERSONAS]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lorasrv_server(Path(folder, "off"), "--speculation", "off", adapters=adapters) as off,
+        lorasrv_server(Path(folder, "auto"), adapters=adapters) as auto,
+        httpx2.Client(base_url=off.url, timeout=600, trust_env=False) as to_off,
+        httpx2.Client(base_url=auto.url, timeout=600, trust_env=False) as to_auto,
+    ):
+        servers, base = {"off": to_off, "auto": to_auto}, off.base_name
+        if {"personas", "mixed"} & set(a.cases):
+            for client in servers.values():
+                ask_all(client, [chat(text, persona) for persona in PERSONAS for text in questions("heldout")], 4)
+        table(("requests", "streams", "speed-up", "of each round", "tokens a step", "drafts accepted"))
+        for case in CASES:
+            if case[0] in a.cases:
+                ratios, per_step, share = measure(case, base, servers, a.rounds)
+                shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                row(case[1], case[2], statistics.median(ratios), shown, per_step, f"{share:.0%}")
+
+
+if __name__ == "__main__":
+    main()
