@@ -17,6 +17,7 @@ _STATS_USAGE: dict[str, Any] = {
     "prompt_tokens": 812,
     "cached_tokens": 640,
     "generated_tokens": 590,
+    "speculation": {"steps": 420, "drafted": 310, "accepted": 170, "tokens_per_step": 1.405},
     "compute_seconds": 4.021337,
     "disk_loads": 1,
     "disk_bytes": 1966080,

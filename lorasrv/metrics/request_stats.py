@@ -37,6 +37,10 @@ class FinishedRequestStats:
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
+    # Steps that gave it tokens; draft tokens that these verified, and those that were right.
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     # Parts of the time to the first token.
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -238,6 +242,9 @@ class RequestStats(RequestObserver):
             prompt_tokens=request.prompt_tokens,
             cached_tokens=timing.num_cached_tokens,
             generated_tokens=request.tokens,
+            steps=timing.num_steps,
+            draft_tokens=timing.num_draft_tokens,
+            accepted_draft_tokens=timing.num_accepted_tokens,
             queue_s=timing.queue_ms / 1e3,
             load_s=timing.load_ms / 1e3,
             first_token_s=None if request.first_s is None else request.first_s - arrived_s,

@@ -30,6 +30,10 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    # Steps that gave answers their tokens; draft tokens that these verified, and those that were right.
+    answer_steps: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     compute_s: float = 0.0
     loads: int = 0
     load_bytes: int = 0
@@ -68,6 +72,9 @@ class Usage:
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.generated_tokens += request.generated_tokens
+        self.answer_steps += request.steps
+        self.draft_tokens += request.draft_tokens
+        self.accepted_draft_tokens += request.accepted_draft_tokens
         is_cold = request.tier in (AdapterTier.HOST, AdapterTier.DISK) and not request.fell_back
         (self.cold if is_cold else self.hot).add(request.first_token_s)
 
@@ -94,6 +101,12 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
+            "speculation": {
+                "steps": self.answer_steps,
+                "drafted": self.draft_tokens,
+                "accepted": self.accepted_draft_tokens,
+                "tokens_per_step": round(self.generated_tokens / self.answer_steps, 3) if self.answer_steps else None,
+            },
             "compute_seconds": round(self.compute_s, 6),
             "disk_loads": self.loads,
             "disk_bytes": self.load_bytes,

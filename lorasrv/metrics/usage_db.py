@@ -16,7 +16,7 @@ from lorasrv.metrics.step_stats import Account
 from lorasrv.metrics.usage import SUMS, Usage
 
 _LOG = logging.getLogger(__name__)
-LAYOUT = 1
+LAYOUT = 2
 BUSY_TIMEOUT_S = 5.0
 _TIMES = ("first_used_s", "last_used_s")
 _COLUMNS = (*SUMS, *_TIMES, "hot", "cold")
@@ -99,17 +99,31 @@ class LedgerFile:
         try:
             layout = db.execute("PRAGMA user_version").fetchone()[0]
             db.execute("PRAGMA synchronous = NORMAL")
-            if layout == 0:
+            if layout < LAYOUT:
                 db.execute("BEGIN IMMEDIATE")
-                db.execute(_SCHEMA)
+                _migrate(db, layout)
                 db.execute(f"PRAGMA user_version = {LAYOUT}")
                 db.execute("COMMIT")
-            elif layout != LAYOUT:
+            elif layout > LAYOUT:
                 raise _OtherLayout(f"layout {layout}, this server writes {LAYOUT}")
         except BaseException:
             db.close()
             raise
         return db
+
+
+def _migrate(db: sqlite3.Connection, layout: int) -> None:
+    """Create the table, with the rows of the older layout, which lacks the columns that have come since."""
+    if layout == 0:
+        db.execute(_SCHEMA)
+        return
+    db.execute("ALTER TABLE usage RENAME TO old_usage")
+    db.execute(_SCHEMA)
+    known = [name for _, name, *_ in db.execute("PRAGMA table_info(old_usage)")]
+    added = [name for name in _COLUMNS if name not in known]
+    names, values = ", ".join([*known, *added]), ", ".join([*known, *("0" for _ in added)])
+    db.execute(f"INSERT INTO usage ({names}) SELECT {values} FROM old_usage")
+    db.execute("DROP TABLE old_usage")
 
 
 class _OtherLayout(Exception):

@@ -38,6 +38,10 @@ def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
         f"{stats['prompt_tokens']} prompt tokens ({stats['cached_tokens']} cached), "
         f"{stats['generated_tokens']} generated, in {stats['compute_seconds']:.1f} s of compute"
     )
+    drafts = stats["speculation"]
+    if drafts["drafted"]:
+        right = 100 * drafts["accepted"] / drafts["drafted"]
+        yield f"{drafts['tokens_per_step']:.2f} tokens a step; {right:.0f} % of {drafts['drafted']} draft tokens right"
     if any(stats["found"].values()):
         ratios = ", ".join(f"{tier} {100 * share:.0f} %" for tier, share in stats["hit_ratio"].items())
         moved = f"{stats['disk_bytes'] / MIB:.1f} MiB from disk, {stats['pool_bytes'] / MIB:.1f} MiB to the pool"

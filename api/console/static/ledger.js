@@ -23,6 +23,7 @@ export function ledgerRows(stats) {
     ["First and last", `${moment(stats.first_used)}, ${moment(stats.last_used)}`],
     ["Prompts", `${plural(stats.prompt_tokens, "token")}, ${count(stats.cached_tokens)} from the prefix cache`],
     ["Answers", plural(stats.generated_tokens, "token")],
+    ["Drafts", drafts(stats.speculation)],
     ["Compute", `${rate(stats.compute_seconds)} s`],
     ["Adapter was", counted(stats.found ?? {}, PLACES).join(", ") || null],
     ["Loads", `${plural(stats.disk_loads, "file")} read, ${bytes(stats.disk_bytes)}`],
@@ -36,6 +37,11 @@ const counted = (numbers, words) =>
   Object.entries(words)
     .filter(([key]) => numbers[key])
     .map(([key, word]) => `${count(numbers[key])} ${word}`);
+
+const drafts = (told) =>
+  told?.drafted
+    ? `${count(told.accepted)} of ${plural(told.drafted, "token")} right, ${rate(told.tokens_per_step)} tokens a step`
+    : null;
 
 const firstToken = (times) =>
   times?.count ? `${ms(times.p50_ms)} median, ${ms(times.p95_ms)} for 95 % (${plural(times.count, "answer")})` : null;

@@ -222,6 +222,7 @@ def test_the_ledger_in_words(modules, server, make_adapter) -> None:
         ["First and last", "2026-11-22 05:05 UTC, 2026-11-22 06:05 UTC"],
         ["Prompts", "812 tokens, 640 from the prefix cache"],
         ["Answers", "590 tokens"],
+        ["Drafts", "170 of 310 tokens right, 1.4 tokens a step"],
         ["Compute", "4.0 s"],
         ["Adapter was", "9 in the pool, 1 on the disk"],
         ["Loads", "1 file read, 1.9 MiB"],

@@ -12,8 +12,8 @@ from lorasrv.errors import EngineDead
 
 FIGURES = {
     "requests", "errors", "refused", "aborted", "fallbacks", "prompt_tokens", "cached_tokens", "generated_tokens",
-    "compute_seconds", "disk_loads", "disk_bytes", "pool_copies", "pool_bytes", "resident_byte_hours", "found",
-    "hit_ratio", "ttft", "first_used", "last_used",
+    "speculation", "compute_seconds", "disk_loads", "disk_bytes", "pool_copies", "pool_bytes", "resident_byte_hours",
+    "found", "hit_ratio", "ttft", "first_used", "last_used",
 }  # fmt: skip
 
 

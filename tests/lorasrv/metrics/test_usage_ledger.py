@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,6 +303,24 @@ async def test_after_a_surprise_it_is_written_the_next_time(
             world.ended()
             await until(lambda so_far=2 * written: requests_written() == so_far or task.done())
     assert await world.restarted().requests() == 4
+
+
+async def test_a_ledger_of_the_first_layout_goes_on(world: World) -> None:
+    """It lacks the columns of speculation."""
+    world.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
+    before = await world.usage()
+    with contextlib.closing(sqlite3.connect(world.folder / "ledger.db")) as db:
+        for name in ("answer_steps", "draft_tokens", "accepted_draft_tokens"):
+            db.execute(f"ALTER TABLE usage DROP COLUMN {name}")
+        db.execute("PRAGMA user_version = 1")
+        db.commit()
+    old = await world.restarted().usage()
+    assert old.to_dict() == replace(before, answer_steps=0, draft_tokens=0, accepted_draft_tokens=0).to_dict()
+    world.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
+    shown = (await world.usage()).to_dict()
+    assert (shown["requests"], shown["speculation"]["drafted"], shown["speculation"]["accepted"]) == (2, 4, 2)
+    assert shown["speculation"]["tokens_per_step"] == round(before.generated_tokens * 2 / 3, 3)
+    assert not (world.folder / "ledger.db.unreadable").exists()
 
 
 @pytest.mark.parametrize("content", [b"no database" * 999, "layout 7"])
