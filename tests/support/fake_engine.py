@@ -29,6 +29,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest, OnCold
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation_params import ANY_SPECULATION
 from lorasrv.worker.disk_threads import DiskReadStats
 
 VOCAB, CONTEXT = 384, 512
@@ -54,6 +55,7 @@ DEFAULTS: RequestOptions = {
     "constraint": None,
     "shown_token_ids": frozenset(),
     "beams": None,
+    "speculation": ANY_SPECULATION,
 }
 
 
@@ -286,7 +288,7 @@ class FakeEngine:
         return self._reply()
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
-        self.asked.append(("forget answers", adapter, salt))
+        assert self.is_alive
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         assert self.is_alive

@@ -152,7 +152,7 @@ class TestExitCodes:
 
     def test_version_and_defaults(self, cli) -> None:
         assert cli("--version").out.strip().count(".") == 2
-        assert "256MiB]" in cli("serve", "--help").out
+        assert "64MiB]" in cli("serve", "--help").out
 
     def test_a_closed_pipe_is_no_error(self) -> None:
         read, write = os.pipe()

@@ -203,10 +203,11 @@ def test_real_drafters_give_the_answers_of_none(
         assert all(count.drafted > count.accepted for name, count in counts.items() if name != "grammar")
 
 
-def test_the_right_drafts_save_the_steps_that_they_can(wide: Drafted) -> None:
+def test_the_right_drafts_save_the_steps_that_they_can(model: Path, library: AdapterStore) -> None:
     """40 tokens: the first with the prompt, 39 others in steps of 17."""
-    assert wide.compare([Ask(PROMPT, GREEDY)], oracle) == (40, 1 + 3)
-    assert wide.compare([Ask(PROMPT, GREEDY)], liar) == (40, 40)
+    with closing(Drafted(model, library)) as drafted:
+        assert drafted.compare([Ask(PROMPT, GREEDY)], oracle) == (40, 1 + 3)
+        assert drafted.compare([Ask(PROMPT, GREEDY)], liar) == (40, 40)
 
 
 def test_no_more_draft_rows_than_logits_have_room_for(model: Path, library: AdapterStore) -> None:
