@@ -18,6 +18,8 @@ from lorasrv.speculation.token_buffer import TokenBuffer
 
 MAX_TOKENS = 1 << 15
 """Most tokens kept of one persona; the oldest quarter of the answers goes first."""
+MAX_TOKEN_BYTES = 8
+"""Most bytes that a token takes: 4, in an array that may be half full."""
 MAX_REPLY_TOKENS = 1 << 12
 """Tokens that are kept of one answer."""
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
@@ -35,6 +37,7 @@ class ReplyCorpus:
 
     def __init__(self, max_bytes: int) -> None:
         self._texts: LRUCache[CorpusKey, TokenBuffer] = LRUCache(max_bytes, getsizeof=lambda text: text.nbytes)
+        self._max_tokens = min(MAX_TOKENS, max_bytes // MAX_TOKEN_BYTES)
 
     @property
     def kept_bytes(self) -> int:
@@ -50,10 +53,10 @@ class ReplyCorpus:
         """Keep a finished answer, if its client lets it be kept and it was neither aborted nor refused."""
         if not request.message.speculation.remember or request.status not in _COMPLETE:
             return
-        reply = request.token_ids[request.num_prompt_tokens :][:MAX_REPLY_TOKENS]
+        reply = request.token_ids[request.num_prompt_tokens :][: min(MAX_REPLY_TOKENS, self._max_tokens // 4)]
         key = _key(request)
-        text = self._texts.get(key) or TokenBuffer()
-        if len(text) + len(reply) >= MAX_TOKENS:
+        text = self._texts.pop(key, None) or TokenBuffer()
+        if len(text) + len(reply) >= self._max_tokens:
             text = _without_oldest(text)
         text.extend([BOUNDARY, *reply])
         if text.nbytes <= self._texts.maxsize:

@@ -128,6 +128,16 @@ class TestWhoIsCopied:
             speculator.forget(asked("s", cache_salt="never kept"))
         assert proposal(speculator, asked("s", answer=REPLY[:2], cache_salt="2")) == ()
 
+    @pytest.mark.parametrize("max_bytes", [0, 100, 600, 5000])
+    def test_a_small_corpus_keeps_the_newest_answers(self, max_bytes: int) -> None:
+        speculator = Speculator([ReplyCorpus(max_bytes)], VOCAB)
+        for number in range(90):
+            finished(speculator, asked(answer=[20 + number, *REPLY]))
+            assert speculator.kept_bytes <= max_bytes
+        assert bool(proposal(speculator, asked("s", answer=[109]))) == (max_bytes > 500)
+        assert proposal(speculator, asked("t", answer=[20])) == ()
+        assert speculator.is_active, "it did not fail"
+
     def test_the_oldest_answers_of_a_persona_go_first(self) -> None:
         speculator = Speculator([ReplyCorpus(1 << 22)], VOCAB)
         for number in range(40):
