@@ -82,6 +82,7 @@ class MemoryPlan:
     block: int
     host_cache: int
     swap: int
+    corpus: int
     max_num_batched_tokens: int
 
     @classmethod
@@ -101,6 +102,7 @@ class MemoryPlan:
             block=block_bytes(spec, config),
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
+            corpus=config.speculation.corpus_bytes,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
@@ -133,11 +135,12 @@ class MemoryPlan:
     def warning(self) -> str:
         """Return what may grow beyond the memory, in one line with the options to change; "" if nothing."""
         rest = self.free_on_host - (0 if self.on_gpu else self.needed)
-        if self.host_cache + self.swap <= rest:
+        if self.host_cache + self.swap + self.corpus <= rest:
             return ""
         return (
-            f"adapters and requests in host memory may grow to {size(self.host_cache)} (--host-cache-bytes) and "
-            f"{size(self.swap)} (--swap-bytes), but {size(max(0, rest))} are left"
+            f"adapters, requests and past answers in host memory may grow to {size(self.host_cache)} "
+            f"(--host-cache-bytes), {size(self.swap)} (--swap-bytes) and {size(self.corpus)} (--corpus-bytes), but "
+            f"{size(max(0, rest))} are left"
         )
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorasrv.config import EngineConfig, MemoryOptions, SchedulerOptions
+from lorasrv.config import EngineConfig, MemoryOptions, SchedulerOptions, SpeculationOptions
 from lorasrv.engine import memory_plan
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.errors import ConfigError, NotEnoughMemory
@@ -37,10 +37,13 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """plan(on_gpu=, max_num_batched_tokens=, memory options) -> the built-in base beside 16 GiB of free memory."""
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 16 * GIB)
 
-    def make(on_gpu: bool = False, max_num_batched_tokens: int = 512, **memory: Any) -> MemoryPlan:
+    def make(
+        on_gpu: bool = False, max_num_batched_tokens: int = 512, corpus_bytes: int = 64 << 20, **memory: Any
+    ) -> MemoryPlan:
         monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(16 * GIB, 24 * GIB, on_gpu))
         scheduler = SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens)
-        config = EngineConfig(memory=MemoryOptions(**memory), scheduler=scheduler)
+        speculation = SpeculationOptions(corpus_bytes=corpus_bytes)
+        config = EngineConfig(memory=MemoryOptions(**memory), scheduler=scheduler, speculation=speculation)
         return MemoryPlan.of(config, read_model_shape("smollm2-135m").spec, "int4", torch.device("cpu"))
 
     return make
@@ -85,6 +88,7 @@ def test_what_is_refused(plan: Any, options: dict[str, Any], error: type[Excepti
         ({"host_cache_bytes": 11 * GIB}, None),
         ({"host_cache_bytes": 12 * GIB}, "11.9 GiB"),
         ({"swap_bytes": 12 * GIB}, "11.9 GiB"),
+        ({"corpus_bytes": 12 * GIB}, "11.9 GiB"),
         ({"pool_bytes": 15 * GIB}, "908.7 MiB"),
         ({"pool_bytes": 15 * GIB, "on_gpu": True}, None),
         ({"host_cache_bytes": 16 * GIB, "on_gpu": True}, "16.0 GiB"),
