@@ -134,7 +134,7 @@ def test_schemas_by_openais_client(client: OpenAI) -> None:
     assert whole.choices[0].finish_reason == "stop"
     pieces = [chunk.choices[0].delta.content or "" for chunk in _ask(client, stream=True, **_format(SCHEMA))]
     assert "".join(pieces) == whole.choices[0].message.content
-    assert len(pieces) > 5
+    assert len(pieces) > 2, "forced tokens come together"
     three = _ask(client, n=3, temperature=1.5, **_format(SCHEMA))
     assert all(json.loads(choice.message.content)["mood"] for choice in three.choices)
     assert len({choice.message.content for choice in three.choices}) > 1
