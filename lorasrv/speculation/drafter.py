@@ -6,7 +6,6 @@ A wrong draft costs time and never a wrong token: each draft token is compared w
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request
@@ -41,17 +40,14 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-class Drafter(Protocol):
+class Drafter:
     """Propose draft tokens. Called by the engine thread only, between two steps."""
 
     name: str
 
-    @property
-    def kept_bytes(self) -> int:
-        """Return the bytes of past answers that are kept."""
-
-    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
-        """Return a draft for each ask, in order."""
+    def draft(self, ask: DraftAsk) -> Draft:
+        """Return a draft of one request."""
+        raise NotImplementedError
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Learn a request's new tokens, drafted or not; its `token_ids` end with them."""
@@ -61,3 +57,8 @@ class Drafter(Protocol):
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
         """Drop what is kept of an adapter's answers, or of those under a salt; None names none."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of past answers that are kept."""
+        return 0

@@ -3,76 +3,67 @@
 Sources: prompt lookup decoding (Saxena 2023); inference with reference (Yang et al. 2023, arXiv:2304.04487).
 """
 
+from array import array
 from collections.abc import Sequence
 
-from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk
-from lorasrv.speculation.text_match import BOUNDARY, MAX_MATCH, continuation
-from lorasrv.speculation.token_buffer import TokenBuffer
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.text_match import BOUNDARY, INT32, MAX_MATCH, continuation
 
 
-class PromptLookup:
-    """Search a request's own tokens for what followed its last ones before."""
-
-    name = "lookup"
-    kept_bytes = 0
+class _TextSearch(Drafter):
+    """Search one text of each request for what followed its last tokens."""
 
     def __init__(self) -> None:
-        self._texts: dict[RequestId, TokenBuffer] = {}
+        self._texts: dict[RequestId, array[int]] = {}
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
+    def _text(self, request: Request) -> Sequence[int]:
+        """Return the text to search."""
+        raise NotImplementedError
+
+    def _last(self, request: Request) -> Sequence[int]:
+        """Return the tokens before the draft."""
+        raise NotImplementedError
+
+    def draft(self, ask: DraftAsk) -> Draft:
+        request = ask.request
+        text = self._texts.get(request.request_id)
+        if text is None:
+            text = self._texts[request.request_id] = array(INT32, self._text(request))
+        return continuation(text, self._last(request), ask.max_tokens)
+
+    def forget(self, request: Request) -> None:
+        self._texts.pop(request.request_id, None)
+
+
+class PromptLookup(_TextSearch):
+    """Search a request's own tokens."""
+
+    name = "lookup"
+
+    def _text(self, request: Request) -> Sequence[int]:
+        return request.token_ids
+
+    def _last(self, request: Request) -> Sequence[int]:
+        return request.token_ids[-MAX_MATCH:]
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         if (text := self._texts.get(request.request_id)) is not None:
             text.extend(new_token_ids)
 
-    def forget(self, request: Request) -> None:
-        self._texts.pop(request.request_id, None)
 
-    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        """Do nothing: no answer is kept."""
-
-    def _draft(self, ask: DraftAsk) -> Draft:
-        request = ask.request
-        text = self._texts.get(request.request_id)
-        if text is None:
-            text = self._texts[request.request_id] = TokenBuffer(request.token_ids)
-        return continuation(text.tokens, request.token_ids[-MAX_MATCH:], ask.max_tokens)
-
-
-class Prediction:
-    """Follow the text that the client expects as the answer."""
+class Prediction(_TextSearch):
+    """Search the text that the client expects as the answer."""
 
     name = "prediction"
-    kept_bytes = 0
 
-    def __init__(self) -> None:
-        self._texts: dict[RequestId, TokenBuffer] = {}
-
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
-
-    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Do nothing: what an answer has said is compared with its prediction when a draft is asked for."""
-
-    def forget(self, request: Request) -> None:
-        self._texts.pop(request.request_id, None)
-
-    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        """Do nothing: no answer is kept."""
-
-    def _draft(self, ask: DraftAsk) -> Draft:
-        request = ask.request
+    def _text(self, request: Request) -> Sequence[int]:
         predicted = request.message.prediction_token_ids
-        if not predicted:
-            return NO_DRAFT
-        text = self._texts.get(request.request_id)
-        if text is None:
-            text = self._texts[request.request_id] = TokenBuffer([BOUNDARY, *predicted])
-        return continuation(text.tokens, spoken(request), ask.max_tokens)
+        return (BOUNDARY, *predicted) if predicted else ()
+
+    def _last(self, request: Request) -> Sequence[int]:
+        return spoken(request)
 
 
 def spoken(request: Request) -> list[int]:

@@ -5,28 +5,28 @@ adapter content and the same salt, so that one API key's answers never draft for
 tell what others were told (arXiv:2411.01076).
 """
 
-from collections.abc import Sequence
+import sys
+from array import array
 
 from cachetools import LRUCache
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request, RequestStatus
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
 from lorasrv.speculation.prompt_lookup import spoken
-from lorasrv.speculation.text_match import BOUNDARY, continuation
-from lorasrv.speculation.token_buffer import TokenBuffer
+from lorasrv.speculation.text_match import BOUNDARY, INT32, continuation
 
 MAX_TOKENS = 1 << 15
 """Most tokens kept of one persona; the oldest quarter of the answers goes first."""
 MAX_TOKEN_BYTES = 8
-"""Most bytes that a token takes: 4, in an array that may be half full."""
+"""Most bytes that a token takes: 4, and the room that its array grows into."""
 MAX_REPLY_TOKENS = 1 << 12
 """Tokens that are kept of one answer."""
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 CorpusKey = tuple[AdapterKey | None, str]
 
 
-class ReplyCorpus:
+class ReplyCorpus(Drafter):
     """Keep finished answers by adapter and salt, those used last, and draft from them.
 
     Args:
@@ -36,18 +36,16 @@ class ReplyCorpus:
     name = "corpus"
 
     def __init__(self, max_bytes: int) -> None:
-        self._texts: LRUCache[CorpusKey, TokenBuffer] = LRUCache(max_bytes, getsizeof=lambda text: text.nbytes)
+        self._texts: LRUCache[CorpusKey, array[int]] = LRUCache(max_bytes, getsizeof=sys.getsizeof)
         self._max_tokens = min(MAX_TOKENS, max_bytes // MAX_TOKEN_BYTES)
 
     @property
     def kept_bytes(self) -> int:
         return int(self._texts.currsize)
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
-
-    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Do nothing: an answer is kept when it is complete."""
+    def draft(self, ask: DraftAsk) -> Draft:
+        text = self._texts.get(_key(ask.request))
+        return NO_DRAFT if text is None else continuation(text, spoken(ask.request), ask.max_tokens)
 
     def forget(self, request: Request) -> None:
         """Keep a finished answer, if its client lets it be kept and it was neither aborted nor refused."""
@@ -55,29 +53,23 @@ class ReplyCorpus:
             return
         reply = request.token_ids[request.num_prompt_tokens :][: min(MAX_REPLY_TOKENS, self._max_tokens // 4)]
         key = _key(request)
-        text = self._texts.pop(key, None) or TokenBuffer()
+        text = self._texts.pop(key, None) or array(INT32)
         if len(text) + len(reply) >= self._max_tokens:
             text = _without_oldest(text)
         text.extend([BOUNDARY, *reply])
-        if text.nbytes <= self._texts.maxsize:
+        if sys.getsizeof(text) <= self._texts.maxsize:
             self._texts[key] = text
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
         for key in [(a, s) for a, s in self._texts if a == adapter is not None or s == salt]:
             del self._texts[key]
 
-    def _draft(self, ask: DraftAsk) -> Draft:
-        text = self._texts.get(_key(ask.request))
-        return NO_DRAFT if text is None else continuation(text.tokens, spoken(ask.request), ask.max_tokens)
-
 
 def _key(request: Request) -> CorpusKey:
     return request.adapter_key, request.message.cache_salt
 
 
-def _without_oldest(text: TokenBuffer) -> TokenBuffer:
+def _without_oldest(text: "array[int]") -> "array[int]":
     """Return the answers that begin in the newer three quarters of a text."""
-    tokens = text.tokens
-    begins = (tokens == BOUNDARY).nonzero()[0]
-    newer = begins[begins >= len(tokens) // 4]
-    return TokenBuffer(tokens[newer[0] :].tolist() if newer.size else ())
+    begins = [at for at in range(len(text) // 4, len(text)) if text[at] == BOUNDARY]
+    return text[begins[0] :] if begins else array(INT32)

@@ -150,8 +150,8 @@ class Speculator:
                 self._guard(drafter, partial(self._begin, drafter, those))
 
     def _begin(self, drafter: Drafter, asks: Sequence[DraftAsk]) -> None:
-        for ask, draft in zip(asks, drafter.propose(asks), strict=True):
-            if draft.token_ids:
+        for ask in asks:
+            if (draft := drafter.draft(ask)).token_ids:
                 self._trails.setdefault(ask.request.request_id, {})[drafter.name] = _Trail(draft)
 
     def _wants(self, request: Request, name: str) -> bool:

@@ -4,14 +4,15 @@ A scan of 32,768 tokens takes some ten microseconds; suffix trees and automata (
 take ten times the memory and are only needed for far longer texts.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from lorasrv.speculation.drafter import Draft
 
-Tokens = npt.NDArray[np.int32]
+INT32 = "i"
+"""Type code of arrays of tokens."""
 BOUNDARY = -1
 """Stands before each of several texts in one array; no draft goes beyond it."""
 MAX_MATCH = 16
@@ -23,18 +24,18 @@ MAX_LENGTH_CLASS = 4
 MAX_COUNT_CLASS = 3
 
 
-def continuation(text: Tokens, last: Sequence[int], max_tokens: int) -> Draft:
+def continuation(text: "array[int]", last: Sequence[int], max_tokens: int) -> Draft:
     """Return what most often followed the longest matches of the `last` tokens in a text, token by token; of equally
     frequent tokens the one that occurred last.
 
     Evidence of a token: the classes of its match's length, of the number of matches, and of its share of them.
 
     Args:
-        text: [N] int32, may contain `BOUNDARY`.
+        text: int32, may contain `BOUNDARY`.
         last: the tokens before the draft, newest last.
     """
     ends, length = _matches(text, last[-MAX_MATCH:])
-    runs = [text[end : end + max_tokens].tolist() for end in ends]
+    runs = [text[end : end + max_tokens] for end in ends]
     tokens, evidence = list[int](), list[tuple[int, int, int]]()
     while len(tokens) < max_tokens and runs:
         at = len(tokens)
@@ -49,17 +50,20 @@ def continuation(text: Tokens, last: Sequence[int], max_tokens: int) -> Draft:
     return Draft(tuple(tokens), tuple(evidence))
 
 
-def _matches(text: Tokens, last: Sequence[int]) -> tuple[list[int], int]:
+def _matches(text: "array[int]", last: Sequence[int]) -> tuple[list[int], int]:
     """Return the places after the longest matches of the last tokens, latest first, and the length of the matches."""
-    if len(last) < MIN_MATCH:
+    if len(last) < MIN_MATCH or len(text) <= MIN_MATCH:
         return [], 0
-    ends = (np.flatnonzero((text[1:-1] == last[-1]) & (text[:-2] == last[-2])) + MIN_MATCH)[: -MAX_MATCHES - 1 : -1]
-    lengths = [_match_length(text[max(0, end - MAX_MATCH) : end].tolist(), last) for end in ends.tolist()]
+    # A view: the text cannot grow while it is there.
+    tokens = np.frombuffer(text, np.int32)
+    found = np.flatnonzero((tokens[1:-1] == last[-1]) & (tokens[:-2] == last[-2]))
+    ends: list[int] = (found + MIN_MATCH)[: -MAX_MATCHES - 1 : -1].tolist()
+    lengths = [_match_length(text[max(0, end - MAX_MATCH) : end], last) for end in ends]
     longest = max(lengths, default=0)
-    return [end for end, length in zip(ends.tolist(), lengths, strict=True) if length == longest], longest
+    return [end for end, length in zip(ends, lengths, strict=True) if length == longest], longest
 
 
-def _match_length(text: list[int], last: Sequence[int]) -> int:
+def _match_length(text: Sequence[int], last: Sequence[int]) -> int:
     length = 0
     for one, other in zip(reversed(text), reversed(last), strict=False):
         if one != other:

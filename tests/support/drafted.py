@@ -39,11 +39,10 @@ Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
 """Draft tokens, given what plain decoding says from here on."""
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes what its script makes of the right answers; without a script nothing."""
 
     name = "scripted"
-    kept_bytes = 0
 
     def __init__(self) -> None:
         self.script: Script | None = None
@@ -53,14 +52,11 @@ class ScriptedDrafter:
         self.heard: dict[RequestId, list[int]] = {}
         self.forgotten: list[RequestId] = []
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = []
-        for ask in asks:
-            request = ask.request
-            right = self.answers.get(request.request_id, [])[request.num_generated_tokens :]
-            drafts.append(scripted(self.script(right, ask, self.rng) if self.script is not None else ()))
-            self.num_proposed += len(drafts[-1].token_ids)
-        return drafts
+    def draft(self, ask: DraftAsk) -> Draft:
+        right = self.answers.get(ask.request.request_id, [])[ask.request.num_generated_tokens :]
+        draft = scripted(self.script(right, ask, self.rng) if self.script is not None else ())
+        self.num_proposed += len(draft.token_ids)
+        return draft
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         assert request.token_ids[-len(new_token_ids) :] == list(new_token_ids)
@@ -68,9 +64,6 @@ class ScriptedDrafter:
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
-
-    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        pass
 
 
 def oracle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:

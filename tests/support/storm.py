@@ -65,33 +65,23 @@ def config(
     )
 
 
-class EchoDrafter:
+class EchoDrafter(Drafter):
     """Guesses that a text goes on as it did behind the same token before; else anything."""
 
     name = "echo"
-    kept_bytes = 0
 
     def __init__(self) -> None:
         self.num_right = 0
         self._rng = random.Random(0)
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = []
-        for ask in asks:
-            ids = ask.request.token_ids
-            before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
-            found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
-            drafts.append(scripted(found[: ask.max_tokens]))
-        return drafts
+    def draft(self, ask: DraftAsk) -> Draft:
+        ids = ask.request.token_ids
+        before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
+        found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
+        return scripted(found[: ask.max_tokens])
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         self.num_right += len(new_token_ids) - 1
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        pass
 
 
 def start(

@@ -6,7 +6,7 @@ page operations in their order, adapter copies at any later time, keys and value
 step reads must carry the tag that it would have, had the request been alone. Every accepted request ends exactly once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +22,11 @@ from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
+from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
-from lorasrv.speculation.drafter import Draft, DraftAsk
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
@@ -57,30 +57,20 @@ def _tag(*content: object) -> int:
     return hash(content) & (2**62 - 1)
 
 
-class Guesses:
+class Guesses(Drafter):
     """Drafts of which the first are right, how many depends on the request."""
 
     name = "guesses"
-    kept_bytes = 0
 
     def __init__(self, says: Callable[[int], int]) -> None:
         self._says = says
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)]) for ask in asks]
+    def draft(self, ask: DraftAsk) -> Draft:
+        return scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)])
 
     def _guess(self, ask: DraftAsk, depth: int) -> int:
         position = ask.request.num_tokens + depth
         return self._says(position) + (depth >= (ask.request.number + position) % 4)
-
-    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        pass
 
 
 @dataclass

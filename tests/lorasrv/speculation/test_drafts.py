@@ -336,15 +336,14 @@ def test_only_said_tokens_are_charged(wide: Drafted, monkeypatch: pytest.MonkeyP
 
 
 class TestFaults:
-    @pytest.mark.parametrize("method", ["propose", "observe", "forget", "too few proposals"])
+    @pytest.mark.parametrize("method", ["draft", "observe", "forget"])
     def test_a_drafter_that_fails_costs_no_answer(self, model: Path, library: AdapterStore, method: str) -> None:
         def failing(*_: object) -> Any:
             raise RuntimeError("as asked")
 
         with closing(Drafted(model, library)) as drafted:
             want = drafted.run([Ask(PROMPT, GREEDY, count=2)])
-            name, fault = (method, failing) if hasattr(drafted.drafter, method) else ("propose", lambda asks: [])
-            setattr(drafted.drafter, name, fault)
+            setattr(drafted.drafter, method, failing)
             assert drafted.run([Ask(PROMPT, GREEDY, count=2)], oracle) == want
             assert not drafted.scheduler._speculator.is_active
 

@@ -11,7 +11,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.speculation.drafter import Draft, DraftAsk
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.forced_tokens import ForcedTokens
 from lorasrv.speculation.prompt_lookup import Prediction, PromptLookup
 from lorasrv.speculation.reply_corpus import MAX_TOKENS, ReplyCorpus
@@ -55,22 +55,15 @@ def finished(speculator: Speculator, request: Request, status: RequestStatus = R
     speculator.forget(request)
 
 
-class Fixed:
+class Fixed(Drafter):
     """Always proposes the same."""
-
-    kept_bytes = 0
 
     def __init__(self, tokens: Sequence[int], name: str = "fixed") -> None:
         self.name, self._tokens, self.num_asked = name, tokens, 0
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        self.num_asked += len(asks)
-        return [scripted(self._tokens)] * len(asks)
-
-    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        pass
-
-    forget = drop = lambda *_: None
+    def draft(self, ask: DraftAsk) -> Draft:
+        self.num_asked += 1
+        return scripted(self._tokens)
 
 
 class TestWhoIsCopied:
@@ -120,10 +113,10 @@ class TestWhoIsCopied:
         assert bool(speculator.kept_bytes) == is_kept
 
     def test_the_bytes_are_bounded_by_those_used_last(self) -> None:
-        speculator = Speculator([ReplyCorpus(1000)], VOCAB)
+        speculator = Speculator([ReplyCorpus(400)], VOCAB)
         for number in range(6):
             finished(speculator, asked(answer=REPLY, cache_salt=str(number)))
-            assert 0 < speculator.kept_bytes <= 1000
+            assert 0 < speculator.kept_bytes <= 400
             assert proposal(speculator, asked("s", answer=REPLY[:2], cache_salt="0")) == tuple(REPLY[2:])
             speculator.forget(asked("s", cache_salt="never kept"))
         assert proposal(speculator, asked("s", answer=REPLY[:2], cache_salt="2")) == ()
@@ -198,7 +191,7 @@ class TestLearning:
         """The first token of each draft is right, the second in one of four, and no step ever verifies one."""
         drafter = Fixed([5, 6, 7])
         speculator = Speculator([drafter], VOCAB)
-        drafter.propose = lambda asks: [Draft((5, 6, 7), ("first", "second", "third"))] * len(asks)  # type: ignore
+        drafter.draft = lambda ask: Draft((5, 6, 7), ("first", "second", "third"))  # type: ignore
         for number in range(400):
             request = asked(str(number), answer=[1])
             [found] = speculator.propose([DraftAsk(request, 8)], 1.0)

@@ -1,12 +1,12 @@
 """Continuations of matches, against a search that spells everything out."""
 
+from array import array
 from collections import Counter
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorasrv.speculation.text_match import BOUNDARY, MAX_MATCH, MAX_MATCHES, MIN_MATCH, continuation
+from lorasrv.speculation.text_match import BOUNDARY, INT32, MAX_MATCH, MAX_MATCHES, MIN_MATCH, continuation
 
 TOKENS = st.integers(BOUNDARY, 3)
 
@@ -34,17 +34,17 @@ def spelled(text: list[int], last: list[int], most: int) -> list[int]:
 
 @given(st.lists(TOKENS, max_size=120), st.lists(TOKENS, min_size=1, max_size=20), st.integers(1, 8))
 def test_as_spelled_out(text: list[int], last: list[int], most: int) -> None:
-    draft = continuation(np.array(text, np.int32), last, most)
+    draft = continuation(array(INT32, text), last, most)
     assert list(draft.token_ids) == spelled(text, last, most)
 
 
 def test_of_its_own_text_the_end_is_no_match() -> None:
     text = [5, 6, 7, 8, 5, 6]
-    assert continuation(np.array(text, np.int32), text, 3).token_ids == (7, 8, 5)
+    assert continuation(array(INT32, text), text, 3).token_ids == (7, 8, 5)
 
 
 def test_evidence_tells_what_the_guess_rests_on() -> None:
     text = [1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]
-    assert continuation(np.array(text, np.int32), [1, 2], 2).evidence == ((1, 2, 2), (2, 2, 4))
+    assert continuation(array(INT32, text), [1, 2], 2).evidence == ((1, 2, 2), (2, 2, 4))
     alone = [7, 1, 2, 3, 4, 5, 6]
-    assert continuation(np.array(alone, np.int32), [7, 1, 2, 3], 2).evidence == ((3, 1, 4), (3, 1, 4))
+    assert continuation(array(INT32, alone), [7, 1, 2, 3], 2).evidence == ((3, 1, 4), (3, 1, 4))
