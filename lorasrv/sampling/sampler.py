@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows, typical
+from lorasrv.sampling.race import race, race_keys, race_together
 from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels.metadata.h2d import upload
 
@@ -86,7 +87,7 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
         draw_together_(tokens, logits, rows, random)
         return tokens
     for number in random:
-        tokens[number] = _draw(logits[number], rows[number].params, rows[number].num_generated)
+        tokens[number] = _draw(logits[number], rows[number])
     return tokens
 
 
@@ -124,12 +125,11 @@ def _drawn(logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: int) -> 
     """Return [B] int64, a draw of each row from its `likeliest` tokens, from all in their own order if that is 0."""
     params = [row.params for row in rows]
     facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p, p.typical_p] for p in params]
-    draws = [_uniform(row.params.seed, row.num_generated) for row in rows]
-    host = torch.tensor([[*row, draw] for row, draw in zip(facts, draws, strict=True)], dtype=torch.float64)
+    host, keys = torch.tensor(facts, dtype=torch.float32), torch.from_numpy(race_keys([_draw_of(row) for row in rows]))
     if logits.device.type == "cuda":
-        host = host.pin_memory()
-    temperature, top_k, top_p, min_p, typical_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
-    probs, order = torch.softmax(logits / temperature.float(), dim=-1), None
+        host, keys = host.pin_memory(), keys.pin_memory()
+    temperature, top_k, top_p, min_p, typical_p = host.to(logits.device, non_blocking=True).T[:, :, None]
+    probs, order = torch.softmax(logits / temperature, dim=-1), None
     if likeliest:
         probs, order = _sorted(probs, likeliest)
         probs = torch.where(torch.arange(likeliest, device=probs.device) < top_k, probs, 0.0)
@@ -138,13 +138,9 @@ def _drawn(logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: int) -> 
     if any(p.min_p > 0.0 for p in params):
         probs = torch.where(probs >= min_p * probs.amax(dim=-1, keepdim=True), probs, 0.0)
     if any(p.typical_p < 1.0 for p in params):
-        probs = torch.where(typical(probs, typical_p.float()) | (typical_p == 1.0), probs, 0.0)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    # Where the draw was rounded up to the total: the last token that is not impossible.
-    last = torch.searchsorted(cumulative, total)
-    at = torch.minimum(torch.searchsorted(cumulative, draw * total, right=True), last)
-    return (at if order is None else order.gather(1, at))[:, 0]
+        probs = torch.where(typical(probs, typical_p) | (typical_p == 1.0), probs, 0.0)
+    at = race_together(probs, keys.to(logits.device, non_blocking=True), order)
+    return at if order is None else order.gather(1, at[:, None])[:, 0]
 
 
 def _sorted(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -159,10 +155,11 @@ def _sorted(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return (top >> 32).int().view(torch.float32), vocab - 1 - (top & 0xFFFFFFFF)
 
 
-def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
+def _draw(logits: Tensor, row: SamplingMetadata) -> int:
     """Draw a token of one row: temperature, top-k, top-p over the rest, min-p relative to the likeliest, then
     typical.
     """
+    p = row.params
     probs = torch.softmax(logits / p.temperature, dim=-1)
     candidates: Tensor | None = None
     if 0 < p.top_k < probs.numel():
@@ -174,11 +171,9 @@ def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
         probs = torch.where(probs >= p.min_p * probs.max(), probs, 0.0)
     if p.typical_p < 1.0:
         probs = torch.where(typical(probs, p.typical_p), probs, 0.0)
-    cumulative = probs.double().cumsum(0)
-    at = torch.searchsorted(cumulative, _uniform(p.seed, count) * cumulative[-1], right=True)
-    if int(at) == probs.numel():  # the draw was rounded up to the total
-        at = probs.nonzero()[-1, 0]
-    return at if candidates is None else candidates[at]
+    tokens = None if candidates is None else candidates.numpy()
+    at = race(probs.numpy(), race_keys([_draw_of(row)]), tokens)
+    return at if tokens is None else int(tokens[at])
 
 
 def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
@@ -191,7 +186,7 @@ def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Te
     return top[:kept], order if candidates is None else candidates[order]
 
 
-def _uniform(seed: int | None, count: int) -> float:
-    assert seed is not None, "a random request gets a seed at admission"
-    key = np.array([seed % 2**64, count], dtype=np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key)).random())
+def _draw_of(row: SamplingMetadata) -> tuple[int, int]:
+    """Return what a row's draw depends on: its seed and its number of tokens."""
+    assert row.params.seed is not None, "a random request gets a seed at admission"
+    return row.params.seed, row.num_generated
