@@ -17,6 +17,7 @@ from sgmv_kernels.formats.adapter_panels import SiteDims
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.draft_trees import DraftTrees
 from sgmv_kernels.metadata.h2d import Ints, upload
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
@@ -65,6 +66,8 @@ class AttentionPlan:
     write_slots: Tensor
     # The backend's own form of the sequences.
     prepared: Any
+    # None if no sequence has a draft tree.
+    trees: DraftTrees | None = None
 
     @property
     def num_rows(self) -> int:

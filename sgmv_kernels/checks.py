@@ -12,6 +12,7 @@ from sgmv_kernels.backend import AttentionPlan, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 _SLAB = "slab must be contiguous one-dimensional uint8"
@@ -97,6 +98,15 @@ def check_sequences(
     used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
     inside = (page_tables >= 0) & (page_tables < num_pages)
     require((inside | ~used).all(), "page_tables name a page outside the pool")
+
+
+def check_trees(parents: Sequence[Parents], kv_lens: Sequence[int]) -> None:
+    """Check draft trees: one a sequence, not too many slots, parents before their children."""
+    require(len(parents) == len(kv_lens), "parents must have one entry a sequence")
+    for one, length in zip(parents, kv_lens, strict=True):
+        require(len(one) <= min(MAX_SLOTS, length), f"a tree of {len(one)} slots: at most {MAX_SLOTS}, and kv_lens")
+        ordered = all(ROOT <= parent < slot for slot, parent in enumerate(one))
+        require(ordered, f"parents {list(one)} must be -1 or indices of earlier draft tokens")
 
 
 def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:

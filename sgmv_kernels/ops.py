@@ -39,6 +39,7 @@ from sgmv_kernels.checks import (
     check_segments,
     check_sequences,
     check_slab,
+    check_trees,
     require,
     site_dims,
 )
@@ -47,6 +48,7 @@ from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, stack_codes
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
 
@@ -258,22 +260,29 @@ class Ops:
         kv_lens: Sequence[int],
         page_size: int,
         num_pages: int,
+        parents: Sequence[Parents] = (),
     ) -> AttentionPlan:
         """Check a step's sequences and lay them out, once for all layers.
 
         Args:
             page_tables: [B, max pages] int32 page ids in order; entries past a sequence's pages are ignored.
-            query_lens: rows of each sequence; they are its last positions.
+            query_lens: rows of each sequence; they are its last slots.
             kv_lens: keys of each sequence, this step's included.
             page_size: tokens of a page.
             num_pages: pages of the pool.
+            parents: draft trees, in the last slots of their sequences (`metadata.draft_trees`); one entry a sequence,
+                empty where it has no tree, or none at all.
         Returns: the plan of all layers.
         Raises:
-            KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
+            KernelArgumentError: lengths that contradict each other, a page id outside the pool, or a tree of more than
+                64 slots or with a parent behind its child.
         """
         check_sequences(page_tables, query_lens, kv_lens, page_size, num_pages)
         tables = page_tables.copy()
         plan = plan_of(tables, query_lens, kv_lens, page_size, num_pages, self.device)
+        if any(parents):
+            check_trees(parents, kv_lens)
+            plan = replace(plan, trees=build_trees(parents, np.diff(plan.query_starts), plan.kv_lens))
         return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
 
     def paged_attention(
@@ -287,9 +296,10 @@ class Ops:
     ) -> Tensor:
         """Compute causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
 
-        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j <= pos(t)) V, the last `window` keys only where given;
-        cap(s) = softcap * tanh(s / softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a
-        visible key gives zeros
+        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j seen by t) V; a row sees the keys up to its own, of its
+        draft tree only its ancestors and itself, and where given only those of the last `window` positions; cap(s) =
+        softcap * tanh(s / softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a visible
+        key gives zeros
 
         Args:
             q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
@@ -302,7 +312,7 @@ class Ops:
         Raises:
             KernelArgumentError: shapes that do not fit, or a KV format that the kernels do not read.
         Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); key and value
-            splits for long contexts of Flash-Decoding (Dao et al. 2023).
+            splits for long contexts of Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024).
         """
         self._check_activation(q, "q")
         check_queries(q, kv, window, softcap)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.metadata.draft_trees import ROOT, Parents
 from sgmv_kernels.metadata.segments import BASE, Segments
 
 
@@ -55,27 +56,29 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    parents: Sequence[Parents] = (),
 ) -> Tensor:
     """Compute causal attention of T query rows over paged keys and values, one sequence at a time.
 
-    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j <= pos(t)) V, with only the last `window` keys where given;
-    cap(s) = softcap * tanh(s / softcap), or s
+    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j seen by t) V; a row sees the keys up to its own, of its
+    draft tree only its ancestors and itself, and where given only those of the last `window` positions; cap(s) =
+    softcap * tanh(s / softcap), or s
 
     Args:
         q: [T, heads, D]; the last `query_lens[i]` of `kv_lens[i]` tokens of sequence i are queries.
         keys: [P, kv_heads, D, page].
         values: [P, kv_heads, page, D].
+        parents: draft trees as `Ops.plan_attention` takes them.
     Returns: [T, heads, D] fp32.
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
     group = q.shape[1] // keys.shape[1]
-    for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
+    trees = parents or [()] * len(kv_lens)
+    for table, n, length, tree in zip(page_tables, query_lens, kv_lens, trees, strict=True):
         ids = torch.tensor(list(table))
         k = keys[ids].float().permute(1, 0, 3, 2).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
         v = values[ids].float().transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
-        positions = torch.arange(length - n, length)[:, None]
-        at = torch.arange(length)[None]
-        visible = at <= positions if window is None else (at <= positions) & (at > positions - window)
+        visible = _visible(length, n, tree, window)
         scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
         if softcap is not None:
             scores = softcap_reference(scores, softcap)
@@ -83,6 +86,20 @@ def paged_attention_reference(
         out[start : start + n] = (probs @ v).transpose(0, 1)
         start += n
     return out
+
+
+def _visible(length: int, rows: int, parents: Parents, window: int | None) -> Tensor:
+    """Return which keys of a sequence its last rows see, bool [rows, length]."""
+    last, at = torch.arange(length - rows, length)[:, None], torch.arange(length)[None]
+    visible = at <= last if window is None else (at <= last) & (at > last - window)
+    start = length - len(parents)
+    paths: list[list[int]] = []
+    for slot, parent in enumerate(parents):
+        paths.append((list(range(start)) if parent == ROOT else paths[parent]) + [start + slot])
+    for row, path in enumerate(paths[-rows:], rows - min(rows, len(paths))):
+        visible[row] = False
+        visible[row, path if window is None else path[-window:]] = True
+    return visible
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

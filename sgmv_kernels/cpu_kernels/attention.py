@@ -20,6 +20,7 @@ from sgmv_kernels.cpu_ops.attention import (
     OUT,
     PAGE,
     PAGE_BYTES,
+    POSITIONS,
     ROWS,
     SCALE,
     SCRATCH,
@@ -30,8 +31,10 @@ from sgmv_kernels.cpu_ops.attention import (
     TABLES,
     TASK_INTS,
     TASKS,
+    TREES,
     VALUES,
     WINDOW,
+    WORDS,
     Q,
 )
 from sgmv_kernels.cpu_simd.elementwise import (
@@ -43,6 +46,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     exp_sum,
     f32,
     i32,
+    i64,
     itemsize,
     put_f32,
     row_max,
@@ -104,21 +108,24 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
         put_f32(totals, i, np.float32(0))
     for i in range(rows * dim):
         put_f32(sums, i, np.float32(0))
-    first = max(0, offset + begin - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
+    tree = i32(args[TREES], sequence) if args[TREES] else length
+    first = max(0, min(offset + begin, tree) - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
     last = offset + end
     at = first // block * block
     while at < last:
         stop = min(at + block, last)
         _score(args, kind, queries, scores, sequence, head, rows, at, max(at, first), stop)
         for i in range(rows):
-            position = offset + begin + i // group
+            row = start + begin + i // group
             _soften(
                 args,
                 scores + 4 * block * i,
                 sums + 4 * dim * i,
                 maxima + 4 * i,
                 totals + 4 * i,
-                position,
+                row,
+                row - start + offset,
+                tree,
                 at,
                 stop,
                 softcap,
@@ -136,24 +143,30 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
 
 
 @kernel_part
-def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  # type: ignore[no-untyped-def]
+def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softcap):  # type: ignore[no-untyped-def]
     """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
     Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
+    The row's own key is in `slot`, the first of its draft tree in `tree`.
     """
     padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
-    low = max(0, position - args[WINDOW] + 1 - at) if args[WINDOW] else np.int64(0)
-    high = min(stop - at, position + 1 - at)
+    position = i32(args[POSITIONS], row) if slot >= tree else slot
+    low = max(0, min(position - args[WINDOW] + 1, tree) - at) if args[WINDOW] else np.int64(0)
+    high = min(stop - at, slot + 1 - at)
     for j in range(min(low, padded)):
         put_f32(scores, j, np.float32(-np.inf))
     for j in range(max(0, high), padded):
         put_f32(scores, j, np.float32(-np.inf))
-    if high <= low:
+    if high > low and softcap != 0:
+        capped(scores + 4 * low, high - low, softcap)
+    hidden = np.int64(0)
+    if slot >= tree:
+        outside = position - args[WINDOW] + 1 - tree if args[WINDOW] else np.int64(0)
+        hidden = _hide_others(scores, i64(args[WORDS], row), tree - at, high, outside)
+    if high - hidden <= low:
         for j in range(padded):
             put_f32(scores, j, np.float32(0))
         return
-    if softcap != 0:
-        capped(scores + 4 * low, high - low, softcap)
     before = f32(maximum, 0)
     now = max(before, row_max(scores, padded))
     if now == np.float32(-np.inf):
@@ -166,6 +179,22 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  #
         put_f32(total, 0, f32(total, 0) * factor)
         put_f32(maximum, 0, now)
     put_f32(total, 0, f32(total, 0) + added)
+
+
+@kernel_part
+def _hide_others(scores, word, tree, high, outside):  # type: ignore[no-untyped-def]
+    """Mask the scores from `tree`, where the draft tree begins, to `high` that are no ancestors of a row in its window.
+
+    Returns: how many were masked. The first `outside` ancestors are before the window.
+    """
+    hidden = np.int64(0)
+    for bit in range(high - tree):
+        is_ancestor = (word >> bit) & 1
+        if tree + bit >= 0 and (outside > 0 or not is_ancestor):
+            put_f32(scores, tree + bit, np.float32(-np.inf))
+            hidden += 1
+        outside -= is_ancestor
+    return hidden
 
 
 @kernel_part

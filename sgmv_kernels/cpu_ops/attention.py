@@ -25,9 +25,10 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP = BLOCK + 1
-"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64."""
-NUM_ARGS = SOFTCAP + 1
+SOFTCAP, TREES, WORDS, POSITIONS = range(23, 27)
+"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; the last three are 0 without
+draft trees."""
+NUM_ARGS = POSITIONS + 1
 ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """KV formats that the kernel reads, and its entry for each."""
 
@@ -108,6 +109,12 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
         ROWS: rows * group,
         BLOCK: block,
     }
+    if plan.trees is not None:
+        words |= {
+            TREES: plan.trees.starts.ctypes.data,
+            WORDS: plan.trees.words.ctypes.data,
+            POSITIONS: plan.trees.positions.ctypes.data,
+        }
     return Part(PART, words, len(tasks), threads)
 
 

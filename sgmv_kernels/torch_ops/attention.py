@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.draft_trees import MAX_SLOTS
 
 MAX_PADDING = 2
 """Largest ratio between the numbers of pages of sequences that share one padded product."""
@@ -25,11 +26,21 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A sequence with several query rows, the last of `length` positions; `table` [1, pages] int64."""
+    """A sequence with several query rows or a draft tree; they are its last of `length`; `table` [1, pages] int64."""
 
     rows: slice
     table: Tensor
     length: int
+    tree: "TreeRows | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The draft tree of a chunk from slot `start` on; `words` and `positions` [n] int64 (`metadata.draft_trees`)."""
+
+    start: int
+    words: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +52,13 @@ class TorchSequences:
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
-    """Group the sequences: single-token ones by length, longer chunks each alone."""
+    """Group the sequences: single-token ones by length; longer chunks and draft trees each alone."""
     starts, lens = plan.query_starts.tolist(), plan.kv_lens.tolist()
     query_lens = np.diff(plan.query_starts).tolist()
     pages = [-(-length // plan.page_size) for length in lens]
+    trees = _trees(plan, device)
     groups: list[list[int]] = []
-    for i in sorted((i for i, n in enumerate(query_lens) if n == 1), key=lambda i: pages[i]):
+    for i in sorted((i for i, n in enumerate(query_lens) if n == 1 and not trees[i]), key=lambda i: pages[i]):
         if groups and pages[i] <= MAX_PADDING * pages[groups[-1][0]]:
             groups[-1].append(i)
         else:
@@ -61,11 +73,25 @@ def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
         for group in groups
     )
     chunks = tuple(
-        Chunk(slice(starts[i], starts[i] + n), tables[i : i + 1, : pages[i]], lens[i])
+        Chunk(slice(starts[i], starts[i] + n), tables[i : i + 1, : pages[i]], lens[i], trees[i])
         for i, n in enumerate(query_lens)
-        if n > 1
+        if n > 1 or trees[i]
     )
     return TorchSequences(singles, chunks)
+
+
+def _trees(plan: AttentionPlan, device: torch.device) -> list[TreeRows | None]:
+    """Return the draft tree of each sequence."""
+    if plan.trees is None:
+        return [None] * len(plan.kv_lens)
+    words, positions = (torch.from_numpy(rows).to(device).long() for rows in (plan.trees.words, plan.trees.positions))
+    bounds = plan.query_starts.tolist()
+    return [
+        TreeRows(start, words[begin:end], positions[begin:end]) if start < length else None
+        for start, length, begin, end in zip(
+            plan.trees.starts.tolist(), plan.kv_lens.tolist(), bounds, bounds[1:], strict=False
+        )
+    ]
 
 
 def attention_torch(
@@ -135,18 +161,31 @@ def _chunk(
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None and softcap is None:
+    if n == length and window is None and softcap is None and chunk.tree is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        positions = torch.arange(length - n, length, device=q.device)[:, None]
-        keys_at = torch.arange(length, device=q.device)[None]
-        visible = keys_at <= positions if window is None else (keys_at <= positions) & (keys_at > positions - window)
+        visible = _visible(chunk, n, window, q.device)
         bias = torch.zeros((n, length), device=q.device).masked_fill_(~visible, float("-inf"))
         if softcap is None:
             out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
         else:
             out = _capped(query, k, v, bias, scale, softcap)
     return out[0].transpose(0, 1)
+
+
+def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys the last n rows of a sequence see, bool [n, length]."""
+    last = torch.arange(chunk.length - n, chunk.length, device=device)[:, None]
+    at = torch.arange(chunk.length, device=device)[None]
+    visible, position, key_position = at <= last, last, at
+    if chunk.tree is not None:
+        slot = at - chunk.tree.start
+        is_ancestor = (chunk.tree.words[:, None] >> slot.clamp(0, MAX_SLOTS - 1)) & 1
+        visible = visible & ((slot < 0) | (is_ancestor > 0))
+        position = chunk.tree.positions[:, None]
+        # An ancestor's depth is its place among the ancestors.
+        key_position = torch.where(slot < 0, at, visible.cumsum(-1) - 1)
+    return visible if window is None else visible & (key_position > position - window)
 
 
 def _capped(query: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:

@@ -28,6 +28,8 @@ from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of
 _ITEM = tl.constexpr(5)
 _REDUCE = tl.constexpr(4)
 _SUMS = tl.constexpr(2)
+_TREE = tl.constexpr(3)
+_MAX_SLOTS = tl.constexpr(64)
 SUMS = 2
 DECODE_M = 16
 REDUCED_PARTS = 16
@@ -87,6 +89,8 @@ def attention(
                 work.starts_at,
                 work.lens_at,
                 work.pages_at,
+                work.trees_at,
+                work.tree_rows_at,
                 most.max_pages,
                 scale,
                 0.0 if softcap is None else softcap,
@@ -100,6 +104,7 @@ def attention(
                 PAGE=kv.page_size,
                 WINDOW=window is not None,
                 SOFTCAP=softcap is not None,
+                TREES=most.tree_rows > 0,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
                 COMPUTE=compute,
@@ -131,7 +136,7 @@ def _rows(config: AttentionConfig, group: int) -> tuple[int, int]:
     return power_of_two(group, DECODE_M), power_of_two(group, config.prefill_m)
 
 
-@kernel("items_at", "starts_at", "lens_at", "pages_at", "max_pages", "window")
+@kernel("items_at", "starts_at", "lens_at", "pages_at", "trees_at", "tree_rows_at", "max_pages", "window")
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q,
     keys,
@@ -144,6 +149,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     starts_at,
     lens_at,
     pages_at,
+    trees_at,
+    tree_rows_at,
     max_pages,
     scale,
     softcap,
@@ -163,6 +170,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TREES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -185,14 +193,28 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + m % GROUP
     row_ok = (m < block_q * GROUP) & (query < query_len)
     dim_ok = d < D
-    position = kv_len - query_len + query
+    last = kv_len - query_len + query
+    position = last
     row = (start + query).to(tl.int64) * HEADS + head
     q_tile = tl.load(q + row[:, None] * D + d[None, :], mask=row_ok[:, None] & dim_ok[None, :], other=0.0).to(COMPUTE)
 
     # The keys that some row of the tile sees, inside this part.
-    first_position = kv_len - query_len + first_query
-    end = tl.minimum(part_end, tl.minimum(kv_len, first_position + block_q))
-    begin = part_begin
+    first_last = kv_len - query_len + first_query
+    end = tl.minimum(part_end, tl.minimum(kv_len, first_last + block_q))
+    begin, first_position = part_begin, first_last
+    tree, word = kv_len, tl.full((BLOCK_M,), 0, dtype=tl.int64)
+    if TREES:
+        tree = tl.load(ints + trees_at + sequence)
+        first_position = tl.minimum(first_position, tree)
+        about = ints + tree_rows_at + (start + query) * _TREE
+        position = tl.load(about, mask=row_ok, other=0)
+        word = tl.load(about + 1, mask=row_ok, other=0).to(tl.int64) & 0xFFFFFFFF
+        word = word | tl.load(about + 2, mask=row_ok, other=0).to(tl.int64) << 32
+        if WINDOW:
+            # Forget the first ancestors, which are before the window.
+            outside = position - window + 1 - tree
+            for forgotten in range(as_bound(-window + _MAX_SLOTS)):
+                word = tl.where(forgotten < outside, word & (word - 1), word)
     if WINDOW:
         begin = tl.maximum(begin, first_position - window + 1)
     last_page = (end + PAGE - 1) // PAGE
@@ -222,7 +244,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
         if SOFTCAP:
             scores = softened(scores, softcap)
-        visible = key_ok[None, :] & (at[None, :] <= position[:, None])
+        visible = key_ok[None, :] & (at[None, :] <= last[:, None])
+        if TREES:
+            slot_in_tree = tl.minimum(tl.maximum(at - tree, 0), _MAX_SLOTS - 1).to(tl.int64)
+            is_ancestor = (word[:, None] >> slot_in_tree[None, :]) & 1
+            visible = visible & ((at < tree)[None, :] | (is_ancestor > 0))
         if WINDOW:
             visible = visible & (at[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))

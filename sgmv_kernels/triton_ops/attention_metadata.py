@@ -4,6 +4,8 @@
     prefill   [J, 5]  the same, longer tiles, never split
     reduce    [G, 4]  sequence, first query row, first slot, number of slots
     starts    [B + 1] query rows,  lens [B] keys,  pages [B, max pages]
+    trees     [B]     first slot of the draft tree; rows [T, 3] position, low and high half of the word. Only in steps
+                      with trees, which have no graph
 
 A sequence with few query rows is cut into small tiles, and its keys into parts of `split_tokens`, so that a long
 context keeps many programs busy; a reduce adds the parts. How a sequence is cut depends on its own lengths only, never
@@ -31,6 +33,7 @@ from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
 ITEM_INTS = 5
 REDUCE_INTS = 4
+TREE_INTS = 3
 MAX_SPLITS = 64
 """Most parts of a sequence; longer contexts have longer parts."""
 FEW_ROWS = 64
@@ -75,6 +78,8 @@ class AttentionCapacity:
     max_prefill: int
     max_reduce: int
     max_slots: int
+    # Rows of a step with draft trees; 0 for a step without.
+    tree_rows: int = 0
 
 
 class AttentionBuffer:
@@ -89,9 +94,12 @@ class AttentionBuffer:
             capacity.max_sequences + 1,
             capacity.max_sequences,
             capacity.max_sequences * capacity.max_pages + PADDING_INTS,
+            capacity.max_sequences if capacity.tree_rows else 0,
+            capacity.tree_rows * TREE_INTS,
         )
         starts, self.length = sections(sizes)
-        self.decode_at, self.prefill_at, self.reduce_at, self.starts_at, self.lens_at, self.pages_at = starts
+        self.decode_at, self.prefill_at, self.reduce_at, self.starts_at, self.lens_at, self.pages_at = starts[:6]
+        self.trees_at, self.tree_rows_at = starts[6:]
         self.ints: Tensor | None = None
 
     def update(self, plan: AttentionPlan, work: Work) -> None:
@@ -100,7 +108,7 @@ class AttentionBuffer:
         Raises:
             CapacityExceeded: the step does not fit; nothing has been changed.
         """
-        most = self.capacity
+        most, tree_rows = self.capacity, 0 if plan.trees is None else plan.num_rows
         for name, has, limit in (
             ("sequences", len(plan.kv_lens), most.max_sequences),
             ("pages a sequence", plan.page_tables.shape[1], most.max_pages),
@@ -108,6 +116,7 @@ class AttentionBuffer:
             ("prefill items", len(work.prefill), most.max_prefill),
             ("reduce items", len(work.reduce), most.max_reduce),
             ("slots", work.slots, most.max_slots),
+            ("rows with draft trees", tree_rows, most.tree_rows),
         ):
             if has > limit:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {limit}")
@@ -119,6 +128,11 @@ class AttentionBuffer:
         section(numbers, self.starts_at, count + 1)[:] = plan.query_starts
         section(numbers, self.lens_at, count)[:] = plan.kv_lens
         section(numbers, self.pages_at, count, most.max_pages)[:, :width] = plan.page_tables
+        if plan.trees is not None:
+            section(numbers, self.trees_at, count)[:] = plan.trees.starts
+            rows = section(numbers, self.tree_rows_at, tree_rows, TREE_INTS)
+            rows[:, 0] = plan.trees.positions
+            rows[:, 1:] = plan.trees.words.astype("<i8").view(np.int32).reshape(-1, 2)
         if self.ints is None:
             self.ints = ints.to(self.device, non_blocking=True)
         else:
@@ -230,4 +244,5 @@ def _reduces(items: Int32, parts: Int32) -> Int32:
 
 def _exact(plan: AttentionPlan, work: Work) -> AttentionCapacity:
     sizes = (len(work.decode), len(work.prefill), len(work.reduce), work.slots)
-    return AttentionCapacity(len(plan.kv_lens), plan.page_tables.shape[1], *sizes)
+    tree_rows = 0 if plan.trees is None else plan.num_rows
+    return AttentionCapacity(len(plan.kv_lens), plan.page_tables.shape[1], *sizes, tree_rows)

@@ -1,5 +1,7 @@
 """The ops through every set of kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,3 +27,13 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
     for module, name in ((attention, "new_partials"), (linear, "new_planes"), (sgmv, "new_planes")):
         monkeypatch.setattr(module, name, lambda shape, **how: torch.full(shape, float("nan"), **how))
     return Ops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), "triton")
+
+
+@pytest.fixture
+def short_parts(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 64 keys, so that Triton's kernels cut short contexts as well."""
+    if ops.name == "triton":
+        from sgmv_kernels.triton_ops import attention
+
+        config = attention.attention_config
+        monkeypatch.setattr(attention, "attention_config", lambda *key: replace(config(*key), split_tokens=64))

@@ -25,6 +25,7 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.draft_trees import build_trees
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops import attention as attention_triton
@@ -70,11 +71,12 @@ def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_h
     slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
     kv = KvPages(slab, KV_FORMATS[str(stored).removeprefix("torch.")], kv_heads, 16, dim)
     plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
-    prepared = attention_triton.prepare(plan, CPU)
-    plan = replace(plan, prepared=prepared)
     q = torch.zeros(71, heads, dim, dtype=active)
-    for window, softcap in ((None, None), (100, None), (None, 50.0)):
-        attention_triton.attention(q, kv, plan, 0.1, window, softcap)
+    for trees in (None, build_trees([(-1,), (-1, 0, 0)], np.diff(plan.query_starts), plan.kv_lens)):
+        plan = replace(plan, trees=trees)
+        plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
+        for window, softcap in ((None, None), (100, None), (None, 50.0)):
+            attention_triton.attention(q, kv, plan, 0.1, window, softcap)
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
