@@ -63,7 +63,9 @@ def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
             groups[-1].append(i)
         else:
             groups.append([i])
-    tables = torch.from_numpy(plan.page_tables).to(device, torch.int64)
+    # Sequences of one product have as many pages as the longest.
+    owned = np.arange(plan.page_tables.shape[1]) < np.array(pages)[:, None]
+    tables = torch.from_numpy(np.where(owned, plan.page_tables, 0)).to(device, torch.int64)
     singles = tuple(
         SingleQueries(
             rows=torch.tensor([starts[i] for i in group], device=device),
