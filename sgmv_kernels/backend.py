@@ -138,6 +138,31 @@ class PackedLinear(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """Hold a linear whose outputs are packed in parts, one after another; see `PackedLinear`."""
+
+    parts: tuple[PackedLinear, ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([part.dequantize() for part in self.parts])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.dequantize()[ids]
+
+
 @dataclass(frozen=True)
 class Backend:
     """Bundle the functions of one set of kernels. `ops.Ops` documents each in its method of the same name."""
@@ -159,6 +184,8 @@ class Backend:
     take_rows: Callable[[Tensor, Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     linear: Callable[[Tensor, Any], Tensor]
+    # The same for parts with the same inputs, side by side in one result.
+    linear_parts: Callable[[Tensor, Sequence[Any]], Tensor]
     warm_up: Callable[[torch.dtype, KVFormat, Progress], None]
     # Names of the KV formats that attention and rope_write_kv read and write; None for every format.
     kv_formats: Collection[str] | None = None
@@ -170,6 +197,11 @@ class Backend:
     wide_rows: Callable[[], int | None] = lambda: None
     # Fastest number of threads up to a limit.
     best_threads: Callable[[int], int] = lambda limit: limit
+
+
+def one_by_one(linear: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Sequence[Any]], Tensor]:
+    """Return a `Backend.linear_parts` that multiplies by each part, and copies."""
+    return lambda x, parts: torch.cat([linear(x, part) for part in parts], dim=1)
 
 
 @cache

@@ -20,6 +20,7 @@ from sgmv_kernels.backend import (
     KernelsUnavailable,
     Layers,
     PackedLinear,
+    PackedParts,
     ProgramShape,
     Progress,
     SgmvPlan,
@@ -45,7 +46,14 @@ from sgmv_kernels.checks import (
 )
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.group_quant import (
+    INT4_LEVELS,
+    INT8_LEVELS,
+    Q3H_LEVELS,
+    GroupQuantizedWeight,
+    join_codes,
+    stack_codes,
+)
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import Parents, build_trees
@@ -70,6 +78,7 @@ __all__ = [
     "ProgramShape",
     "SgmvPlan",
     "StepTables",
+    "join_codes",
     "stack_codes",
 ]
 logger = logging.getLogger(__name__)
@@ -464,15 +473,35 @@ class Ops:
         require(fits, f"bias must be float32 [{codes.out_features}]")
         return self._backend.pack_linear(codes, bias, few_rows or not self._copies)
 
+    def pack_parts(self, parts: Sequence[GroupQuantizedWeight], bias: Tensor | None = None) -> PackedLinear:
+        """Bring weight codes of different kinds, which share their inputs, into these kernels' order as one linear.
+
+        Args:
+            parts: codes of the outputs, in order; as few weights as possible are made of them (`join_codes`).
+            bias: fp32 for the outputs of all parts, or None for 0.
+        Returns: the linear for `linear`.
+        Raises:
+            KernelArgumentError: as `pack_linear`, or parts with different inputs.
+        """
+        require(len({part.in_features for part in parts}) == 1, "parts must have the same inputs")
+        joined = join_codes(parts)
+        widths = [part.out_features for part in joined]
+        fits = bias is None or bias.shape == (sum(widths),)
+        require(fits, f"bias must be float32 [{sum(widths)}]")
+        biases = [None] * len(joined) if bias is None else torch.split(bias, widths)
+        packed = tuple(self.pack_linear(part, own) for part, own in zip(joined, biases, strict=True))
+        return packed[0] if len(packed) == 1 else PackedParts(packed)
+
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Compute a base linear over packed codes.
 
-        Semantics: x @ W^T + bias, W = codes * scales + minima. On the CPU with Numba, activations are rounded first:
-        every 32 neighbours of a row to whole multiples of a 127th of their largest magnitude.
+        Semantics: x @ W^T + bias, W as `GroupQuantizedWeight.dequantize` gives it. On the CPU with Numba, activations
+        are rounded first: every 32 neighbours of a row, in the order of the weight's columns, to whole multiples of a
+        127th of their largest magnitude.
 
         Args:
             x: [T, H] contiguous.
-            packed: from `pack_linear` of these ops.
+            packed: from `pack_linear` or `pack_parts` of these ops.
         Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it, unless
             there are so many that the CPU computes them in bf16 (`cpu_ops.linear_autotune`).
         Raises:
@@ -482,6 +511,8 @@ class Ops:
         self._check_activation(x, "x")
         fits = x.dim() == 2 and x.is_contiguous() and x.shape[1] == packed.in_features
         require(fits, f"x must be contiguous [T, {packed.in_features}]")
+        if isinstance(packed, PackedParts):
+            return self._backend.linear_parts(x, packed.parts)
         return self._backend.linear(x, packed)
 
     def _check_pages(self, kv: KvPages, plan: AttentionPlan) -> None:

@@ -124,8 +124,6 @@ class Family:
             CorruptModel: a field is missing or of the wrong type.
             UnsupportedModel: an unknown RoPE kind, activation, storage or setting; the message names it.
         """
-        if config.get("quantization_config"):
-            raise UnsupportedModel("this checkpoint is quantized (quantization_config); give the original weights")
         for key, only in self.config.get("only", {}).items():
             if config.get(key) not in (None, only):
                 raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {only!r}")

@@ -10,8 +10,6 @@ from torch import Tensor
 from lorasrv.models.families import split_layer
 from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter
 from lorasrv.models.quantization.base import Embedding, Linear, QuantFormat
-from lorasrv.models.quantization.grouped import INT8_GROUP
-from lorasrv.models.quantization.rounding import round_symmetric
 from lorasrv.models.spec import ModelSpec, SiteShape
 from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
 
@@ -164,56 +162,57 @@ class _Builder:
 
     def _linear(self, modules: Sequence[str]) -> Linear:
         biases = [f"{module}.bias" for module in modules]
-        bias = self._stacked(biases) if biases[0] in self._names else None
-        weight = self._weight([f"{module}.weight" for module in modules])
-        linear = self._format.linear(weight, bias, self._dtype)
-        self._exchange(weight, bias, linear.nbytes)
+        bias = self._stacked([self._read(name) for name in biases]) if biases[0] in self._names else None
+        parts = self._parts([f"{module}.weight" for module in modules])
+        if len(parts) == 1:
+            linear = self._format.linear(parts[0], bias, self._dtype)
+        else:
+            linear = self._format.linear_of_parts(parts, bias, self._dtype)
+        self._exchange(parts, bias, linear.nbytes)
         return linear
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Return the embedding and the head, which may be tied to it."""
-        weight = self._weight(["model.embed_tokens.weight"])
+        weight = self._weight("model.embed_tokens.weight")
         embedding = self._format.embedding(weight, self._dtype)
-        self._exchange(weight, None, embedding.nbytes)
+        self._exchange([weight], None, embedding.nbytes)
         del weight
         if self._spec.tied_head:
             return embedding, self._format.tied_head(embedding, self._dtype)
-        weight = self._weight(["lm_head.weight"])
+        weight = self._weight("lm_head.weight")
         head = self._format.head(weight, self._dtype)
-        self._exchange(weight, None, head.nbytes)
+        self._exchange([weight], None, head.nbytes)
         return embedding, head
 
-    def _weight(self, names: Sequence[str]) -> Tensor | GroupQuantizedWeight:
-        """Return stacked weights: the codes that the file holds if the format keeps them, else floats."""
-        parts = [self._checkpoint.codes(name) for name in names]
-        kept = [part for part in parts if part is not None and self._format.keeps(part)]
-        if len(kept) < len(names):
-            return self._stacked(names)
-        stacked = stack_codes(kept)
-        if stacked is None:
-            # The file keeps v in a finer format than q and k: 8 bits for all of them lose next to nothing.
-            floats = self._stacked(names)
-            rounded = round_symmetric(floats, INT8_GROUP)
-            self._meter.add(_nbytes(rounded))
-            self._meter.release(floats.nbytes)
-            return rounded
-        for name, part in zip(names, kept, strict=True):
-            self._meter.add(_nbytes(part))
-            for tensor in (part.codes, part.scales, part.minima):
-                if tensor is not None:
-                    self._sample(f"{name} {part.levels}", tensor)
-        return _moved(stacked, self._device)
+    def _weight(self, name: str) -> Tensor | GroupQuantizedWeight:
+        """Return a weight: the codes that the file holds if the format keeps them, else floats."""
+        codes = self._checkpoint.codes(name)
+        if codes is None or not self._format.keeps(codes):
+            return self._read(name)
+        self._meter.add(codes.nbytes)
+        for tensor in codes.tensors():
+            self._sample(f"{name} {codes.levels}", tensor)
+        return codes.to(self._device)
+
+    def _parts(self, names: Sequence[str]) -> list[Tensor | GroupQuantizedWeight]:
+        """Return weights stacked along their outputs: one, if all are floats or codes of one kind."""
+        parts = [self._weight(name) for name in names]
+        floats = [part for part in parts if isinstance(part, Tensor)]
+        if len(floats) == len(parts):
+            return [self._stacked(floats)]
+        codes = [part for part in parts if not isinstance(part, Tensor)]
+        stacked = stack_codes(codes) if len(codes) == len(parts) else None
+        return parts if stacked is None else [stacked]
 
     def _norm(self, module: str) -> Tensor:
         weight = self._read(f"{module}.weight").float()
         return weight + 1 if self._spec.norms_less_one else weight
 
-    def _stacked(self, names: Sequence[str]) -> Tensor:
+    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors along their first dimension."""
-        parts = [self._read(name) for name in names]
         if len(parts) == 1:
             return parts[0]
-        stacked = torch.cat([part.float() for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
+        stacked = torch.cat([part.float() for part in parts] if len({p.dtype for p in parts}) > 1 else list(parts))
         self._meter.add(stacked.nbytes)
         self._meter.release(sum(part.nbytes for part in parts))
         return stacked
@@ -230,21 +229,10 @@ class _Builder:
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
 
-    def _exchange(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, packed_bytes: int) -> None:
+    def _exchange(self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, packed_bytes: int) -> None:
         """Count the packed form in, and the tensors that it was made from out."""
         self._meter.add(packed_bytes)
-        self._meter.release(_nbytes(weight) + (0 if bias is None else bias.nbytes))
-
-
-def _nbytes(weight: Tensor | GroupQuantizedWeight) -> int:
-    if isinstance(weight, Tensor):
-        return weight.nbytes
-    return sum(part.nbytes for part in (weight.codes, weight.scales, weight.minima) if part is not None)
-
-
-def _moved(codes: GroupQuantizedWeight, device: torch.device) -> GroupQuantizedWeight:
-    minima = None if codes.minima is None else codes.minima.to(device)
-    return GroupQuantizedWeight(codes.codes.to(device), codes.scales.to(device), minima, codes.levels)
+        self._meter.release(sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes))
 
 
 def silent(what: str, done: float) -> None:

@@ -14,6 +14,7 @@ from sgmv_kernels.cpu_ops.linear import (
     GROUPS,
     LINES,
     NUM_ARGS,
+    ORDER,
     OUT,
     ROUND_BLOCKS,
     ROW_BYTES,
@@ -25,6 +26,7 @@ from sgmv_kernels.cpu_ops.linear import (
     UNIT_BYTES,
     UNITS,
     WIDTH,
+    Y_WIDTH,
     X,
     Y,
 )
@@ -41,7 +43,7 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     copy_factors,
     end_tile,
     make_product,
-    round_block,
+    make_rounding,
     unpack_sevens,
     widen_signed,
 )
@@ -53,6 +55,38 @@ _WIDTH = 4 * TILE * TILES_AT_ONCE
 """Bytes of a row's sums."""
 
 
+def make_round_rows(is_ordered: bool) -> Any:
+    """Return the kernel that rounds rows as they are, or in the order of the inputs that `ORDER` gives."""
+    round_block = make_rounding(is_ordered)
+
+    @kernel_part
+    def round_rows(args, size):  # type: ignore[no-untyped-def]
+        """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes
+        beside.
+        """
+        blocks = args[WIDTH] // CODE_BLOCK
+        parts = (blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
+        while True:
+            task = take_next(args.ctypes.data)
+            group, first = task // parts, task % parts * ROUND_BLOCKS
+            if group * ROW_GROUP >= args[NUM_ROWS]:
+                return
+            for i in range(min(ROW_GROUP, args[NUM_ROWS] - group * ROW_GROUP)):
+                row = args[X] + (group * ROW_GROUP + i) * 4 * args[WIDTH]
+                codes = args[CODES] + group * ROW_GROUP * args[ROW_BYTES] + 4 * i
+                units = args[UNITS] + group * ROW_GROUP * args[UNIT_BYTES] + 4 * i
+                for j in range(first, min(first + ROUND_BLOCKS, blocks)):
+                    at = j * 4 * CODE_BLOCK
+                    x = row if is_ordered else row + at
+                    quads = codes + j * size * CODE_BLOCK // 4 * QUAD
+                    round_block(x, args[ORDER] + at, quads, units + j * qm.UNITS, size)
+
+    return round_rows
+
+
+_round_rows, _round_ordered = make_round_rows(False), make_round_rows(True)
+
+
 def round8(raw: Any) -> None:
     _round_rows(carray(raw, (NUM_ARGS,), np.int64), np.int64(1))
 
@@ -61,23 +95,12 @@ def round16(raw: Any) -> None:
     _round_rows(carray(raw, (NUM_ARGS,), np.int64), np.int16(2))
 
 
-@kernel_part
-def _round_rows(args, size):  # type: ignore[no-untyped-def]
-    """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes beside."""
-    blocks = args[WIDTH] // CODE_BLOCK
-    parts = (blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
-    while True:
-        task = take_next(args.ctypes.data)
-        group, first = task // parts, task % parts * ROUND_BLOCKS
-        if group * ROW_GROUP >= args[NUM_ROWS]:
-            return
-        for i in range(min(ROW_GROUP, args[NUM_ROWS] - group * ROW_GROUP)):
-            x = args[X] + (group * ROW_GROUP + i) * 4 * args[WIDTH]
-            codes = args[CODES] + group * ROW_GROUP * args[ROW_BYTES] + 4 * i
-            units = args[UNITS] + group * ROW_GROUP * args[UNIT_BYTES] + 4 * i
-            for j in range(first, min(first + ROUND_BLOCKS, blocks)):
-                quads = codes + j * size * CODE_BLOCK // 4 * QUAD
-                round_block(x + j * 4 * CODE_BLOCK, quads, units + j * qm.UNITS, size)
+def round8_ordered(raw: Any) -> None:
+    _round_ordered(carray(raw, (NUM_ARGS,), np.int64), np.int64(1))
+
+
+def round16_ordered(raw: Any) -> None:
+    _round_ordered(carray(raw, (NUM_ARGS,), np.int64), np.int16(2))
 
 
 @kernel_part
@@ -114,7 +137,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         """Copy the sums of a row to y, up to the last output."""
         for i in range(TILES_AT_ONCE):
             first, source = TILE * (tile + i), sums + row * _WIDTH + i * 4 * TILE
-            y = args[Y] + 4 * (row * args[OUT] + first)
+            y = args[Y] + 4 * (row * args[Y_WIDTH] + first)
             if first + TILE <= args[OUT]:
                 end_tile(source, y)
             else:
@@ -199,21 +222,47 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     return work
 
 
-_int4, _q3h = make_linear("int4"), make_linear("small", unpack_q3h)
-_int8, _int8_words = make_linear("int8"), make_linear("words", widen_int8)
+_int4, _int4_zeros, _int4_fp32 = make_linear("int4"), make_linear("int4_zeros"), make_linear("int4_fp32")
+_q3h, _q3h_zeros, _q3h_fp32 = (make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32"))
+_int8, _int8_fp32 = make_linear("int8"), make_linear("int8_fp32")
+_int8_words, _int8_words_fp32 = make_linear("words", widen_int8), make_linear("words_fp32", widen_int8)
 
 
 def int4(raw: Any) -> None:
     _int4(carray(raw, (NUM_ARGS,), np.int64))
 
 
+def int4_zeros(raw: Any) -> None:
+    _int4_zeros(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int4_fp32(raw: Any) -> None:
+    _int4_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
 def q3h(raw: Any) -> None:
     _q3h(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def q3h_zeros(raw: Any) -> None:
+    _q3h_zeros(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def q3h_fp32(raw: Any) -> None:
+    _q3h_fp32(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def int8(raw: Any) -> None:
     _int8(carray(raw, (NUM_ARGS,), np.int64))
 
 
+def int8_fp32(raw: Any) -> None:
+    _int8_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
 def int8_words(raw: Any) -> None:
     _int8_words(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int8_words_fp32(raw: Any) -> None:
+    _int8_words_fp32(carray(raw, (NUM_ARGS,), np.int64))

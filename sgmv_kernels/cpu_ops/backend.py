@@ -47,6 +47,7 @@ BACKEND = Backend(
     take_rows=pointwise.take_rows_cpu,
     pack_linear=pack_linear,
     linear=linear.linear_cpu,
+    linear_parts=linear.linear_parts_cpu,
     warm_up=warm_up,
     kv_formats=attention.ENTRIES,
     can_record=True,

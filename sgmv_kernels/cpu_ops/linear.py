@@ -6,13 +6,16 @@ to eight rows, whose sums stay in registers.
 Source: blocks of 32 with a scale on both sides, ggml's Q8_0 (Gerganov).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
+from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needs_words
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
 from sgmv_kernels.cpu_runtime.openmp import team_size
@@ -28,8 +31,9 @@ WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
+Y_WIDTH, ORDER = 22, 23
 """Places in the kernels' arguments, after the counters."""
-NUM_ARGS = LINES + 1
+NUM_ARGS = ORDER + 1
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -76,36 +80,89 @@ class CpuLinear:
 def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None) -> CpuLinear:
     """See `ops.Ops.pack_linear`."""
     tiles = pack_tiles(codes)
+    _compile(_entry(tiles), _round_entry(_in_words(tiles), tiles.order))
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
     return CpuLinear(tiles, bias, None if wide_from is None else codes.dequantize().bfloat16(), wide_from)
 
 
-def round_rows(x: Tensor, words: bool) -> RoundedRows:
-    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours."""
+@cache
+def _compile(*entries: str) -> None:
+    """Compile kernels that few models need, if they are missing, outside this process."""
+    compile_missing([(MODULE, entry) for entry in entries], lambda what, done: None)
+
+
+def _in_words(tiles: CodeTiles) -> bool:
+    return tiles.levels == INT8_LEVELS and needs_words()
+
+
+def _entry(tiles: CodeTiles) -> str:
+    return ENTRIES[tiles.levels] + ("_words" if _in_words(tiles) else "") + tiles.factors
+
+
+def _round_entry(words: bool, order: Tensor | None) -> str:
+    return ("round16" if words else "round8") + ("" if order is None else "_ordered")
+
+
+def round_rows(x: Tensor, words: bool, order: Tensor | None = None) -> RoundedRows:
+    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours; `order` [H] int32 permutes x first."""
     (rows, width), in_quad = x.shape, 2 if words else 4
     groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
     codes = empty("codes", (groups, width // in_quad, ROW_GROUP, in_quad), torch.int16 if words else torch.int8)
     units = empty("units", (groups, blocks, 2, ROW_GROUP))
     rounded = RoundedRows(codes, units)
     tasks = groups * -(-blocks // ROUND_BLOCKS)
-    launch(MODULE, "round16" if words else "round8", rows_part(rows, tasks), {X: x.data_ptr(), **_codes(rounded)})
+    own = {X: x.data_ptr(), ORDER: 0 if order is None else order.data_ptr(), **_codes(rounded)}
+    launch(MODULE, _round_entry(words, order), rows_part(rows, tasks), own)
     return rounded
 
 
 def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
     """See `ops.Ops.linear`."""
-    weight, bias = packed.tiles, packed.bias
-    if packed.wide is not None and packed.wide_from is not None and len(x) >= packed.wide_from and not recording_now():
-        y = F.linear(x.bfloat16(), packed.wide).float()
-        return y if bias is None else y.add_(bias[: weight.out_features])
-    words = weight.levels == INT8_LEVELS and needs_words()
-    rounded = round_rows(x, words)
-    y = empty("linear", (len(x), weight.out_features))
+    return linear_parts_cpu(x, (packed,))
+
+
+def linear_parts_cpu(x: Tensor, parts: Sequence[CpuLinear]) -> Tensor:
+    """See `ops.Ops.linear`; every part writes its own columns of the result."""
+    if all(_takes_copy(part, x) for part in parts):
+        return _cat([_by_copy(x, part) for part in parts])
+    y = empty("linear", (len(x), sum(part.out_features for part in parts)))
+    rounded: RoundedRows | None = None
+    before: tuple[bool, Tensor | None] | None = None
+    first = 0
+    for part in parts:
+        columns = y[:, first : first + part.out_features]
+        first += part.out_features
+        form = _in_words(part.tiles), part.tiles.order
+        if rounded is None or before is None or form[0] != before[0] or form[1] is not before[1]:
+            rounded, before = round_rows(x, *form), form
+        _multiply(rounded, part, columns)
+    return y
+
+
+def _takes_copy(packed: CpuLinear, x: Tensor) -> bool:
+    return (
+        packed.wide is not None and packed.wide_from is not None and len(x) >= packed.wide_from and not recording_now()
+    )
+
+
+def _by_copy(x: Tensor, packed: CpuLinear) -> Tensor:
+    assert packed.wide is not None
+    y = F.linear(x.bfloat16(), packed.wide).float()
+    return y if packed.bias is None else y.add_(packed.bias[: packed.out_features])
+
+
+def _cat(columns: Sequence[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=1)
+
+
+def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
+    """Write the product to y, columns of a contiguous [T, all outputs]."""
+    weight, bias, rows = packed.tiles, packed.bias, len(y)
     threads, tiles = team_size(), len(weight.data)
     # Even, because two tiles may be multiplied at a time.
     task_tiles = 2 * max(1, tiles // (2 * threads * TASKS_A_THREAD))
-    scratch = empty("scratch", (threads, scratch_bytes(len(x))), torch.uint8)
+    scratch = empty("scratch", (threads, scratch_bytes(rows)), torch.uint8)
     own = {
         **_codes(rounded),
         TILES: tiles,
@@ -115,16 +172,15 @@ def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
         GROUP: weight.group,
         CODE_BYTES: weight.code_bytes,
         Y: y.data_ptr(),
+        Y_WIDTH: y.stride(0),
         OUT: weight.out_features,
         BIAS: 0 if bias is None else bias.data_ptr(),
         SCRATCH: scratch.data_ptr(),
         SCRATCH_AGAIN: scratch.data_ptr(),
         SCRATCH_BYTES: scratch.stride(0),
-        LINES: {INT4_LEVELS: 4, Q3H_LEVELS: 8, INT8_LEVELS: 16 if words else 8}[weight.levels],
+        LINES: {INT4_LEVELS: 4, Q3H_LEVELS: 8, INT8_LEVELS: 16 if _in_words(weight) else 8}[weight.levels],
     }
-    entry = ENTRIES[weight.levels] + ("_words" if words else "")
-    launch(MODULE, entry, rows_part(len(x), -(-tiles // task_tiles)), own)
-    return y
+    launch(MODULE, _entry(weight), rows_part(rows, -(-tiles // task_tiles)), own)
 
 
 def _codes(rounded: RoundedRows) -> Words:
@@ -140,4 +196,4 @@ def _codes(rounded: RoundedRows) -> Words:
 
 def scratch_bytes(rows: int) -> int:
     """Return the scratch bytes of a thread: sums of all rows, and a chunk of two tiles as int16 with its factors."""
-    return 2 * (rows * 4 * TILE + TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 4 * TILE)
+    return 2 * (rows * 4 * TILE + TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 8 * TILE)

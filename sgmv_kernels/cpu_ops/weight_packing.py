@@ -1,6 +1,8 @@
 """Layout of weight codes for the CPU kernels: tiles of 16 outputs, each read front to back in one stream.
 
-A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima if the format has them.
+A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima or zeros if there are any
+(`Factors`).
+
 Codes lie in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are stored unchanged. Of
 codes of 16 levels, the lines of a block's second half share the bytes of its first. Of codes of 11 levels, 64
 neighbours are 16 lines; the first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is
@@ -9,6 +11,7 @@ spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -20,19 +23,43 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
 """Bytes of 64 codes, by their levels."""
+
 _QUAD = 4
 _HALF = CODE_BLOCK // 2 // _QUAD
 """Lines of half a block."""
 
 
+class Factors(StrEnum):
+    """Name the factors that a tile has for each group. The value is the ending of the kernels' names."""
+
+    # fp16 scales, and minima but for int8 codes.
+    MINIMA = ""
+    # fp16 scales and zeros.
+    ZEROS = "_zeros"
+    # fp32 scales and zeros.
+    FP32 = "_fp32"
+
+    @classmethod
+    def of(cls, weight: GroupQuantizedWeight) -> "Factors":
+        """Return the factors that hold those of `weight` exactly."""
+        if weight.scales.dtype == torch.float32 or (weight.signed and weight.zeros is not None):
+            return cls.FP32
+        return cls.MINIMA if weight.zeros is None else cls.ZEROS
+
+
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, G, group bytes] uint8."""
+    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, G, group bytes] uint8.
+
+    `order`: as `GroupQuantizedWeight` has it.
+    """
 
     data: Tensor
     out_features: int
     in_features: int
     levels: int
+    factors: Factors = Factors.MINIMA
+    order: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -42,10 +69,6 @@ class CodeTiles:
     def code_bytes(self) -> int:
         """Return the bytes of one group's codes in a tile."""
         return TILE * self.group * _BYTES_OF_64[self.levels] // 64
-
-    @property
-    def has_minima(self) -> bool:
-        return self.levels != INT8_LEVELS
 
     def unpack(self) -> GroupQuantizedWeight:
         """Return the codes that were packed."""
@@ -62,24 +85,28 @@ class CodeTiles:
         return self._codes(stored, factors)
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [N, G, group bytes] into stored lines [N, G, lines, TILE, 4], and scales and minima [N, G, 1 or 2,
-        TILE].
+        """Split [N, G, group bytes] into stored lines [N, G, lines, TILE, 4], and scales with minima or zeros
+        [N, G, 1 or 2, TILE].
         """
         lines = _split(data[..., : self.code_bytes], 2, TILE, _QUAD)
-        return lines, _split(data[..., self.code_bytes :].view(torch.float16), 2, TILE)
+        dtype = torch.float32 if self.factors is Factors.FP32 else torch.float16
+        return lines, _split(data[..., self.code_bytes :].view(dtype), 2, TILE)
 
     def _codes(self, stored: Tensor, factors: Tensor) -> GroupQuantizedWeight:
         """Return codes of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
         codes = _unpack_lines(stored, self.levels).reshape(len(stored), self.in_features)
-        minima = factors[..., 1].contiguous() if self.has_minima else None
-        return GroupQuantizedWeight(codes, factors[..., 0].contiguous(), minima, self.levels)
+        scales, second = factors[..., 0].contiguous(), factors[..., 1:].squeeze(-1)
+        if self.factors is not Factors.MINIMA:
+            return GroupQuantizedWeight(codes, scales, None, self.levels, second.to(torch.int16), self.order)
+        minima = None if self.levels == INT8_LEVELS else second.contiguous()
+        return GroupQuantizedWeight(codes, scales, minima, self.levels, None, self.order)
 
 
 def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     """Pack codes into tiles.
 
     Raises:
-        KernelArgumentError: the kernels cannot read groups of this size.
+        KernelArgumentError: the kernels cannot read groups of this size, or the order is none of the inputs.
     """
     least = 64 if weight.levels == Q3H_LEVELS else CODE_BLOCK
     if weight.group % least or weight.group > CHUNK:
@@ -88,12 +115,25 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
         )
     tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
     codes = _tiled(weight.codes, tiles).view(tiles, TILE, groups, -1, _QUAD).permute(0, 2, 3, 1, 4)
-    factors = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    order = weight.order
+    if order is not None and not torch.equal(order.sort().values, torch.arange(weight.in_features, dtype=torch.int32)):
+        raise KernelArgumentError("order must have every input once")
+    factors = Factors.of(weight)
     stacked = [
-        _tiled(f, tiles).view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8) for f in factors
+        _tiled(held, tiles).view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8)
+        for held in _factors(weight, factors)
     ]
     data = torch.cat([_pack_lines(codes, weight.levels).flatten(2), *stacked], dim=-1)
-    return CodeTiles(data, weight.out_features, weight.in_features, weight.levels)
+    return CodeTiles(data, weight.out_features, weight.in_features, weight.levels, factors, order)
+
+
+def _factors(weight: GroupQuantizedWeight, factors: Factors) -> list[Tensor]:
+    """Return what a tile holds behind the codes, each [O, G]."""
+    if factors is Factors.MINIMA:
+        return [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    scales = weight.scales.float() if factors is Factors.FP32 else weight.scales
+    zeros = torch.zeros_like(scales) if weight.zeros is None else weight.zeros.to(scales.dtype)
+    return [scales, zeros]
 
 
 def _split(values: Tensor, dim: int, *last: int) -> Tensor:

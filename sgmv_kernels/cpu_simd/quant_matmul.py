@@ -41,25 +41,29 @@ TILES_AT_ONCE = 2 // VECTORS
 """Tiles that are multiplied at a time: two vectors of outputs, so that a loaded activation is used twice."""
 FETCH_BYTES = 2048
 """Bytes that codes are prefetched ahead."""
-MINIMA, SIGNED, NO_MINIMA = range(3)
+MINIMA, ZEROS, SIGNED, NO_MINIMA = range(4)
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _VECTOR = LINE // VECTORS
 
 
-@intrinsic
-def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped-def]
-    """Round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the largest magnitude.
+def make_rounding(is_ordered: bool) -> Callable[..., Any]:
+    """round(x, order, codes, unit_sum, size): round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the
+    largest magnitude.
 
-    `codes`: where the row's first four go, `QUAD` bytes before the next; int8 in order, or where `size` is an int16,
-    int16 in the order 0 2 1 3 of every four, which is that of `widen_signed`. `unit_sum`: where the row's unit goes,
-    and `UNITS` / 2 bytes on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
+    `x`: the first number; of an ordered rounding the row, from which the 32 int32 at `order` choose. `codes`: where the
+    row's first four go, `QUAD` bytes before the next; int8 in order, or where `size` is an int16, int16 in the order 0
+    2 1 3 of every four, which is that of `widen_signed`. `unit_sum`: where the row's unit goes, and `UNITS` / 2 bytes
+    on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, codes, unit_sum = args[:3]
+        x, order, codes, unit_sum = args[:4]
         emit, one = Emitter(b, LANES), Emitter(b, 1)
-        parts = [emit.load(x, c64(i)) for i in range(0, CODE_BLOCK, LANES)]
+        if is_ordered:
+            parts = [_gathered(b, x, b.add(order, c64(4 * i))) for i in range(0, CODE_BLOCK, LANES)]
+        else:
+            parts = [emit.load(x, c64(i)) for i in range(0, CODE_BLOCK, LANES)]
         sizes = [emit.call("fabs", part) for part in parts]
         largest = sizes[0]
         for size in sizes[1:]:
@@ -84,9 +88,9 @@ def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped
         one.store(b.fmul(unit, emit.sum(total_float)), unit_sum, c64(ROW_GROUP))
         place = codes
         for part in whole:
-            if sig.args[3] == types.int16:
-                order = [4 * q + k for q in range(LANES // 4) for k in (0, 2, 1, 3)]
-                mask = ir.Constant(ir.VectorType(I32, LANES), order)
+            if sig.args[4] == types.int16:
+                places = [4 * q + k for q in range(LANES // 4) for k in (0, 2, 1, 3)]
+                mask = ir.Constant(ir.VectorType(I32, LANES), places)
                 small = b.trunc(b.shuffle_vector(part, part, mask), ir.VectorType(_I16, LANES))
             else:
                 small = b.trunc(part, ir.VectorType(_I8, LANES))
@@ -97,7 +101,23 @@ def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped
                 place = b.add(place, c64(QUAD))
         return ctx.get_dummy_value()
 
-    return types.void(_A, _A, _A, size), codegen
+    @intrinsic
+    def rounding(typingctx, x, order, codes, unit_sum, size):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 4, size), codegen
+
+    made: Callable[..., Any] = rounding
+    return made
+
+
+def _gathered(b: Any, x: Value, order: Value) -> Value:
+    """Load a vector of the row at `x`: the numbers that the int32 at `order` choose."""
+    emit, one = Emitter(b, LANES), Emitter(b, 1)
+    chosen = emit.const(0.0)
+    for lane in range(LANES):
+        place = b.inttoptr(b.add(order, c64(4 * lane)), I32.as_pointer())
+        number = one.load(x, b.zext(b.load(place, align=4), c64(0).type))
+        chosen = b.insert_element(chosen, number, ir.Constant(I32, lane))
+    return chosen
 
 
 @intrinsic
@@ -182,7 +202,7 @@ def end_tile(typingctx, sums, y):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def copy_factors(typingctx, factors, nbytes, out):  # type: ignore[no-untyped-def]
-    """Copy the fp16 scales and minima of a tile's group."""
+    """Copy the factors of a tile's group."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         factors, nbytes, out = args
@@ -199,7 +219,7 @@ def copy_factors(typingctx, factors, nbytes, out):  # type: ignore[no-untyped-de
 
 
 class Codes(NamedTuple):
-    """Describe how a tile's group lies in memory: lines of codes, 16 fp16 scales, and 16 fp16 minima if it has them."""
+    """Describe how a tile's group lies in memory: lines of codes, 16 scales, and 16 minima or zeros if it has them."""
 
     dot: type[Dot]
     # Turns a loaded vector into the codes of the first or the second half of a block.
@@ -208,12 +228,27 @@ class Codes(NamedTuple):
     is_halved: bool = False
     # int16 instead of bytes.
     is_wide: bool = False
-    # What is added to scale * code: a stored number, -128 scales, or nothing.
+    # What is added to scale * code: a stored number, a stored zero times -scale, -128 scales, or nothing.
     minima: int = MINIMA
+    # Numba's type by which `Emitter.load_kind` knows what factors are: int16 for fp16, or float32.
+    factors: Any = types.int16
+    # What is added to zeros: 128 where signed codes are multiplied as unsigned ones.
+    shift: float = 0.0
 
     @property
     def factor_bytes(self) -> int:
-        return 2 * TILE * (2 if self.minima == MINIMA else 1)
+        size = 4 if self.factors == types.float32 else 2
+        return size * TILE * (2 if self.minima in (MINIMA, ZEROS) else 1)
+
+    def load_factors(self, emit: Emitter, factors: Value, lane: int) -> tuple[Value, Value]:
+        """Load the scales and minima of the outputs of a tile from `lane` on."""
+        scale = emit.load_kind(factors, c64(lane), self.factors)
+        if self.minima not in (MINIMA, ZEROS):
+            return scale, emit.b.fmul(scale, emit.const(-self.shift))
+        stored = emit.load_kind(factors, c64(TILE + lane), self.factors)
+        if self.minima == MINIMA:
+            return scale, stored
+        return scale, emit.b.fmul(scale, emit.b.fsub(emit.const(-self.shift), stored))
 
 
 def _nibbles(b: Any, value: Value, is_second: bool) -> Value:
@@ -223,10 +258,14 @@ def _nibbles(b: Any, value: Value, is_second: bool) -> Value:
 CODES = {
     "int4": Codes(SmallDot, _nibbles, is_halved=True),
     "small": Codes(SmallDot, lambda b, v, _: v),
-    "int8": Codes(ByteDot, lambda b, v, _: b.xor(v, filled(WORDS, 0x8080)), minima=SIGNED),
+    "int8": Codes(ByteDot, lambda b, v, _: b.xor(v, filled(WORDS, 0x8080)), minima=SIGNED, shift=128.0),
     "words": Codes(WordDot, lambda b, v, _: v, is_wide=True, minima=NO_MINIMA),
 }
 """Codes that `make_product` multiplies."""
+CODES |= {
+    **{f"{kind}_zeros": CODES[kind]._replace(minima=ZEROS) for kind in ("int4", "small")},
+    **{f"{kind}_fp32": codes._replace(minima=ZEROS, factors=types.float32) for kind, codes in CODES.items()},
+}
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
@@ -287,20 +326,17 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 count = c64(num_stored) if in_registers else lines
                 whole = loop_of(b, c64(0), count, 1, [dot.begin() for _ in places], add_line)
                 factors = [b.add(start, stored) for start in starts]
-                scales = [emit.load_kind(factors[tile], c64(v * LANES), types.int16) for tile, v in vectors]
-                if codes.minima == MINIMA:
-                    minima = [emit.load_kind(factors[tile], c64(TILE + v * LANES), types.int16) for tile, v in vectors]
-                else:
-                    minima = [b.fmul(scale, emit.const(-128.0)) for scale in scales]
+                loaded = [codes.load_factors(emit, factors[tile], v * LANES) for tile, v in vectors]
                 units = b.add(u, b.mul(block, c64(UNITS)))
                 results = []
                 for p, (i, k, place) in enumerate(places):
                     unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
                     before = state[p] if in_registers else emit.load(sums, place)
                     products = b.sitofp(dot.end(b, whole[p]), emit.float)
-                    total = emit.fma(unit, b.fmul(products, scales[k]), before)
+                    scale, minimum = loaded[k]
+                    total = emit.fma(unit, b.fmul(products, scale), before)
                     if codes.minima != NO_MINIMA:
-                        total = emit.fma(unit_sum, minima[k], total)
+                        total = emit.fma(unit_sum, minimum, total)
                     results.append(total)
                     if not in_registers:
                         emit.store(total, out, place)

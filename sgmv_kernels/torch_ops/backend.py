@@ -2,7 +2,7 @@
 
 import torch
 
-from sgmv_kernels.backend import Backend
+from sgmv_kernels.backend import Backend, one_by_one
 from sgmv_kernels.torch_ops import attention, linear, pointwise, sgmv
 
 BACKEND = Backend(
@@ -23,5 +23,6 @@ BACKEND = Backend(
     take_rows=linear.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
     linear=linear.linear_torch,
+    linear_parts=one_by_one(linear.linear_torch),
     warm_up=lambda adapter_dtype, kv_format, progress: None,
 )

@@ -29,8 +29,7 @@ class PlainLinear:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes.codes, self.codes.scales, self.codes.minima, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        return self.codes.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def dequantize(self) -> Tensor:
         return self.codes.dequantize()

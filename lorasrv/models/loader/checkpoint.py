@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lorasrv.errors import CorruptModel
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
     from sgmv_kernels.ops import GroupQuantizedWeight
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPacking:
+    """Describe the quantization that a checkpoint came with."""
+
+    # As its configuration calls it: gptq, awq or compressed-tensors.
+    method: str
+    # Distinct numbers of bits of its linears, ascending.
+    bits: tuple[int, ...]
+    # Mean bits of a weight of the layers' linears, without scales.
+    mean_bits: float
+
+
 class Checkpoint(Protocol):
     """Read an open checkpoint. Tensor names and row orders are Hugging Face's, whatever the file uses."""
 
@@ -27,6 +40,11 @@ class Checkpoint(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def packing(self) -> StoredPacking | None:
+        """Return how the checkpoint was quantized by a library for transformers; None for floats and GGUF files."""
+        ...
 
     def names(self) -> Iterable[str]:
         """Return the canonical names of the tensors that `spec` requires; all exist, with the right shapes."""

@@ -30,6 +30,8 @@ class DummyCheckpoint:
         ModelNotFound, CorruptModel, UnsupportedModel: `model` is none of these, or its configuration cannot be read.
     """
 
+    packing = None
+
     def __init__(self, model: str) -> None:
         self._folder: Path | None = None
         if model in SHAPES:

@@ -29,6 +29,8 @@ class GgufCheckpoint:
         CorruptModel, UnsupportedModel: as `GgufFile` and `Family`, or tensors that do not fit the metadata.
     """
 
+    packing = None
+
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or path.stem
         self._file = GgufFile(path)

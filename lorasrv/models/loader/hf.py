@@ -1,7 +1,11 @@
-"""Read a Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index."""
+"""Read a Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index.
+
+Quantized linears are read by the room `packed`.
+"""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +15,15 @@ from safetensors import SafetensorError, safe_open
 
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.models.families import detect, tensor_shapes, token_ids
-from lorasrv.models.loader.checkpoint import check_num_layers, check_shapes
+from lorasrv.models.loader.checkpoint import StoredPacking, check_num_layers, check_shapes
+from lorasrv.models.loader.packed.config import QuantizationSettings, find_quantization
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerJson, TokenizerSource
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lorasrv.models.loader.packed.packed_modules import PackedModules
     from sgmv_kernels.ops import GroupQuantizedWeight
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,7 +49,11 @@ class HfCheckpoint:
         try:
             self._open_weights()
             check_num_layers(self.spec, len(self._readers))
-            check_shapes(self.spec, {name: self._shape(name) for name in self._readers})
+            settings = _quantization(path, _read_json(path / "config.json"))
+            self._packed = None if settings is None else _packed_modules(settings, self._readers)
+            check_shapes(self.spec, dict(self._shapes()))
+            self.packing = None if settings is None else self._packing(settings.method)
+            self._check_biases()
         except BaseException:
             self.close()
             raise
@@ -52,11 +62,16 @@ class HfCheckpoint:
         return tensor_shapes(self.spec).keys()
 
     def tensor(self, name: str) -> "Tensor":
+        if (codes := self.codes(name)) is not None:
+            return codes.dequantize()
         weight: Tensor = self._readers[name].get_tensor(name)
         return weight
 
     def codes(self, name: str) -> "GroupQuantizedWeight | None":
-        return None
+        module = name.removesuffix(".weight")
+        if self._packed is None or module == name or module not in self._packed.bits:
+            return None
+        return self._packed.codes(module)
 
     def tokenizer_source(self) -> TokenizerSource:
         return hf_tokenizer_source(self._path, self.spec)
@@ -102,12 +117,53 @@ class HfCheckpoint:
             raise CorruptModel(f"the model directory lacks {', '.join(missing[:3])}")
         return shards
 
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Return the shapes of all tensors of floats, and of the weights of quantized modules."""
+        packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
+        yield from packed.items()
+        wanted = tensor_shapes(self.spec)
+        for name in self._readers:
+            # A quantized module has other tensors, of integers, too.
+            if name not in packed and (self._packed is None or name in wanted):
+                yield name, self._shape(name)
+
+    def _packing(self, method: str) -> StoredPacking | None:
+        """Describe the quantization; None if it left all linears as floats."""
+        bits = {} if self._packed is None else self._packed.bits
+        shapes = tensor_shapes(self.spec)
+        sizes = {module: math.prod(shapes[name]) for module in bits if (name := f"{module}.weight") in shapes}
+        if not sizes:
+            return None
+        mean = sum(bits[module] * size for module, size in sizes.items()) / sum(sizes.values())
+        return StoredPacking(method, tuple(sorted({bits[module] for module in sizes})), mean)
+
+    def _check_biases(self) -> None:
+        """Check that quantized modules have no bias that the family does not know; some exports have zeros."""
+        wanted = tensor_shapes(self.spec)
+        for module in () if self._packed is None else self._packed.bits:
+            name = f"{module}.bias"
+            is_unknown = f"{module}.weight" in wanted and name in self._readers and name not in wanted
+            if is_unknown and self._readers[name].get_tensor(name).any():
+                raise UnsupportedModel(f"{name} is not 0, but {self.spec.family} models have no such bias")
+
     def _shape(self, name: str) -> tuple[int, ...]:
         view = self._readers[name].get_slice(name)
         if view.get_dtype() not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise UnsupportedModel(f"tensor {name!r:.80} is {view.get_dtype()}, which is not supported; known: {known}")
         return tuple(view.get_shape())
+
+
+def _packed_modules(settings: QuantizationSettings, readers: dict[str, Any]) -> "PackedModules":
+    # These import torch.
+    from lorasrv.models.loader.packed.packed_modules import open_modules
+    from lorasrv.models.loader.packed.stored_tensors import StoredTensors
+
+    return open_modules(settings, StoredTensors(readers))
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> QuantizationSettings | None:
+    return find_quantization(config, lambda file: _read_json(folder / file, missing_ok=True))
 
 
 def _check_index(index: dict[str, str], holders: dict[str, str]) -> None:
@@ -134,7 +190,9 @@ def read_spec(folder: Path) -> ModelSpec:
     Raises:
         ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of an unknown kind.
     """
-    spec = _spec(_read_json(folder / "config.json"))
+    config = _read_json(folder / "config.json")
+    spec = _spec(config)
+    _quantization(folder, config)
     extra = _read_json(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
     return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))))
 

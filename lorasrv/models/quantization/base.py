@@ -1,6 +1,7 @@
 """Define the interface of weight formats. T rows, H inputs, O outputs, V vocabulary; CPU activations are fp32."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Protocol, Self
@@ -8,7 +9,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from lorasrv.models.loader.checkpoint import Checkpoint
+from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.ops import GroupQuantizedWeight, Ops
 
@@ -70,6 +71,8 @@ class Fit(IntEnum):
     DEFAULT = 3
     # Keeps the codes that the file holds.
     EXACT = 4
+    # Made for files of this method: keeps codes of every kind.
+    OWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class StoredWeights:
     spec: ModelSpec
     # A typical linear as the codes that the file holds; None where it holds floats.
     codes: GroupQuantizedWeight | None
+    packing: StoredPacking | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -99,7 +103,7 @@ class StoredWeights:
 
         Raises: CorruptModel: the typical linear cannot be read.
         """
-        return cls(checkpoint.spec, checkpoint.codes(_TYPICAL_LINEAR))
+        return cls(checkpoint.spec, checkpoint.codes(_TYPICAL_LINEAR), checkpoint.packing)
 
 
 class QuantFormat(ABC):
@@ -156,6 +160,19 @@ class QuantFormat(ABC):
         Raises:
             UnsupportedFormat: the format cannot hold this weight.
         """
+
+    def linear_of_parts(
+        self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Linear:
+        """Pack a linear whose outputs come in parts with the same inputs: floats, and codes that the format keeps.
+
+        Args:
+            parts: at least one of codes; those of one kind fit no single weight.
+            bias, dtype: as `linear`.
+        Raises:
+            UnsupportedFormat: as `linear`.
+        """
+        raise NotImplementedError(f"{self.name} keeps no codes")
 
     @abstractmethod
     def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:

@@ -11,6 +11,7 @@ Source: Q3H of Inferflow (Shi et al. 2024), between 3 and 4 bits in size and qua
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -104,9 +105,15 @@ class GroupQuantFormat(QuantFormat):
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         del dtype
         if isinstance(weight, Tensor):
-            check_group(weight, self.group, f"--quantization {self.name}")
-            weight = self.round(weight)
+            weight = self._rounded(weight)
         return GroupQuantLinear(self._ops, self._ops.pack_linear(weight, None if bias is None else bias.float()))
+
+    def linear_of_parts(
+        self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Linear:
+        del dtype
+        codes = [self._rounded(part) if isinstance(part, Tensor) else part for part in parts]
+        return GroupQuantLinear(self._ops, self._ops.pack_parts(codes, None if bias is None else bias.float()))
 
     def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
         del dtype
@@ -120,6 +127,10 @@ class GroupQuantFormat(QuantFormat):
         del dtype
         assert isinstance(embedding, GroupQuantEmbedding)
         return GroupQuantLinear(self._ops, embedding.packed, shared=True)
+
+    def _rounded(self, weight: Tensor) -> GroupQuantizedWeight:
+        check_group(weight, self.group, f"--quantization {self.name}")
+        return self.round(weight)
 
     def _ends(self, weight: Tensor | GroupQuantizedWeight) -> GroupQuantizedWeight:
         if isinstance(weight, GroupQuantizedWeight) and weight.levels == INT8_LEVELS:

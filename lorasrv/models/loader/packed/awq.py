@@ -1,0 +1,81 @@
+"""Read AWQ checkpoints as AutoAWQ writes them: 4 bits, in versions GEMM and GEMV.
+
+Tensors of a module, O outputs, H inputs, G groups of a row; words are int32 of eight fields, the lowest bits first:
+
+    gemm   qweight [H, O / 8], qzeros [G, O / 8], scales [G, O]: field i of word c is output 8 c + OUTPUTS[i]
+    gemv   qweight [O, H / 8], qzeros [O, W], scales [O, 8 W]: fields along the inputs and groups, in order; W is G / 8,
+           rounded up to a multiple that depends on the size of groups
+
+A weight is (q - zero) * scale.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedModel
+from lorasrv.models.loader.packed.config import QuantizationSettings
+from lorasrv.models.loader.packed.stored_tensors import FLOATS, StoredTensors
+from lorasrv.models.loader.packed.unpacking import exact_scales, group_codes, unpack_fields
+from sgmv_kernels.ops import GroupQuantizedWeight
+
+VERSIONS = ("gemm", "gemv")
+BITS, FIELDS = 4, 8
+OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+_WORDS = ("I32",)
+
+
+class AwqModules:
+    """Hold the modules of an AWQ checkpoint; see `PackedModules`.
+
+    Raises:
+        CorruptModel, UnsupportedModel: as `open_modules`.
+    """
+
+    def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
+        self._settings, self._tensors = settings, tensors
+        self._version = settings.text("version", settings.text("format", "gemm"))
+        if self._version not in VERSIONS:
+            known = " and ".join(VERSIONS)
+            raise UnsupportedModel(f"AWQ in version {self._version!r:.60} is not supported, only {known}")
+        if (bits := settings.whole("bits", "w_bit")) != BITS:
+            raise UnsupportedModel(f"AWQ of {bits} bits is not supported, only of {BITS}")
+        self._group = settings.whole("group_size", "q_group_size")
+        self.bits: Mapping[str, int] = dict.fromkeys(tensors.modules("qweight"), BITS)
+
+    def shape(self, module: str) -> tuple[int, int]:
+        rows, words = self._tensors.shape(f"{module}.qweight", 2)
+        return (FIELDS * words, rows) if self._version == "gemm" else (rows, FIELDS * words)
+
+    def codes(self, module: str) -> GroupQuantizedWeight:
+        outputs, inputs = self.shape(module)
+        group = inputs if self._group == -1 else self._group
+        if group <= 0 or inputs % group:
+            raise UnsupportedModel(f"{module}: groups of {group} do not divide its {inputs} inputs")
+        read = self._read_gemm if self._version == "gemm" else self._read_gemv
+        fields, zeros, scales = read(module, outputs, inputs, inputs // group)
+        return group_codes(fields, exact_scales(f"{module}.scales", scales), zeros, BITS)
+
+    def _read_gemm(self, module: str, outputs: int, inputs: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return fields [O, H], zeros [O, G] and scales [O, G]."""
+        words = self._tensors.read(f"{module}.qweight", _WORDS, (inputs, outputs // FIELDS))
+        zeros = self._tensors.read(f"{module}.qzeros", _WORDS, (groups, outputs // FIELDS))
+        scales = self._tensors.read(f"{module}.scales", FLOATS, (groups, outputs))
+        return _in_order(words).T, _in_order(zeros).T, scales.T
+
+    def _read_gemv(self, module: str, outputs: int, inputs: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return fields [O, H], zeros [O, G] and scales [O, G]."""
+        padded_to = max(1, 128 // (inputs // groups))
+        width = -(-groups // FIELDS)
+        width = -(-width // padded_to) * padded_to
+        words = self._tensors.read(f"{module}.qweight", _WORDS, (outputs, inputs // FIELDS))
+        zeros = self._tensors.read(f"{module}.qzeros", _WORDS, (outputs, width))
+        scales = self._tensors.read(f"{module}.scales", FLOATS, (outputs, FIELDS * width))
+        return unpack_fields(words, BITS), unpack_fields(zeros, BITS)[:, :groups], scales[:, :groups]
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Unpack words [N, O / 8] to fields [N, O] in the order of the outputs."""
+    fields = unpack_fields(words, BITS).view(*words.shape, FIELDS)
+    return fields[..., torch.tensor(OUTPUTS).argsort()].flatten(-2)

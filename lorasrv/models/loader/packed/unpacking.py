@@ -1,0 +1,109 @@
+"""Unpack the fields of a checkpoint's integers, and make of them the codes that kernels take.
+
+Shapes: O outputs, H inputs, G groups of a row. Fields are whole numbers of a few bits, unsigned.
+"""
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import CorruptModel, UnsupportedModel
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+
+MOST_GROUP = 128
+"""Largest group that every backend reads. The factors of larger ones are repeated."""
+
+
+def unpack_fields(words: Tensor, bits: int) -> Tensor:
+    """Unpack fields that lie densely in words, the lowest bits first.
+
+    Args:
+        words: [..., N] integers of any width.
+        bits: of a field.
+    Returns: [..., N * width // bits] uint8; of 3, 5, 6 and 7 bits, fields may lie in two words.
+    """
+    stream = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stream
+    if bits in (2, 4):
+        shifts = range(0, 8, bits)
+        return torch.stack([stream >> shift & (1 << bits) - 1 for shift in shifts], dim=-1).flatten(-2)
+    # Eight fields are as many bytes as a field has bits.
+    whole = stream.shape[-1] // bits * bits
+    parts = stream[..., :whole].reshape(*stream.shape[:-1], -1, bits).to(torch.int32 if bits == 3 else torch.int64)
+    joined = torch.zeros_like(parts[..., 0])
+    for i in range(bits):
+        joined |= parts[..., i] << 8 * i
+    fields = [(joined >> bits * i & (1 << bits) - 1).to(torch.uint8) for i in range(8)]
+    return torch.stack(fields, dim=-1).flatten(-2)
+
+
+def unpack_padded_fields(words: Tensor, bits: int) -> Tensor:
+    """Unpack fields of which each int32 of `words` [..., N] has as many as fit, the lowest bits first."""
+    fields = torch.stack([words >> bits * i & (1 << bits) - 1 for i in range(32 // bits)], dim=-1)
+    return fields.flatten(-2).to(torch.uint8)
+
+
+def exact_scales(name: str, scales: Tensor) -> Tensor:
+    """Return scales as fp16 if that holds them exactly, else as fp32.
+
+    Raises:
+        CorruptModel: a scale is no number.
+    """
+    wide = scales.float()
+    if not wide.isfinite().all():
+        raise CorruptModel(f"{name} holds what is no number")
+    half = wide.half()
+    return half if torch.equal(half.float(), wide) else wide
+
+
+def sorted_inputs(name: str, groups_of: Tensor, groups: int) -> Tensor | None:
+    """Return the inputs in the order of their groups.
+
+    Args:
+        name: of the tensor, for messages.
+        groups_of: [H] the group of each input.
+        groups: number of groups.
+    Returns: [H] int32; None if they are in that order.
+    Raises:
+        CorruptModel: a group that does not exist.
+        UnsupportedModel: groups of uneven length.
+    """
+    if int(groups_of.min()) < 0 or int(groups_of.max()) >= groups:
+        raise CorruptModel(f"{name} names groups outside 0 to {groups - 1}")
+    counts = torch.bincount(groups_of.long(), minlength=groups)
+    if int(counts.min()) != int(counts.max()):
+        raise UnsupportedModel(
+            f"{name} has groups of {int(counts.min())} to {int(counts.max())} inputs, not of one size"
+        )
+    order = groups_of.argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order.int()
+
+
+def group_codes(
+    fields: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor | None = None
+) -> GroupQuantizedWeight:
+    """Make codes of unpacked fields: (fields - zeros) * scales.
+
+    Args:
+        fields: [O, H] uint8, in the inputs' own order.
+        scales: [O, G], from `exact_scales`.
+        zeros: [O, G] integers; None for the middle of the range.
+        bits: of a field.
+        order: from `sorted_inputs`.
+    Returns: the same weights in groups that every backend reads; smaller ones where no such size divides them.
+    """
+    columns = fields if order is None else fields[:, order.long()]
+    middle = 1 << bits - 1
+    offsets = torch.full(scales.shape, middle, dtype=torch.int16) if zeros is None else zeros.to(torch.int16)
+    group = columns.shape[1] // scales.shape[1]
+    if bits > 4:
+        signed, centred = (columns.to(torch.int16) - middle).to(torch.int8), (offsets - middle).contiguous()
+        zeros = centred if centred.any() else None
+        made = GroupQuantizedWeight(signed.contiguous(), scales.contiguous(), None, INT8_LEVELS, zeros, order)
+    else:
+        levels = Q3H_LEVELS if bits <= 3 and group % 64 == 0 else INT4_LEVELS
+        made = GroupQuantizedWeight(
+            columns.contiguous(), scales.contiguous(), None, levels, offsets.contiguous(), order
+        )
+    smaller = min(group & -group, MOST_GROUP)
+    return made if smaller in (group, 1) else made.in_groups_of(smaller)
