@@ -96,7 +96,7 @@ class ModelOptions:
     """Choose the base model and its runtime format."""
 
     model: str = BUILTIN_MODEL
-    # "auto" keeps 4-bit files exactly, as int4, and quantizes others to int8.
+    # "auto" keeps quantized files exactly, and quantizes others to int8.
     quantization: str = "auto"
     # None takes the format's own.
     quantization_group: int | None = None

@@ -84,6 +84,7 @@ class LLM:
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
         loader = InlineLoader(built.parts.source, built.parts.executor.write_adapter)
+        self.weights = built.weights
         self.engine = EngineCore(built.parts, loader)
         self.input_processor = built.input_processor(self.engine.poison)
         self._numbers = itertools.count()

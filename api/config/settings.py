@@ -123,9 +123,11 @@ class ServerSettings(BaseModel):
         _Name | None, _model("Name of the base model in the API", default="the model's own", metavar="NAME")
     ] = None
     quantization: Annotated[
-        str,
+        _Name,
         _model(
-            "Format of the base weights: none, int8, int4, q3h, fp8, or auto (int4 for 4-bit files, else int8)",
+            "Format of the base weights: none, int8, int4, q3h, fp8, or auto (that of a quantized file, else int8); "
+            "gptq, awq or compressed-tensors: the checkpoint must be one",
+            aliases=("quantize",),
             metavar="FORMAT",
         ),
     ] = _MODEL.quantization

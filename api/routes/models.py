@@ -35,6 +35,7 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
         services.base_name,
         services.started_s,
         services.engine.max_model_len,
+        services.engine.weights.to_dict(),
         batch_invariant=services.engine.is_batch_invariant,
     )
     if name == services.base_name:

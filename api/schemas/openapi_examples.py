@@ -127,6 +127,7 @@ _BASE_CARD: Json = {
     "root": _BASE,
     "parent": None,
     "max_model_len": 2048,
+    "weights": {"format": "int4"},
     "batch_invariant": True,
 }
 _CARD: Json = {**_BASE_CARD, "id": "mia", "root": _DIGEST, "parent": _BASE}

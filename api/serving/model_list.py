@@ -79,10 +79,11 @@ def _listing(cards: Sequence[str], has_more: bool) -> bytes:
     return f'{{"object":"list","data":[{",".join(cards)}],"has_more":{_encode(has_more)}}}'.encode()
 
 
-def base_card(name: str, created_s: int, max_model_len: int, *, batch_invariant: bool) -> Card:
+def base_card(name: str, created_s: int, max_model_len: int, weights: Card, *, batch_invariant: bool) -> Card:
     """Build the model card of the base.
 
     Args:
+        weights: format of the weights, and of a quantized file its method, bits, and whether they are kept exactly.
         batch_invariant: whether an answer is the same alone and in any batch, to the bit.
     """
     return {
@@ -93,6 +94,7 @@ def base_card(name: str, created_s: int, max_model_len: int, *, batch_invariant:
         "root": name,
         "parent": None,
         "max_model_len": max_model_len,
+        "weights": weights,
         "batch_invariant": batch_invariant,
     }
 

@@ -112,6 +112,7 @@ class Services:
             settings.served_model_name or engine.model_name,
             started_s,
             engine.max_model_len,
+            engine.weights.to_dict(),
             batch_invariant=engine.is_batch_invariant,
         )
         return cls(

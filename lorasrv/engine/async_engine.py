@@ -73,7 +73,8 @@ class AsyncEngine:
         self, model: BuiltModel, model_name: str, options: SchedulerOptions, observers: Sequence[RequestObserver] = ()
     ) -> None:
         self.model_name = model_name
-        self.quantization = model.quantization
+        self.weights = model.weights
+        self.quantization = model.weights.format
         self.is_batch_invariant = model.is_batch_invariant
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer

@@ -17,6 +17,7 @@ from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
+from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafter import Drafter
@@ -52,8 +53,8 @@ class BuiltModel:
 
     parts: EngineParts
     spec: ModelSpec
-    # Name of the format that its weights are in.
-    quantization: str
+    # The format that its weights are in.
+    weights: ServedWeights
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     # Whether a request's result is the same alone and in any batch, to the bit.
@@ -101,11 +102,14 @@ def build(
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
-    plan = MemoryPlan.of(config, spec, fmt.name, device)
+    plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing)
     plan.check()
     if warning := plan.warning():
         logger.warning(warning)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
+    served = ServedWeights(fmt.name, checkpoint.packing, weights.kept_codes, weights.remade_codes)
+    if line := served.line():
+        logger.log(logging.INFO if served.is_exact else logging.WARNING, "%s", line)
     plan = _measured(plan, config.memory, weights.nbytes, device)
     plan.check()
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
@@ -138,8 +142,8 @@ def build(
         watermark=config.watermark,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
-    is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant
-    return BuiltModel(parts, spec, fmt.name, tokenizer, template, is_batch_invariant)
+    is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
+    return BuiltModel(parts, spec, served, tokenizer, template, is_batch_invariant)
 
 
 def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:

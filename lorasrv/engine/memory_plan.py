@@ -16,6 +16,7 @@ from lorasrv.config import (
     size,
 )
 from lorasrv.errors import ConfigError, NotEnoughMemory
+from lorasrv.models.loader import StoredPacking
 from lorasrv.models.quantization import FORMATS
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.device import DeviceMemory, activation_dtype
@@ -24,6 +25,8 @@ from sgmv_kernels.formats.kv_format import get_kv_format
 
 MIN_POOL_PAGES = 4
 _LOGIT_BYTES = 4
+_FACTOR_BITS = 0.25
+"""Bits of a weight that its group's factors take in a quantized file, about."""
 
 
 def linear_weights(spec: ModelSpec) -> int:
@@ -36,10 +39,12 @@ def table_weights(spec: ModelSpec) -> int:
     return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
 
 
-def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a base in a weight format."""
+def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype, packing: StoredPacking | None = None) -> int:
+    """Estimate the bytes of a base in a weight format, which may be that of its file."""
     chosen, bits = FORMATS[quantization], 8.0 * dtype.itemsize
-    linear = linear_weights(spec) * (chosen.linear_bits or bits)
+    is_own = packing is not None and packing.method == quantization
+    own = packing.mean_bits + _FACTOR_BITS if packing is not None and is_own else None
+    linear = linear_weights(spec) * (own or chosen.linear_bits or bits)
     table = table_weights(spec) * (chosen.table_bits or bits)
     return int((linear + table) / 8)
 
@@ -86,11 +91,22 @@ class MemoryPlan:
     max_num_batched_tokens: int
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: ModelSpec, quantization: str, device: torch.device) -> "MemoryPlan":
-        """Plan for this machine as it is now, before the base is loaded in format `quantization`."""
+    def of(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        quantization: str,
+        device: torch.device,
+        packing: StoredPacking | None = None,
+    ) -> "MemoryPlan":
+        """Plan for this machine as it is now, before the base is loaded in format `quantization`.
+
+        Args:
+            packing: how the file is quantized; None if it is not, or not there yet.
+        """
         dtype = getattr(torch, config.model.dtype)
         memory = DeviceMemory.of(device)
-        base = base_bytes(spec, quantization, dtype)
+        base = base_bytes(spec, quantization, dtype, packing)
         step = step_bytes(spec, config, activation_dtype(device, dtype))
         return cls(
             free=memory.free,

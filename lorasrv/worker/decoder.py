@@ -135,8 +135,7 @@ class Decoder:
         return {} if self._program is None else self._program.seconds()
 
     def _can_be_recorded(self) -> bool:
-        linears = [linear for layer in self._weights.layers for linear in layer.linears()]
-        return self._ops.can_record and all(linear.can_be_recorded for linear in (*linears, self._weights.head))
+        return self._ops.can_record and self._weights.is_recordable
 
     def _shape(self, limits: DecoderLimits) -> ProgramShape:
         spec = self._spec

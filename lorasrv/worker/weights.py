@@ -60,6 +60,9 @@ class ModelWeights:
     head: Linear
     # SHA-256 over names, shapes and a sample of every tensor.
     fingerprint: str
+    # Linears of layers that the file has as codes: kept, and made from dequantized weights.
+    kept_codes: int = 0
+    remade_codes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,12 @@ class ModelWeights:
         linears = [linear for layer in self.layers for linear in layer.linears()]
         norms = [self.final_norm] + [norm for layer in self.layers for norm in layer.norms()]
         return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Return whether all linears compute with `Ops` alone."""
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        return all(linear.can_be_recorded for linear in (*linears, self.head))
 
     def dequantized(self, name: str) -> Tensor:
         """Return one weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses.
@@ -139,6 +148,7 @@ class _Builder:
         self._format, self._dtype, self._device = fmt, dtype, device
         self._meter, self._progress = meter, progress
         self._hash = hashlib.sha256()
+        self._kept = self._remade = 0
 
     @torch.inference_mode()
     def build(self) -> ModelWeights:
@@ -148,7 +158,8 @@ class _Builder:
         layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
         final_norm = self._norm("model.norm")
         self._progress(_LOADING, 1.0)
-        return ModelWeights(self._spec, embed, layers, final_norm, head, self._hash.hexdigest())
+        fingerprint = self._hash.hexdigest()
+        return ModelWeights(self._spec, embed, layers, final_norm, head, fingerprint, self._kept, self._remade)
 
     def _layer(self, i: int) -> LayerWeights:
         self._progress(_LOADING, (i + 1) / (self._spec.num_layers + 1))
@@ -184,10 +195,13 @@ class _Builder:
         self._exchange([weight], None, head.nbytes)
         return embedding, head
 
-    def _weight(self, name: str) -> Tensor | GroupQuantizedWeight:
+    def _weight(self, name: str, *, counted: bool = False) -> Tensor | GroupQuantizedWeight:
         """Return a weight: the codes that the file holds if the format keeps them, else floats."""
         codes = self._checkpoint.codes(name)
-        if codes is None or not self._format.keeps(codes):
+        is_kept = codes is not None and self._format.keeps(codes)
+        self._kept += counted and is_kept
+        self._remade += counted and codes is not None and not is_kept
+        if codes is None or not is_kept:
             return self._read(name)
         self._meter.add(codes.nbytes)
         for tensor in codes.tensors():
@@ -196,7 +210,7 @@ class _Builder:
 
     def _parts(self, names: Sequence[str]) -> list[Tensor | GroupQuantizedWeight]:
         """Return weights stacked along their outputs: one, if all are floats or codes of one kind."""
-        parts = [self._weight(name) for name in names]
+        parts = [self._weight(name, counted=True) for name in names]
         floats = [part for part in parts if isinstance(part, Tensor)]
         if len(floats) == len(parts):
             return [self._stacked(floats)]

@@ -25,6 +25,7 @@ from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, Inval
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
+from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest, OnCold
@@ -191,7 +192,8 @@ class FakeEngine:
         self.limits: dict[str, Limits | None] = {}
         # The rest is the real one's.
         self.model_name = BASE
-        self.quantization = "int8"
+        self.weights = ServedWeights("int8")
+        self.quantization = self.weights.format
         self.is_batch_invariant = True
         self.spec = SPEC
         self.max_model_len = CONTEXT

@@ -3,10 +3,10 @@
     python tests/support/make_packed_checkpoints.py LIBRARIES
 
 LIBRARIES is a folder into which these were unpacked, without their dependencies: the wheels of auto-gptq 0.7.1,
-compressed-tensors 0.20.0 and loguru 0.7.3, and the source of autoawq 0.2.9. With transformers 5 the packages of AutoGPTQ
-and AutoAWQ cannot be imported, so the files that pack are loaded alone, beside stand-ins for their packages. GPTQModel
-has no wheel and was not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other words) are written by
-`packed_checkpoints.py` from their description. Written with torch 2.13.0 and transformers 5.23.0.
+compressed-tensors 0.20.0 and loguru 0.7.3, and the source of autoawq 0.2.9. With transformers 5 the packages of
+AutoGPTQ and AutoAWQ cannot be imported, so the files that pack are loaded alone, beside stand-ins for their packages.
+GPTQModel has no wheel and was not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other words) are
+written by `packed_checkpoints.py` from their description. Written with torch 2.13.0 and transformers 5.23.0.
 """
 
 import importlib.util

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter, state_dict_fp32
+from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking, WeightMeter, state_dict_fp32
 from lorasrv.models.loader.locate import locate
 
-__all__ = ["Checkpoint", "WeightMeter", "open_checkpoint", "state_dict_fp32"]
+__all__ = ["Checkpoint", "StoredPacking", "WeightMeter", "open_checkpoint", "state_dict_fp32"]
 
 
 def open_checkpoint(model: str, load_format: str = "auto", quantized_weights: Path | None = None) -> Checkpoint:

@@ -66,7 +66,7 @@ class QuantizedCheckpoint:
 
     def __init__(self, base: Checkpoint, path: Path) -> None:
         self._base = base
-        self.name, self.spec, self.packing = base.name, base.spec, base.packing
+        self.name, self.spec, self.packing = base.name, base.spec, None
         self._files = ExitStack()
         try:
             self._reader = self._files.enter_context(safe_open(path, framework="pt"))

@@ -186,7 +186,8 @@ class TestAliases:
         assert unknown_variables() == []
 
     def test_complaints_have_the_name_that_was_given(self, monkeypatch, tmp_path: Path, alias: str, name: str) -> None:
-        wrong = "0" if type(SAMPLES[name][1]) is int else "nonsense"
+        # Neither a number, nor a choice, nor a name.
+        wrong = "0" if type(SAMPLES[name][1]) is int else "nonsense" * 33
         for spelling in (alias, name):
             with pytest.raises(ConfigError, match=f"^{flag(spelling)}[ :]"):
                 Sources.gather({spelling: wrong}).settings()

@@ -11,7 +11,7 @@ from adapter_store.registry.records import AdapterRecord, VersionRecord
 from adapter_store.spec import AdapterId, AdapterKey
 from api.serving.model_list import ModelList, adapter_card, base_card
 
-BASE = base_card("base", 7, 512, batch_invariant=True)
+BASE = base_card("base", 7, 512, {"format": "int8"}, batch_invariant=True)
 
 
 def record(name: str, number: int = 0) -> AdapterRecord:

@@ -321,7 +321,7 @@ class TestDigests:
         store.close()
         with AdapterStore(store.root, SHAPES, max_lora_rank=8, reserved_ids=frozenset({BASE})) as reopened:
             views = ScopedStores(
-                reopened, lambda: ModelList(base_card(BASE, 0, 1, batch_invariant=True), lambda record: {})
+                reopened, lambda: ModelList(base_card(BASE, 0, 1, {}, batch_invariant=True), lambda record: {})
             )
             digest = hashlib.sha256(weights_of(folder)).hexdigest()
             assert reopened.blob_exists(digest)
@@ -535,7 +535,7 @@ class TestViews:
 
     @pytest.fixture
     def views(self, store) -> ScopedStores:
-        base = base_card(BASE, 0, 1, batch_invariant=True)
+        base = base_card(BASE, 0, 1, {}, batch_invariant=True)
         return ScopedStores(store, lambda: ModelList(base, lambda record: adapter_card(base, record)))
 
     def test_what_others_do_changes_nothing(self, views, store, filled, make_adapter) -> None:

@@ -166,7 +166,6 @@ SHORT = {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 7}}
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         *(("Phi3", {"partial_rotary_factor": part}, "partial_rotary_factor") for part in (0.7, 1.5, 0.0, "x")),
         ("Llama", {"hidden_act": "relu2"}, "activation 'relu2' .*known: silu"),
-        ("Llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ("Gemma3", {"layer_types": ["chunked_attention"] * 2}, "'chunked_attention' .*known: sliding_"),
         ("Gemma3", {"sliding_window": None}, "gemma3 without a sliding window"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True .*only False"),

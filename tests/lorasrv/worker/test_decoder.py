@@ -6,26 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hand_decoder import HandDecoder, register
 from peft_adapters import peft_adapter
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.lora_sites import adapter_layout, base_shapes
-from lorasrv.models.quantization import get_format
-from lorasrv.outputs import RequestId
-from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
-from lorasrv.worker.adapter_packing import pack_adapter
-from lorasrv.worker.decoder import Decoder, DecoderLimits
-from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.forward_batch import build_batch
-from lorasrv.worker.weights import load_weights
-from sgmv_kernels.formats.kv_format import KV_FORMATS
-from sgmv_kernels.ops import Ops
+from lorasrv.models.lora_sites import base_shapes
 
-PAGE_SIZE, PAGES = 4, 640
 KERNELS = ("torch", "numba")
 ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 ROPE_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -117,49 +105,6 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
         return _oracle_model(directory, adapter)(torch.tensor([ids])).logits[0]
 
 
-class _Served:
-    """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
-
-    def __init__(
-        self, directory: Path, adapters: dict[str, Path], store: Path, kernels: str, dtype=torch.float32, weights="none"
-    ) -> None:
-        checkpoint = open_checkpoint(str(directory))
-        self.ops = Ops(torch.device("cpu"), kernels)
-        weights = load_weights(checkpoint, get_format(weights, self.ops), torch.float32)
-        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
-        self.dtype = dtype
-        self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
-        self.placed, end = {}, PAGES
-        with AdapterStore(store, base_shapes(weights.spec)) as registered:
-            for name, folder in adapters.items():
-                key = _register(registered, name, folder)
-                layout = adapter_layout(weights.spec, registered.spec(key), dtype.itemsize)
-                count = layout.num_pages(self.memory.page_bytes)
-                end -= count
-                placed = layout.place([(end, count)], self.memory.page_bytes)
-                packed = pack_adapter(weights.spec, layout, registered.load(key), dtype)
-                self.memory.write_adapter(packed, placed)
-                self.placed[name] = (key, placed)
-
-    def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
-        """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
-        scheduled = tuple(
-            ScheduledRequest(
-                RequestId(str(i)), tuple(tokens), start, table, self.placed[name][0] if name else None, True,
-                SamplingParams(), 0,
-            )
-            for i, (name, tokens, start, table) in enumerate(shares)
-        )  # fmt: skip
-        step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
-        batch = build_batch(step, self.memory, self.dtype, self.ops)
-        return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
-
-
-def _register(store: AdapterStore, name: str, folder: Path) -> str:
-    peft = read_peft_dir(folder)
-    return store.register(name, peft.config, store.add_blob(peft.weights_path)).ref.key
-
-
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
@@ -178,7 +123,7 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
     """
     directory = tiny_hf_checkpoints[name.partition("-")[0]](**CASES[name])
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", kernels)
+    served = HandDecoder(directory, adapters, tmp_path / "store", kernels)
     work = []
     for i, name in enumerate([None, "qv", "all", "rs", None, "all"]):
         ids = torch.randint(3, 384, (9 + 4 * i,), generator=torch.Generator().manual_seed(7 + i)).tolist()
@@ -203,7 +148,7 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
     directory = tiny_hf_checkpoints[family]()
     adapters = _save_adapters(directory, tmp_path)
     recorded, called = (
-        _Served(directory, adapters, tmp_path / name, "numba", weights=quantization) for name in ("r", "c")
+        HandDecoder(directory, adapters, tmp_path / name, "numba", weights=quantization) for name in ("r", "c")
     )
     assert recorded.decoder._program is not None
     called.decoder._program = None
@@ -231,7 +176,7 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
 def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path, kernels: str) -> None:
     directory = tiny_hf_checkpoints["llama"]()
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", kernels, torch.bfloat16)
+    served = HandDecoder(directory, adapters, tmp_path / "store", kernels, torch.bfloat16)
     ids = list(range(10, 30))
     for i, name in enumerate(adapters):
         got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]
@@ -250,4 +195,4 @@ def test_fused_modules_take_no_adapter_of_their_parts(tiny_hf_checkpoints, tmp_p
             AdapterStore(tmp_path / f"of-{directory.name}", base_shapes(checkpoint.spec)) as store,
             pytest.raises(AdapterInvalid, match="qkv_proj" if directory is phi3 else "q_proj"),
         ):
-            _register(store, "mia", adapters["qv"])
+            register(store, "mia", adapters["qv"])

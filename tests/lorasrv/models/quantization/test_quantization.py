@@ -13,13 +13,15 @@ from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.checkpoint import StoredPacking
 from lorasrv.models.quantization import FORMATS, Acceptance, Fit, Linear, StoredWeights, get_format, select_format
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
 from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
-ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19}
+OF_FILES = ("gptq", "awq", "compressed-tensors")
+ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19} | dict.fromkeys(OF_FILES, 4e-3)
 """Relative to the true product of normal numbers."""
 TORCH, NUMBA = (Ops(torch.device("cpu"), name) for name in ("torch", "numba"))
 every_ops = pytest.mark.parametrize("ops", [NUMBA, TORCH], ids=lambda ops: ops.name)
@@ -196,8 +198,12 @@ class TestWhichFormatServesACheckpoint:
     def test_formats_asked_for_by_name(self) -> None:
         for name in FORMATS:
             accepted = select_format(stored(), name)[1]
-            assert accepted.fit > Fit.REFUSED
+            assert (accepted.fit == Fit.REFUSED) == (name in OF_FILES)
             assert accepted.reason
+        for name in OF_FILES:
+            packed = replace(stored(INT4_LEVELS), packing=StoredPacking(name, (4,), 4.0))
+            assert select_format(packed)[0] == name
+            assert select_format(packed)[1].fit == Fit.OWN
         refused = select_format(stored(spec=replace(SPEC, hidden_size=96)), "q3h")[1]
         assert refused.fit == Fit.REFUSED
         assert refused.reason.startswith("groups of 64 do not divide the 96 inputs of a linear; choose another")
@@ -252,7 +258,7 @@ class TestAFormatThatOnlyItsOwnFileKnows:
             for asked, group, words in (
                 ("negated", None, "^--quantization negated: serves 96 inner features only"),
                 ("negated", 32, "32 does not go with negated; choose from 16"),
-                ("int5", None, "choose from auto, none, int8, int4, q3h, fp8, negated"),
+                ("int5", None, "choose from auto, none, int8, int4, q3h, fp8, gptq, awq, compressed-tensors, negated"),
                 ("auto", 128, "^--quantization int8: groups of 128 do not divide the 64 inputs"),
             ):
                 with pytest.raises(UnsupportedFormat, match=words):

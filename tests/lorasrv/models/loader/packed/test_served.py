@@ -1,0 +1,195 @@
+"""Quantized checkpoints as they are served, alone and with adapters on every linear, against transformers and PEFT on
+weights that were read bit by bit.
+
+With the torch kernels activations are not rounded, so that logits must agree as floats do: KL below 1e-6, and every
+greedy token. With the Numba kernels the activations' rounding stays between.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_decoder import HandDecoder
+from packed_checkpoints import (
+    Quantized,
+    Tensors,
+    base,
+    committed,
+    convert,
+    dense,
+    gptq_tensors,
+    read_awq,
+    read_compressed,
+    read_gptq,
+)
+from peft_adapters import peft_adapter
+from tiny_engine import GREEDY, offline_engine
+from torch import Tensor
+
+from lorasrv.config import ModelOptions
+from lorasrv.engine.factory import choose_format
+from lorasrv.errors import UnsupportedFormat
+from lorasrv.models.loader import open_checkpoint
+from sgmv_kernels.ops import Ops
+
+PROMPTS = [[5, 9, 60, 33, 120, 7], [300, 41, 18, 77]]
+TABLES = [tuple(range(20 * i, 20 * i + 20)) for i in range(4)]
+MAX_KL = {"torch": 1e-6, "numba": 2e-3}
+
+
+def read(kind: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    if "weight_scale" in tensors:
+        return read_compressed(tensors, 3 if "mlp" in module and "weight_packed" in tensors else READ_BITS[kind])
+    if "qweight" not in tensors:
+        return None
+    if "awq" in kind:
+        return read_awq(tensors, 32, kind.partition("-")[2])
+    return read_gptq(tensors, 8 if kind == "gptq-mixed" and "v_proj" in module else 4, v2=kind != "autogptq")
+
+
+READ_BITS = {"compressed-tensors-mixed": 4, "compressed-tensors-w8a8": 8}
+COMMITTED = ("autogptq", "autoawq-gemm", "autoawq-gemv", *READ_BITS)
+KINDS = (*COMMITTED, "gptq-act-order", "gptq-mixed")
+
+
+def gptq_mixed(module: str, weight: Tensor, seeds: dict[str, int]) -> Tensors:
+    """Projections of q and k share an order, v has eight bits and an order of its own; the head is quantized."""
+    is_v = "v_proj" in module
+    seed = seeds.setdefault(module, len(seeds)) if is_v or "mlp.down" in module else 99
+    made = Quantized(weight, 8 if is_v else 4, 32, sym=False, act_order=True, seed=seed)
+    return gptq_tensors(made, "gptq_v2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, Path]]:
+    """Name -> the checkpoint, the same weights as floats, and an adapter on all linears; made once."""
+    made: dict[str, tuple[Path, Path, Path]] = {}
+
+    def make(kind: str) -> tuple[Path, Path, Path]:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            if kind in COMMITTED:
+                folder = committed(kind, root / "packed")
+            else:
+                config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+                config |= {"checkpoint_format": "gptq_v2", "lm_head": True}
+                config |= {"dynamic": {"+:.*v_proj": {"bits": 8}}} if kind == "gptq-mixed" else {}
+                by = partial(gptq_mixed, seeds={}) if kind == "gptq-mixed" else act_ordered
+                folder = convert(base(root / "floats"), root / "packed", config, by)
+            floats = dense(folder, root / "dense", partial(read, kind))
+            peft_adapter(floats, root / "adapter", r=6)
+            made[kind] = folder, floats, root / "adapter"
+        return made[kind]
+
+    return make
+
+
+def act_ordered(module: str, weight: Tensor) -> Tensors:
+    """All linears with these inputs have the same order, as GPTQ gives it."""
+    return gptq_tensors(Quantized(weight, 4, 32, sym=False, act_order=True, seed=weight.shape[1]), "gptq_v2")
+
+
+def oracle(floats: Path, adapter: Path | None) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32, attn_implementation="eager")
+    return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
+
+
+def kl(want: Tensor, got: Tensor) -> float:
+    want, got = want.double().log_softmax(-1), got.double().log_softmax(-1)
+    return float((want.exp() * (want - got)).sum(-1).max())
+
+
+@pytest.mark.parametrize("kernels", MAX_KL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_and_peft(checkpoint, tmp_path: Path, kind: str, kernels: str) -> None:
+    folder, floats, adapter = checkpoint(kind)
+    method = "awq" if "awq" in kind else "compressed-tensors" if kind in READ_BITS else "gptq"
+    served = HandDecoder(folder, {"mia": adapter}, tmp_path / "store", kernels, weights=method)
+    ids = [PROMPTS[0] * 3, PROMPTS[1] * 4]
+    shares = [
+        (name, prompt, 0, TABLES[2 * i + j]) for i, prompt in enumerate(ids) for j, name in enumerate([None, "mia"])
+    ]
+    got = served.logits(shares)
+    with torch.inference_mode():
+        for j, path in enumerate([None, adapter]):
+            model = oracle(floats, path)
+            for i, prompt in enumerate(ids):
+                want = model(torch.tensor([prompt])).logits[0, -1]
+                assert kl(want, got[2 * i + j]) < MAX_KL[kernels], (kind, path)
+        assert kl(got[0], got[1]) > 1e-2, "the adapter changes nothing"
+
+
+@pytest.mark.parametrize("kind", ["autogptq", "autoawq-gemm", "gptq-mixed", "compressed-tensors-mixed"])
+def test_greedy_tokens_are_those_of_transformers_and_peft(checkpoint, kind: str) -> None:
+    folder, floats, adapter = checkpoint(kind)
+    names = [None, "mia"]
+    with offline_engine(folder, {"mia": adapter}, quantization="auto", kernels="torch") as llm:
+        done = {name: llm.generate(PROMPTS, GREEDY, [name] * len(PROMPTS)) for name in names}
+    for name in names:
+        model = oracle(floats, adapter if name else None)
+        for prompt, answer in zip(PROMPTS, done[name], strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + list(answer.token_ids)])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == list(answer.token_ids)
+    assert [a.token_ids for a in done[None]] != [a.token_ids for a in done["mia"]]
+
+
+@pytest.mark.parametrize("kind", ["gptq-mixed", "gptq-act-order", "autoawq-gemm"])
+def test_a_recorded_pass_is_the_pass(checkpoint, tmp_path: Path, kind: str) -> None:
+    folder, _, adapter = checkpoint(kind)
+    method = "awq" if "awq" in kind else "gptq"
+    recorded, called = (
+        HandDecoder(folder, {"mia": adapter}, tmp_path / name, "numba", weights=method) for name in ("r", "c")
+    )
+    assert recorded.decoder._program is not None
+    called.decoder._program = None
+    for shares in (
+        [("mia", PROMPTS[0] * 2, 0, TABLES[0]), (None, PROMPTS[1], 0, TABLES[1])],
+        [(None, [7], 4, TABLES[1])],
+    ):
+        got, want = recorded.logits(shares), called.logits(shares)
+        assert all(torch.equal(got[i], want[i]) for i in want)
+
+
+def test_what_is_served_is_said(checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    folder, *_ = checkpoint("autoawq-gemm")
+
+    def served(quantization: str) -> tuple[dict[str, Any], str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "lorasrv"), offline_engine(folder, quantization=quantization) as llm:
+            lines = [record.message for record in caplog.records if record.message.startswith("weights:")]
+            return llm.weights.to_dict(), "\n".join(lines)
+
+    exact = {"format": "awq", "method": "awq", "bits": [4], "exact": True}
+    line = "weights: awq, 4 bits, 14 linears: kept exactly as the file has them (--quantization awq)"
+    assert served("auto") == served("awq") == (exact, line)
+    again, line = served("int8")
+    assert again == exact | {"format": "int8", "exact": False}
+    assert line.startswith("weights: awq, 4 bits, 14 linears: 14 of them dequantized and stored as int8, which adds")
+
+
+def test_a_format_of_files_wants_such_a_file(checkpoint, model: Path) -> None:
+    for folder, asked, title in ((checkpoint("autoawq-gemm")[0], "gptq", "GPTQ"), (model, "awq", "AWQ")):
+        with (
+            closing(open_checkpoint(str(folder))) as opened,
+            pytest.raises(UnsupportedFormat, match=f"--quantization {asked}: this is no {title} checkpoint; choose"),
+        ):
+            choose_format(ModelOptions(quantization=asked), opened, Ops(torch.device("cpu"), "torch"))
+
+
+def test_linears_that_stay_floats_end_recording(checkpoint, tmp_path: Path) -> None:
+    """One projection of a site is floats: its answers may then depend on the batch, and the server says so."""
+    folder, *_ = checkpoint("compressed-tensors-mixed")
+    served = HandDecoder(folder, {}, tmp_path / "s", "numba", weights="compressed-tensors")
+    assert served.decoder._program is None
+    assert not served.weights.is_recordable
+    with closing(open_checkpoint(str(folder))) as opened:
+        name = "model.layers.1.self_attn.v_proj.weight"
+        assert torch.equal(served.weights.dequantized(name), opened.tensor(name).float())

@@ -1,0 +1,76 @@
+"""A decoder without a scheduler: its steps, pages and adapters are laid out by hand."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import adapter_layout, base_shapes
+from lorasrv.models.quantization import get_format
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import load_weights
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.ops import Ops
+
+PAGE_SIZE, PAGES = 4, 640
+
+
+class HandDecoder:
+    """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
+
+    def __init__(
+        self,
+        directory: Path,
+        adapters: Mapping[str, Path],
+        store: Path,
+        kernels: str,
+        dtype: torch.dtype = torch.float32,
+        weights: str = "none",
+    ) -> None:
+        checkpoint = open_checkpoint(str(directory))
+        self.ops = Ops(torch.device("cpu"), kernels)
+        self.weights = load_weights(checkpoint, get_format(weights, self.ops), torch.float32)
+        spec = self.weights.spec
+        self.memory = DevicePool(spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
+        self.dtype = dtype
+        self.decoder = Decoder(self.weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
+        self.placed: dict[str, tuple[str, PlacedAdapter]] = {}
+        end = PAGES
+        with AdapterStore(store, base_shapes(spec)) as registered:
+            for name, folder in adapters.items():
+                key = register(registered, name, folder)
+                layout = adapter_layout(spec, registered.spec(key), dtype.itemsize)
+                count = layout.num_pages(self.memory.page_bytes)
+                end -= count
+                placed = layout.place([(end, count)], self.memory.page_bytes)
+                packed = pack_adapter(spec, layout, registered.load(key), dtype)
+                self.memory.write_adapter(packed, placed)
+                self.placed[name] = (key, placed)
+
+    def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
+        """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
+        scheduled = tuple(
+            ScheduledRequest(
+                RequestId(str(i)), tuple(tokens), start, table, self.placed[name][0] if name else None, True,
+                SamplingParams(), 0,
+            )
+            for i, (name, tokens, start, table) in enumerate(shares)
+        )  # fmt: skip
+        step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
+        batch = build_batch(step, self.memory, self.dtype, self.ops)
+        return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
+
+
+def register(store: AdapterStore, name: str, folder: Path) -> str:
+    peft = read_peft_dir(folder)
+    return store.register(name, peft.config, store.add_blob(peft.weights_path)).ref.key
