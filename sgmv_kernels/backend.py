@@ -183,6 +183,8 @@ class Backend:
     softcap_: Callable[[Tensor, float], None]
     take_rows: Callable[[Tensor, Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
+    # Raises KernelArgumentError for codes that `pack_linear` does not take.
+    check_codes: Callable[[GroupQuantizedWeight], None]
     linear: Callable[[Tensor, Any], Tensor]
     # The same for parts with the same inputs, side by side in one result.
     linear_parts: Callable[[Tensor, Sequence[Any]], Tensor]

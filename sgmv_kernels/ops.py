@@ -455,6 +455,14 @@ class Ops:
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
+    def reads(self, codes: GroupQuantizedWeight) -> bool:
+        """Return whether these kernels read codes in such groups, with such factors."""
+        try:
+            self._backend.check_codes(codes)
+        except KernelArgumentError:
+            return False
+        return True
+
     def pack_linear(
         self, codes: GroupQuantizedWeight, bias: Tensor | None = None, *, few_rows: bool = False
     ) -> PackedLinear:

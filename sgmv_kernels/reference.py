@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -152,14 +152,17 @@ def linear_reference(x: Tensor, codes: GroupQuantizedWeight, bias: Tensor | None
     """Multiply x [T, H] with codes [O, H]; returns [T, O] float64.
 
     Args:
-        rounded: round every 32 neighbours of x to multiples of a 127th of their largest magnitude first.
+        rounded: round every 32 neighbours of x, in the order of the codes' columns, to multiples of a 127th of their
+            largest magnitude first.
     """
+    columns = replace(codes, order=None)
+    x = x if codes.order is None else x[:, codes.order.long()]
     exact = x.double()
     if rounded:
-        groups = x.view(len(x), -1, 32)
+        groups = x.reshape(len(x), -1, 32)
         largest = groups.abs().amax(dim=-1, keepdim=True)
         factor = torch.where(largest > 1e-30, 127 / largest, 0.0)
         unit = torch.where(largest > 1e-30, largest * (1 / 127), 0.0)
         exact = ((groups * factor).round().double() * unit.double()).view(x.shape)
-    y = exact @ codes.dequantize().double().T
+    y = exact @ columns.dequantize().double().T
     return y if bias is None else y + bias.double()

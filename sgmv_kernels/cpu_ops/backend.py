@@ -7,6 +7,7 @@ from sgmv_kernels.backend import Backend, PackedLinear, Progress
 from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv
 from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
+from sgmv_kernels.cpu_ops.weight_packing import check_codes
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels
@@ -46,6 +47,7 @@ BACKEND = Backend(
     softcap_=pointwise.softcap_cpu_,
     take_rows=pointwise.take_rows_cpu,
     pack_linear=pack_linear,
+    check_codes=check_codes,
     linear=linear.linear_cpu,
     linear_parts=linear.linear_parts_cpu,
     warm_up=warm_up,

@@ -102,17 +102,26 @@ class CodeTiles:
         return GroupQuantizedWeight(codes, scales, minima, self.levels, None, self.order)
 
 
-def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
-    """Pack codes into tiles.
+def check_codes(weight: GroupQuantizedWeight) -> None:
+    """Check that the kernels read groups of this size.
 
     Raises:
-        KernelArgumentError: the kernels cannot read groups of this size, or the order is none of the inputs.
+        KernelArgumentError: they do not.
     """
     least = 64 if weight.levels == Q3H_LEVELS else CODE_BLOCK
     if weight.group % least or weight.group > CHUNK:
         raise KernelArgumentError(
             f"groups must be multiples of {least}, at most {CHUNK}, for these kernels, not {weight.group}"
         )
+
+
+def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
+    """Pack codes into tiles.
+
+    Raises:
+        KernelArgumentError: as `check_codes`, or the order is none of the inputs.
+    """
+    check_codes(weight)
     tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
     codes = _tiled(weight.codes, tiles).view(tiles, TILE, groups, -1, _QUAD).permute(0, 2, 3, 1, 4)
     order = weight.order

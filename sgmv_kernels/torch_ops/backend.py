@@ -22,6 +22,7 @@ BACKEND = Backend(
     softcap_=pointwise.softcap_torch_,
     take_rows=linear.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
+    check_codes=lambda codes: None,
     linear=linear.linear_torch,
     linear_parts=one_by_one(linear.linear_torch),
     warm_up=lambda adapter_dtype, kv_format, progress: None,

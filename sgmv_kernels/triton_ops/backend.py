@@ -5,6 +5,7 @@ import torch
 from sgmv_kernels.backend import Backend, one_by_one
 from sgmv_kernels.torch_ops import linear as linear_torch
 from sgmv_kernels.triton_ops import attention, linear, pointwise, sgmv
+from sgmv_kernels.triton_ops.weight_packing import check_codes
 
 try:
     import triton
@@ -31,6 +32,7 @@ BACKEND = Backend(
     softcap_=pointwise.softcap_,
     take_rows=linear_torch.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.pack_linear(codes, bias),
+    check_codes=check_codes,
     linear=linear.linear,
     linear_parts=one_by_one(linear.linear),
     warm_up=lambda adapter_dtype, kv_format, progress: None,

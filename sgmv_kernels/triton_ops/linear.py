@@ -30,7 +30,7 @@ from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, 
 from sgmv_kernels.triton_ops.common import INTERPRETED, cast, dot, kernel, product_dtype
 from sgmv_kernels.triton_ops.weight_packing import (
     RUN,
-    check_group,
+    check_codes,
     pack_codes,
     pack_words,
     tile_of,
@@ -80,10 +80,15 @@ class TritonLinear:
     group: int
     in_features: int
     out_features: int
+    # Whether words hold zeros in place of minima.
+    has_zeros: bool = False
+    # [H] int64: input of each column of the codes, as in `GroupQuantizedWeight`, and column of each input.
+    order: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        held = (self.codes, self.words, self.bias)
+        held = (self.codes, self.words, self.bias, self.order, self.columns)
         return sum(t.nbytes for t in held if t is not None)
 
     @property
@@ -95,23 +100,30 @@ class TritonLinear:
         return -(-self.in_features // self.tile)
 
     def dequantize(self) -> Tensor:
-        return _unpack(self, None, self.out_features, torch.float32)
+        return self._in_place(_unpack(self, None, self.out_features, torch.float32))
 
     def rows(self, ids: Tensor) -> Tensor:
-        return _unpack(self, ids, len(ids), torch.float32)
+        return self._in_place(_unpack(self, ids, len(ids), torch.float32))
+
+    def _in_place(self, weight: Tensor) -> Tensor:
+        return weight if self.columns is None else weight.index_select(1, self.columns)
 
 
 def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None) -> PackedLinear:
     """See `ops.Ops.pack_linear`. The result stays on the device of the codes."""
-    check_group(codes)
+    check_codes(codes)
     kept = None if bias is None else bias.float().contiguous()
     sizes = (codes.levels, codes.group, codes.in_features, codes.out_features)
-    return TritonLinear(pack_codes(codes), pack_words(codes), kept, *sizes)
+    order = None if codes.order is None else codes.order.long()
+    columns = None if order is None else order.argsort()
+    return TritonLinear(pack_codes(codes), pack_words(codes), kept, *sizes, codes.zeros is not None, order, columns)
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """See `ops.Ops.linear`."""
     assert isinstance(packed, TritonLinear)
+    if packed.order is not None:
+        x = x.index_select(1, packed.order)
     name, bits = device_name(x.device), BITS[packed.levels]
     if len(x) > dequantize_above(name, bits):
         return through_blas(x, packed)
@@ -160,6 +172,7 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         OUT=out,
         ROW_BYTES=packed.codes.shape[1],
         LEVELS=packed.levels,
+        ZEROS=packed.has_zeros,
         TILE=packed.tile,
         TILES=tiles,
         WORD_TILES=word_tiles(packed.levels, packed.group),
@@ -212,6 +225,7 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
             OUT=packed.out_features,
             ROW_BYTES=packed.codes.shape[1],
             LEVELS=packed.levels,
+            ZEROS=packed.has_zeros,
             TILE=packed.tile,
             TILES=packed.tiles,
             WORD_TILES=word_tiles(packed.levels, packed.group),
@@ -289,6 +303,13 @@ def _field(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
     return ((word >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+@kernel()
+def _least(word, PLACE: tl.constexpr, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the minima of words, of which the field `PLACE` is a minimum, or the zero of the scale before it."""
+    stored = _field(word, PLACE)
+    return -stored * _field(word, PLACE - 1) if ZEROS else stored
+
+
 @kernel("num_rows")
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -301,6 +322,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
+    ZEROS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -360,15 +382,15 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
             ones = _ones(stored, COMPUTE)
             product, x_sum = dot(x_first, first, nothing, PRECISION), dot(x_first, ones, nothing, PRECISION)
             if WORD_TILES == 1:
-                total += product * scale + x_sum * (_field(word, 1)[:, None, :] - OFFSET * scale)
+                total += product * scale + x_sum * (_least(word, 1, ZEROS)[:, None, :] - OFFSET * scale)
                 product, x_sum, scale, least = (
                     nothing,
                     nothing,
                     _field(word, 2)[:, None, :],
-                    _field(word, 3)[:, None, :],
+                    _least(word, 3, ZEROS)[:, None, :],
                 )
             else:
-                least = _field(word, 1)[:, None, :]
+                least = _least(word, 1, ZEROS)[:, None, :]
             product, x_sum = dot(x_second, second, product, PRECISION), dot(x_second, ones, x_sum, PRECISION)
             total += product * scale + x_sum * (least - OFFSET * scale)
     result = tl.sum(total, 0)
@@ -391,6 +413,7 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
+    ZEROS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -441,7 +464,7 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
             product = dot(x_second, _number(second, EXACT, MANTISSA, COMPUTE), product, PRECISION)
             x_sum = dot(x_second, ones, dot(x_first, ones, nothing, PRECISION), PRECISION)
             scale = _field(word, 0)[None, :]
-            total += product * scale + x_sum * (_field(word, 1)[None, :] - OFFSET * scale)
+            total += product * scale + x_sum * (_least(word, 1, ZEROS)[None, :] - OFFSET * scale)
     if BIAS and PLANES == 1:
         total += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
     place = (tl.program_id(2) * num_rows + m).to(tl.int64)
@@ -478,6 +501,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
+    ZEROS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -511,11 +535,11 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
             second = tl.load(code_rows + tile * TILE + half, mask=second_ok, other=0)
             second_scale = _field(word, 1)
         else:
-            least, second_least = _field(word, 1), _field(word, 1)
+            least, second_least = _least(word, 1, ZEROS), _least(word, 1, ZEROS)
             if LEVELS == _INT4:
                 stored = tl.load(code_rows + tile * half, mask=there[:, None], other=0).to(tl.int32)
                 if WORD_TILES == 1:
-                    second_scale, second_least = _field(word, 2), _field(word, 3)
+                    second_scale, second_least = _field(word, 2), _least(word, 3, ZEROS)
             elif i < _RUN - 1:
                 plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[:, None], other=0)
                 stored = plane.to(tl.int32) & 127

@@ -17,6 +17,8 @@ brings all of them. A word serves one tile of int4 in groups of 32, else two til
     int8                  of each tile the scale of its first half and that of its second
     int4 in groups of 32  scale and minimum of the first half, scale and minimum of the second
     else                  of each tile its scale and minimum
+
+Where a weight has zeros, they stand in for minima, as fp16.
 """
 
 import torch
@@ -34,12 +36,14 @@ LEAST_TILE, MOST_TILE = 64, 128
 WORD_FIELDS = 4
 
 
-def check_group(codes: GroupQuantizedWeight) -> None:
-    """Check that the kernels have tiles for groups of this size.
+def check_codes(codes: GroupQuantizedWeight) -> None:
+    """Check that the kernels have tiles for groups of this size, and words for these factors.
 
     Raises:
         KernelArgumentError: they have none.
     """
+    if codes.scales.dtype != torch.float16 or (codes.signed and codes.zeros is not None):
+        raise KernelArgumentError("a GPU's kernels take fp16 scales, and int8 codes without zeros")
     group = codes.group
     if group % LEAST_GROUP or (not codes.signed and group & (group - 1)):
         kinds = f"a multiple of {LEAST_GROUP}" if codes.signed else f"a power of two from {LEAST_GROUP}"
@@ -80,7 +84,8 @@ def pack_words(codes: GroupQuantizedWeight) -> Tensor:
     tile = tile_of(codes.levels, codes.group)
     has_halves = codes.signed or word_tiles(codes.levels, codes.group) == 1
     starts = torch.arange(0, codes.in_features, tile // 2 if has_halves else tile, device=codes.scales.device)
-    fields = [held[:, starts // codes.group] for held in (codes.scales, codes.minima) if held is not None]
+    zeros = None if codes.zeros is None else codes.zeros.half()
+    fields = [held[:, starts // codes.group] for held in (codes.scales, codes.minima, zeros) if held is not None]
     flat = torch.stack(fields, dim=-1).flatten(1)
     whole = pad(flat, (0, -flat.shape[1] % WORD_FIELDS)).view(torch.int64)
     return whole.T.contiguous()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_codes import random_codes
+from quantized_codes import random_codes, random_packed
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops import linear as linear_cpu
@@ -18,12 +18,13 @@ from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import WORDS, recording
-from sgmv_kernels.formats.group_quant import stack_codes
+from sgmv_kernels.formats.group_quant import join_codes, stack_codes
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
 
 LEVELS = (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS)
 FORMATS = list(zip([INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS] * 2, [32, 32, 64, 64, 128, 128], strict=True))
+FACTORS = (torch.float16, torch.float32)
 every_format = pytest.mark.parametrize(("levels", "group"), FORMATS)
 NUMBA = Ops(torch.device("cpu"), "numba")
 
@@ -57,13 +58,113 @@ def test_packing_loses_nothing(ops: Ops, levels: int, group: int) -> None:
     assert packed.rows(ids[:0]).shape == (0, 256)
 
 
-@given(st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**31))
-def test_tiles_are_the_codes(form: tuple[int, int], out: int, groups: int, seed: int) -> None:
+@given(
+    st.sampled_from(FORMATS),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(0, 2**31),
+    st.sampled_from([None, *FACTORS]),
+    st.booleans(),
+)
+def test_tiles_are_the_codes(
+    form: tuple[int, int], out: int, groups: int, seed: int, dtype: torch.dtype | None, ordered: bool
+) -> None:
     codes = random_codes(*form, out, groups * form[1], seed)
+    if dtype is not None:
+        codes = random_packed(*form, out, groups * form[1], dtype=dtype, ordered=ordered, seed=seed)
     found = pack_tiles(codes).unpack()
-    assert torch.equal(found.codes, codes.codes)
-    assert torch.equal(found.scales, codes.scales)
-    assert codes.minima is None or torch.equal(found.minima, codes.minima)  # type: ignore[arg-type]
+    assert torch.equal(found.dequantize(), codes.dequantize())
+    for name in ("codes", "minima", "zeros", "order"):
+        ours, theirs = getattr(found, name), getattr(codes, name)
+        assert (ours is None) == (theirs is None)
+        assert theirs is None or torch.equal(ours, theirs), name
+    assert torch.equal(found.scales.float(), codes.scales.float())
+
+
+packed_kinds = pytest.mark.parametrize(
+    ("dtype", "ordered"), [(torch.float16, False), (torch.float16, True), (torch.float32, False), (torch.float32, True)]
+)
+
+
+@every_format
+@packed_kinds
+def test_zeros_scales_and_orders_of_files(ops: Ops, levels: int, group: int, dtype: torch.dtype, ordered: bool) -> None:
+    codes = random_packed(levels, group, 50, 256, dtype=dtype, ordered=ordered)
+    if not ops.reads(codes):
+        assert ops.name == "triton"
+        with pytest.raises(KernelArgumentError, match="a GPU's kernels take"):
+            ops.pack_linear(codes)
+        return
+    packed, bias = ops.pack_linear(codes), rows(1, 50, seed=2)[0]
+    assert torch.equal(packed.dequantize(), codes.dequantize())
+    assert torch.equal(packed.rows(torch.tensor([3, 49])), codes.dequantize()[[3, 49]])
+    for count in (1, 3, 9):
+        x = rows(count, 256)
+        y = ops.linear(x, ops.pack_linear(codes, bias))
+        assert error(y, linear_reference(x, codes, bias, rounded=ops.name == "numba")) < 1e-6
+
+
+@every_format
+def test_another_order_of_inputs_is_another_order_of_x(levels: int, group: int) -> None:
+    """To the bit, where activations are rounded in the order of the columns."""
+    codes, x = random_packed(levels, group, 40, 256, dtype=torch.float16, ordered=True), rows(5, 256)
+    assert codes.order is not None
+    straight = replace(codes, order=None)
+    want = NUMBA.linear(x[:, codes.order.long()].contiguous(), NUMBA.pack_linear(straight))
+    assert torch.equal(NUMBA.linear(x, NUMBA.pack_linear(codes)), want)
+
+
+def test_a_zero_is_a_minimum_of_minus_zero_times_scale() -> None:
+    """Where fp16 holds that: the same bits by either kernel."""
+    codes = random_packed(INT4_LEVELS, 64, 40, 256, dtype=torch.float16)
+    assert codes.zeros is not None
+    codes.scales.fill_(2**-7)
+    same = replace(codes, minima=(-codes.zeros * codes.scales).half(), zeros=None)
+    x = rows(9, 256)
+    assert torch.equal(NUMBA.linear(x, NUMBA.pack_linear(codes)), NUMBA.linear(x, NUMBA.pack_linear(same)))
+
+
+def test_parts_are_one_linear(ops: Ops) -> None:
+    """Of other bits, groups, factors and orders; neighbours of one kind are packed together."""
+    shared = random_packed(INT4_LEVELS, 32, 16, 256, dtype=torch.float16, ordered=True)
+    parts = [
+        shared,
+        replace(random_packed(INT4_LEVELS, 32, 7, 256, dtype=torch.float16, seed=1), order=shared.order),
+        random_packed(Q3H_LEVELS, 64, 21, 256, dtype=torch.float16, ordered=True, seed=2),
+        random_codes(INT8_LEVELS, 32, 5, 256, seed=3),
+        random_codes(INT4_LEVELS, 128, 33, 256, seed=4),
+    ]
+    assert [part.out_features for part in join_codes(parts)] == [23, 21, 5, 33]
+    bias = rows(1, 82, seed=5)[0]
+    packed = ops.pack_parts(parts, bias)
+    assert (packed.in_features, packed.out_features) == (256, 82)
+    assert torch.equal(packed.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert torch.equal(packed.rows(torch.tensor([81, 0])), packed.dequantize()[[81, 0]])
+    for count in (0, 1, 9):
+        x, first = rows(count, 256), 0
+        y = ops.linear(x, packed)
+        assert y.shape == (count, 82)
+        for part in parts:
+            columns = slice(first, first + part.out_features)
+            first = columns.stop
+            if count:
+                own = ops.linear(x, ops.pack_linear(part, bias[columns].contiguous()))
+                torch.testing.assert_close(y[:, columns], own, rtol=0 if ops.name == "numba" else 1e-5, atol=1e-6)
+    with pytest.raises(KernelArgumentError, match="the same inputs"):
+        ops.pack_parts([shared, random_codes(INT4_LEVELS, 32, 4, 64)])
+
+
+def test_smaller_groups_are_the_same_weight() -> None:
+    codes = random_packed(INT4_LEVELS, 128, 8, 256, dtype=torch.float32)
+    assert torch.equal(codes.in_groups_of(32).dequantize(), codes.dequantize())
+    assert codes.in_groups_of(32).group == 32
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    codes = random_packed(INT4_LEVELS, 32, 8, 64, dtype=torch.float16, ordered=True)
+    for wrong in (torch.zeros(64, dtype=torch.int32), torch.arange(1, 65, dtype=torch.int32)):
+        with pytest.raises(KernelArgumentError, match="order must have every input once"):
+            NUMBA.pack_linear(replace(codes, order=wrong))
 
 
 @every_format
@@ -93,17 +194,23 @@ def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [None, *(pytest.param(kind, marks=pytest.mark.long) for kind in FACTORS)])
 @pytest.mark.parametrize(
     "levels", [INT4_LEVELS, *(pytest.param(n, marks=pytest.mark.long) for n in (INT8_LEVELS, Q3H_LEVELS))]
 )
-def test_without_the_processors_own_products(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_processors_own_products(
+    levels: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same numbers from products spelled out, as on processors that have none of bytes."""
     import numba
 
     from sgmv_kernels.cpu_kernels import linear as linear_numba
     from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
-    codes, x = random_codes(levels, 32 if levels == INT8_LEVELS else 64, 40, 256), rows(5, 256)
+    group, x = 32 if levels == INT8_LEVELS else 64, rows(5, 256)
+    codes = random_codes(levels, group, 40, 256)
+    if dtype is not None:
+        codes = random_packed(levels, group, 40, 256, dtype=dtype)
     packed = linear_cpu.pack_linear_cpu(codes, None, None)
     # Before anything is replaced: what is compiled here is kept on disk for everybody.
     expected = linear_cpu.linear_cpu(x, packed)
@@ -113,7 +220,7 @@ def test_without_the_processors_own_products(levels: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
     is_q3h = levels == Q3H_LEVELS
     kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[levels], None)
-    work = linear_numba.make_linear(kind, unpack)
+    work = linear_numba.make_linear(kind + packed.tiles.factors, unpack)
 
     def entry(raw):  # type: ignore[no-untyped-def]
         work(numba.carray(raw, (WORDS,), numba.int64))
@@ -121,7 +228,7 @@ def test_without_the_processors_own_products(levels: int, monkeypatch: pytest.Mo
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
     monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
     own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.address_of"
-    monkeypatch.setattr(of, lambda m, name: own if name in linear_cpu.ENTRIES.values() else address_of(m, name))
+    monkeypatch.setattr(of, lambda m, name: address_of(m, name) if name.startswith("round") else own)
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
@@ -155,6 +262,12 @@ RIGHT = random_codes(INT4_LEVELS, 32, 16, 64)
         {"codes": RIGHT.codes.float()},
         {"codes": RIGHT.codes[:, :63]},
         {"scales": RIGHT.scales.float()},
+        {"scales": RIGHT.scales.bfloat16(), "minima": None, "zeros": RIGHT.scales.short()},
+        {"zeros": RIGHT.scales.short()},
+        {"minima": None, "zeros": RIGHT.scales.int()},
+        {"minima": None, "zeros": RIGHT.scales[:1].short()},
+        {"order": torch.arange(64)},
+        {"order": torch.arange(63, dtype=torch.int32)},
         {"scales": RIGHT.scales[:, :0]},
         {"minima": None},
         {"minima": RIGHT.minima[:1]},

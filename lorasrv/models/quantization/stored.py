@@ -15,9 +15,6 @@ from lorasrv.models.quantization.grouped import INT8_GROUP, GroupQuantLinear, In
 from lorasrv.models.quantization.unquantized import FloatLinear
 from sgmv_kernels.ops import GroupQuantizedWeight, Ops
 
-_LEAST_GROUP = 32
-"""Smallest group that the kernels read."""
-
 
 class SideBySideLinear:
     """Multiply by linears with the same inputs, of which some hold floats; see `Linear`."""
@@ -63,7 +60,7 @@ class StoredFormat(QuantFormat):
         return cls(ops)
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        return codes.group % _LEAST_GROUP == 0
+        return self._ops.reads(codes)
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         kept = None if bias is None else bias.float()
