@@ -228,11 +228,15 @@ class SpeculationOptions:
         speculation: "auto" drafts where that is faster.
         drafters: of `DRAFTERS`, those that are asked.
         corpus_bytes: memory for past answers, from which `corpus` drafts.
+        draft_model: base of the same vocabulary, from which `model` drafts; as `ModelOptions.model`.
+        draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
     """
 
     speculation: str = "auto"
     drafters: tuple[str, ...] = DRAFTERS
     corpus_bytes: int = 64 << 20
+    draft_model: str | None = None
+    draft_layers: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("--speculation", self.speculation, SPECULATION)
@@ -240,6 +244,17 @@ class SpeculationOptions:
             _one_of("--drafters", name, DRAFTERS)
         if self.corpus_bytes < 0:
             raise ConfigError(f"--corpus-bytes must not be negative, not {self.corpus_bytes}; 0 keeps no answers")
+        _positive("--draft-layers", self.draft_layers)
+        for option, value, drafter in (
+            ("--draft-model", self.draft_model, "model"),
+            ("--draft-layers", self.draft_layers, "layers"),
+        ):
+            if value is not None and not self.uses(drafter):
+                raise ConfigError(f"{option} drafts nothing: --speculation or --drafters leaves {drafter} out")
+
+    def uses(self, drafter: str) -> bool:
+        """Return whether a drafter may be asked."""
+        return self.speculation != "off" and drafter in self.drafters
 
 
 @dataclass(frozen=True, slots=True)

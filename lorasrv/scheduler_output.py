@@ -5,7 +5,7 @@ answered with another user's adapter, vllm#47724).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
@@ -71,6 +71,36 @@ class AdapterOrders:
     cancels: tuple[AdapterKey, ...] = ()
 
 
+class ModelDraft(NamedTuple):
+    """Hold the tokens that a model on the worker expects behind those that a step has said."""
+
+    token_ids: tuple[int, ...]
+    # Probability that the model gives to each, if those before it are right.
+    confidence: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOutput:
+    """Hold what the models on the worker have drafted at the end of a step."""
+
+    drafts: Mapping[RequestId, ModelDraft] = field(default_factory=dict)
+    seconds: float = 0.0
+    num_passes: int = 0
+
+
+class PlannedDrafts(NamedTuple):
+    """Plan what a step verifies of an answer, and what is drafted for the next one."""
+
+    # A chain that continues the known tokens.
+    token_ids: tuple[int, ...] = ()
+    # The model on the worker that is asked for `num_asked` tokens behind those that the step will have said.
+    asked: str = ""
+    num_asked: int = 0
+
+
+NO_DRAFTS = PlannedDrafts()
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """Describe one request's share of a step."""
@@ -93,12 +123,11 @@ class ScheduledRequest:
     prompt_rows: range = _NO_ROWS
     # Name by which the adapter was asked for; "" for the base.
     adapter_id: str = ""
-    # Draft tokens to verify: a chain that continues the known tokens.
-    draft_token_ids: tuple[int, ...] = ()
+    drafts: PlannedDrafts = NO_DRAFTS
 
     @classmethod
     def of(
-        cls, request: Request, count: int, page_table: tuple[int, ...], draft_token_ids: tuple[int, ...] = ()
+        cls, request: Request, count: int, page_table: tuple[int, ...], drafts: PlannedDrafts = NO_DRAFTS
     ) -> "ScheduledRequest":
         """Return the share of the next `count` tokens of a request, with draft tokens behind them."""
         start = request.num_scheduled_tokens
@@ -106,7 +135,7 @@ class ScheduledRequest:
         asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
         return cls(
             request_id=request.request_id,
-            token_ids=known + (PENDING,) * (count - len(known)) + draft_token_ids,
+            token_ids=known + (PENDING,) * (count - len(known)) + drafts.token_ids,
             start=start,
             page_table=page_table,
             adapter_key=request.adapter_key,
@@ -117,13 +146,18 @@ class ScheduledRequest:
             constraint=request.constraint_state,
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
             adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
-            draft_token_ids=draft_token_ids,
+            drafts=drafts,
         )
 
     @property
     def is_pending(self) -> bool:
         """Return whether the step before samples its token."""
         return self.token_ids[-1] == PENDING
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """Return the draft tokens to verify."""
+        return self.drafts.token_ids
 
     @property
     def num_known_tokens(self) -> int:
@@ -138,7 +172,7 @@ class ScheduledRequest:
 
     def without_drafts(self) -> "ScheduledRequest":
         """Return the share with its known tokens only."""
-        return replace(self, token_ids=self.token_ids[: self.num_known_tokens], draft_token_ids=())
+        return replace(self, token_ids=self.token_ids[: self.num_known_tokens], drafts=NO_DRAFTS)
 
     @property
     def prompt_targets(self) -> tuple[int, ...]:

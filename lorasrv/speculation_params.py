@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from lorasrv.errors import InvalidRequest
 
-DRAFTERS = ("grammar", "prediction", "lookup", "corpus")
+DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "model", "layers")
+MODEL_DRAFTERS = ("model", "layers")
+"""Those that are models on the worker."""
 MAX_DRAFT_TOKENS = 16
 """Most draft tokens of a request in one step."""
 

@@ -281,6 +281,14 @@ class ServerSettings(BaseModel):
     corpus_bytes: Annotated[
         ByteSize, _speculation("Size of the memory for past answers that new ones are drafted from; 0 keeps none")
     ] = ByteSize(_SPECULATION.corpus_bytes)
+    draft_model: Annotated[
+        _Name | None,
+        _speculation("Base of the same vocabulary that drafts for --model; named like it", default="none"),
+    ] = _SPECULATION.draft_model
+    draft_layers: Annotated[
+        int | None,
+        _speculation("Number of the base's own layers that draft for all of them, with the adapters", default="none"),
+    ] = _SPECULATION.draft_layers
 
     max_num_queued_seqs: Annotated[
         _AtLeastOne, _limits("Maximum number of requests that wait for their first step", aliases=("max_queued",))

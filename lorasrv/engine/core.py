@@ -251,8 +251,9 @@ class EngineCore:
         with self.profile.span("scheduling"):
             outputs = self._update(step, result)
             seconds = time.perf_counter() - begun
+            computing_s = seconds - sum(drafted.seconds for drafted in result.output.drafted.values())
             if result.num_runs == 1:
-                self._memory.costs.observe_step(StepShape.of(step), seconds)
+                self._memory.costs.observe_step(StepShape.of(step), computing_s)
             self.heartbeat.computed()
             self.step_stats.step(step, seconds)
             self._steps += 1
@@ -281,7 +282,9 @@ class EngineCore:
             self._faults.on_compute_error(result.failed)
         output = result.output
         try:
-            outputs = self._scheduler.update_from_output(step, output.sampled, output.logprobs, output.prompt_logprobs)
+            outputs = self._scheduler.update_from_output(
+                step, output.sampled, output.logprobs, output.prompt_logprobs, output.drafted
+            )
         except Exception as error:
             return self._faults.on_update_error(step, error)
         if result.failed:

@@ -10,6 +10,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.core import EngineParts
+from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.engine.poison_requests import PoisonGuard
@@ -21,7 +22,7 @@ from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafter import Drafter
-from lorasrv.speculation.drafters import make_drafters
+from lorasrv.speculation.drafters import draft_layers, make_drafters, model_names
 from lorasrv.speculation.speculator import Speculator
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.host_memory import free_bytes
-from lorasrv.worker.model_runner import ModelRunner
+from lorasrv.worker.model_runner import DraftModel, ModelRunner
 from lorasrv.worker.weights import load_weights, silent
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
@@ -102,7 +103,9 @@ def build(
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
-    plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing)
+    drafting = open_draft_model(config, tokenizer, max_model_len)
+    draft_spec = None if drafting is None else drafting.spec
+    plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing, draft_spec)
     plan.check()
     if warning := plan.warning():
         logger.warning(warning)
@@ -110,17 +113,26 @@ def build(
     served = ServedWeights(fmt.name, checkpoint.packing, weights.kept_codes, weights.remade_codes)
     if line := served.line():
         logger.log(logging.INFO if served.is_exact else logging.WARNING, "%s", line)
-    plan = _measured(plan, config.memory, weights.nbytes, device)
+    draft = None if drafting is None else load_draft_weights(drafting, config.model, ops, device, progress or silent)
+    weight_bytes = weights.nbytes + (0 if draft is None else draft.nbytes)
+    plan = _measured(plan, config.memory, weight_bytes, device)
     plan.check()
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
+    draft_bytes = plan.block - page_bytes * spec.num_layers
+    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers, draft_bytes)
     device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
+    draft_model = None
+    if draft is not None:
+        draft_pool = DevicePool(draft.spec, geometry.num_pages, geometry.page_size, kv_format, device)
+        draft_model = DraftModel(draft, draft_pool)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
     memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption_mode, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
-    runner = ModelRunner(weights, device_pool, limits, ops)
+    models = model_names(config.speculation)
+    layers = draft_layers(spec.num_layers, config.speculation.draft_layers)
+    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers)
     executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
     runner.warm_up(config.memory.max_lora_rank, progress or silent)
     parts = EngineParts(
@@ -130,14 +142,18 @@ def build(
             memory,
             frozenset(spec.eos_token_ids),
             is_on_host,
-            Speculator(make_drafters(config.speculation) if drafters is None else drafters, spec.vocab_size),
+            Speculator(
+                make_drafters(config.speculation) if drafters is None else drafters,
+                spec.vocab_size,
+                models=models,
+            ),
         ),
         executor=executor,
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
-        weight_bytes=weights.nbytes,
-        pool_bytes=device_pool.nbytes,
+        weight_bytes=weight_bytes,
+        pool_bytes=device_pool.nbytes + (0 if draft_model is None else draft_model.memory.nbytes),
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
     )

@@ -98,8 +98,9 @@ class MemoryPlan:
         quantization: str,
         device: torch.device,
         packing: StoredPacking | None = None,
+        draft: ModelSpec | None = None,
     ) -> "MemoryPlan":
-        """Plan for this machine as it is now, before the base is loaded in format `quantization`.
+        """Plan for this machine as it is now, before the base and its draft model are loaded in format `quantization`.
 
         Args:
             packing: how the file is quantized; None if it is not, or not there yet.
@@ -108,6 +109,9 @@ class MemoryPlan:
         memory = DeviceMemory.of(device)
         base = base_bytes(spec, quantization, dtype, packing)
         step = step_bytes(spec, config, activation_dtype(device, dtype))
+        if draft is not None:
+            base += base_bytes(draft, quantization, dtype)
+            step += step_bytes(draft, config, activation_dtype(device, dtype))
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),
@@ -115,7 +119,7 @@ class MemoryPlan:
             base=base,
             step=step,
             pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step),
-            block=block_bytes(spec, config),
+            block=block_bytes(spec, config) + (0 if draft is None else block_bytes(draft, config)),
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
             corpus=config.speculation.corpus_bytes,

@@ -18,7 +18,7 @@ import torch
 
 from lorasrv.errors import DeviceLost
 from lorasrv.outputs import RequestId, TokenLogprobs
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import DrafterOutput, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.model_runner import ModelRunnerOutput
 
 _LOG = logging.getLogger(__name__)
@@ -201,14 +201,17 @@ class _Gathered:
     logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
+    drafted: dict[str, DrafterOutput] = field(default_factory=dict)
+
     def take(self, output: ModelRunnerOutput) -> None:
+        self.drafted |= output.drafted
         self.sampled |= output.sampled
         self.logprobs |= output.logprobs
         for request_id, known in output.prompt_logprobs.items():
             self.prompt_logprobs[request_id] = (*self.prompt_logprobs.get(request_id, ()), *known)
 
     def output(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.sampled, self.logprobs, self.prompt_logprobs)
+        return ModelRunnerOutput(self.sampled, self.logprobs, self.prompt_logprobs, self.drafted)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

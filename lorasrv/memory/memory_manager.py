@@ -35,18 +35,23 @@ class PoolLayout:
     # Bytes of one layer of a page.
     page_bytes: int
     num_layers: int
+    # Bytes of a page in all layers of the draft model.
+    draft_bytes: int = 0
 
     @classmethod
-    def of_bytes(cls, pool_bytes: int, page_bytes: int, page_size: int, num_layers: int) -> "PoolLayout":
+    def of_bytes(
+        cls, pool_bytes: int, page_bytes: int, page_size: int, num_layers: int, draft_bytes: int = 0
+    ) -> "PoolLayout":
         """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens of one
         layer.
         """
-        return cls(pool_bytes // (page_bytes * num_layers), page_size, page_bytes, num_layers)
+        num_pages = pool_bytes // (page_bytes * num_layers + draft_bytes)
+        return cls(num_pages, page_size, page_bytes, num_layers, draft_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a page in all layers."""
-        return self.page_bytes * self.num_layers
+        """Return the bytes of a page in all layers, those of the draft model too."""
+        return self.page_bytes * self.num_layers + self.draft_bytes
 
 
 @dataclass(frozen=True)

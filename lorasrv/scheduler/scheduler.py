@@ -26,7 +26,7 @@ from lorasrv.scheduler.quotas import Blocker, Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler.waiting_lanes import BEAMS
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ScheduledRequest, SchedulerOutput
 from lorasrv.speculation.speculator import DraftCounts, Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -225,7 +225,7 @@ class Scheduler:
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
         scheduled = tuple(
             ScheduledRequest.of(
-                r, counts[r.request_id], self._kv.page_table(r.request_id), drafts.get(r.request_id, ())
+                r, counts[r.request_id], self._kv.page_table(r.request_id), drafts.get(r.request_id, NO_DRAFTS)
             )
             for r in chosen
         )
@@ -254,7 +254,7 @@ class Scheduler:
         """Drop a step whose results are lost: its tokens are chosen again."""
         self._retire(step)
         for share in step.scheduled:
-            has_more = share.is_pending or share.draft_token_ids
+            has_more = share.is_pending or share.drafts is not NO_DRAFTS
             if has_more and (request := self._queue.requests.get(share.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
 
@@ -278,6 +278,7 @@ class Scheduler:
         sampled: Mapping[RequestId, Sequence[int]],
         logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
+        drafted: Mapping[str, DrafterOutput] = MappingProxyType({}),
     ) -> list[EngineOutput]:
         """Append the sampled tokens and finish the requests that are done. A request without its token, or without
         the prompt logprobs it asks for, fails.
@@ -286,6 +287,7 @@ class Scheduler:
             sampled: one token of each share that samples, and one more for each of its accepted draft tokens.
             logprobs: of the sampled tokens, for requests that ask for them.
             prompt_logprobs: of the share's `prompt_rows`.
+            drafted: by the name of each model that was asked for drafts.
         Returns:
             The outputs since the last call, in order.
         """
@@ -311,6 +313,7 @@ class Scheduler:
             self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
+        self._speculator.take_drafts(drafted, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 
@@ -470,7 +473,7 @@ class Scheduler:
         request.num_accepted_tokens += min(num_new, len(tokens) - 1)
         self._count_computed(request, share, num_new)
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
-        if share.draft_token_ids:
+        if share.drafts is not NO_DRAFTS:
             self._allocator.truncate_drafts(request)
         new_tokens = tuple(tokens[:num_new])
         if self._speculator.is_active:

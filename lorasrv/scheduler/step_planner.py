@@ -34,6 +34,7 @@ from lorasrv.scheduler.token_budget import (
     planned_shape,
 )
 from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
+from lorasrv.scheduler_output import PlannedDrafts
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths, min_survival
 from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.speculator import Speculator
@@ -161,13 +162,13 @@ class StepPlanner:
             slots_ahead=int(has_priority_waiting),
         )
 
-    def plan_drafts(self, planned: StepPlan) -> dict[RequestId, tuple[int, ...]]:
+    def plan_drafts(self, planned: StepPlan) -> dict[RequestId, PlannedDrafts]:
         """Propose draft tokens for the answers in a planned step, as many as make it yield more tokens in a second,
-        within the tokens, logit rows and free pages that it leaves. No page is evicted and no request preempted or
-        delayed for a draft.
+        within the tokens, logit rows and free pages that it leaves; and ask for drafts for the next step. No page is
+        evicted and no request preempted or delayed for a draft.
 
         Returns:
-            Draft tokens by request, for which pages are taken.
+            Drafts by request, for which pages are taken.
         """
         room = planned.budget.num_draft_tokens
         if not self._speculator.is_active or planned.has_preempted or room <= 0:
@@ -186,12 +187,16 @@ class StepPlanner:
         ]
         proposals = self._speculator.propose(asks, PROPOSING_SHARE * step.seconds)
         rows = [RowDraft(proposal.survival, seconds) for proposal, seconds in zip(proposals, token_s, strict=True)]
+        lengths = choose_lengths(rows, step, room)
+        asked = self._speculator.ask_models(asks, lengths, token_s, step)
         keep_free = planned.keep_free + self._pages_to_grow()
         drafts = {}
-        for ask, proposal, length in zip(asks, proposals, choose_lengths(rows, step, room), strict=True):
-            count = self._allocator.extend_for_drafts(ask.request, length, keep_free) if length else 0
+        for ask, proposal, length, (model, num_asked) in zip(asks, proposals, lengths, asked, strict=True):
+            wanted = length + num_asked
+            count = self._allocator.extend_for_drafts(ask.request, wanted, keep_free) if wanted else 0
             if count > 0:
-                drafts[ask.request.request_id] = proposal.token_ids[:count]
+                tokens = proposal.token_ids[: min(count, length)]
+                drafts[ask.request.request_id] = PlannedDrafts(tokens, model, count - len(tokens))
         return drafts
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:

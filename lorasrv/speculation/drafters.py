@@ -7,6 +7,7 @@ from lorasrv.speculation.drafter import Drafter
 from lorasrv.speculation.forced_tokens import ForcedTokens
 from lorasrv.speculation.prompt_lookup import Prediction, PromptLookup
 from lorasrv.speculation.reply_corpus import ReplyCorpus
+from lorasrv.speculation_params import MODEL_DRAFTERS
 
 _MAKERS: dict[str, Callable[[SpeculationOptions], Drafter]] = {
     "grammar": lambda options: ForcedTokens(),
@@ -18,6 +19,18 @@ _MAKERS: dict[str, Callable[[SpeculationOptions], Drafter]] = {
 
 def make_drafters(options: SpeculationOptions) -> list[Drafter]:
     """Return the drafters that the options name."""
-    if options.speculation == "off":
-        return []
-    return [_MAKERS[name](options) for name in options.drafters if name != "corpus" or options.corpus_bytes]
+    used = [name for name in options.drafters if name in _MAKERS and options.uses(name)]
+    return [_MAKERS[name](options) for name in used if name != "corpus" or options.corpus_bytes]
+
+
+def draft_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
+    """Return the `count` layers that draft for all of them, none for None: the first and the last, which matter
+    most."""
+    kept = min(num_layers, count or 0)
+    return (*range(kept - kept // 2), *range(num_layers - kept // 2, num_layers))
+
+
+def model_names(options: SpeculationOptions) -> list[str]:
+    """Return the names of the models on the worker that the options ask for."""
+    there = {"model": options.draft_model is not None, "layers": options.draft_layers is not None}
+    return [name for name in MODEL_DRAFTERS if there[name] and options.uses(name)]

@@ -13,12 +13,17 @@ from functools import partial
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
+from lorasrv.scheduler_output import DrafterOutput
+from lorasrv.speculation.draft_lengths import PlainStep
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
 from lorasrv.speculation.survival import SurvivalTable
 
 _LOG = logging.getLogger(__name__)
 ASKED_TOGETHER = 2
 """Requests for which drafters are asked at a time."""
+MAX_MODEL_DRAFT = 8
+"""Most tokens that a model drafts at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +69,34 @@ class Speculator:
 
     Args:
         drafters: in the order in which equally likely drafts are preferred.
+        models: names of the models on the worker that may be asked.
         vocab_size: valid token ids are below it.
         clock: seconds, for the time that proposing may take.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], vocab_size: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        models: Sequence[str] = (),
     ) -> None:
         self._drafters = list(drafters)
         self._vocab_size = vocab_size
         self._clock = clock
         self._survival = SurvivalTable()
+        self._models = {name: ModelDrafter(name, self._survival) for name in models}
         # Of requests, by drafter, the drafts that have not been wrong yet.
         self._trails: dict[RequestId, dict[str, _Trail]] = {}
         self._num_asked = 0
-        self._counts = {drafter.name: DraftCounts() for drafter in drafters}
+        self._counts = {name: DraftCounts() for name in (*(drafter.name for drafter in drafters), *models)}
         # Of requests, the drafter of the last proposal.
         self._proposed_by: dict[RequestId, str] = {}
 
     @property
     def is_active(self) -> bool:
         """Return whether drafts can be expected."""
-        return bool(self._drafters)
+        return bool(self._drafters or self._models)
 
     def propose(self, asks: Sequence[DraftAsk], seconds: float) -> list[Proposal]:
         """Return a proposal for each ask. Drafts of which something is left are used again.
@@ -102,6 +113,44 @@ class Speculator:
             if self._clock() > until:
                 break
         return [self._proposal(ask) for ask in asks]
+
+    def ask_models(
+        self, asks: Sequence[DraftAsk], lengths: Sequence[int], token_s: Sequence[float], step: PlainStep
+    ) -> list[tuple[str, int]]:
+        """Choose the model that drafts for each answer's next step, and how many tokens; "" and 0 for none.
+
+        Answers that follow a draft that cost nothing are not drafted by a model.
+
+        Args:
+            lengths: draft tokens that the step verifies of each.
+            token_s: seconds that verifying one token of each adds to a step.
+            step: the step without drafts.
+        """
+        asked = [("", 0)] * len(asks)
+        for name, model in self._models.items():
+            numbers = [number for number, ask in enumerate(asks) if not asked[number][1] and self._may_ask(name, ask)]
+            numbers = [n for n in numbers if not lengths[n] or self._proposed_by[asks[n].request.request_id] == name]
+            if not numbers:
+                continue
+            # Tokens that the step may yet say are none of the answer's next drafts.
+            most = [min(MAX_MODEL_DRAFT, max(0, asks[n].max_tokens - lengths[n] - 1)) for n in numbers]
+            rows = [(asks[n].request, count) for n, count in zip(numbers, most, strict=True)]
+            draws = [_draw(request) for request, _ in rows]
+            found = model.lengths(rows, draws, [token_s[n] for n in numbers], step)
+            for number, length in zip(numbers, found, strict=True):
+                asked[number] = (name, length) if length > 0 else asked[number]
+        return asked
+
+    def _may_ask(self, name: str, ask: DraftAsk) -> bool:
+        return ask.request.message.speculation.allows(name)
+
+    def take_drafts(self, drafted: Mapping[str, DrafterOutput], live: Mapping[RequestId, Request]) -> None:
+        """Take what models have drafted at the end of a step, for requests that have not finished in it."""
+        for name, output in drafted.items():
+            self._models[name].observe(output)
+            for request_id, draft in output.drafts.items():
+                if request_id in live and draft.token_ids:
+                    self._trails.setdefault(request_id, {})[name] = _Trail(as_draft(*draft))
 
     def observe(self, request: Request, new_token_ids: Sequence[int], num_drafts: int) -> None:
         """Tell the drafters a request's new tokens, and learn which of their drafts were right.
@@ -195,6 +244,8 @@ class Speculator:
             was_right = trail.tokens[0] == token
             evidence = _draw(request), trail.evidence[0]
             self._survival.observe(name, request.adapter_key, evidence, was_right=was_right)
+            if name in self._models:
+                self._models[name].observe_depth(request, evidence[0], trail.num_said, was_right=was_right)
             if not was_right:
                 return False
             trail.num_said += 1

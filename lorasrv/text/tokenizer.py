@@ -85,6 +85,10 @@ class Tokenizer:
             return cls(_parse(vocabulary.text), source)
         return cls(_build(vocabulary, source), source)
 
+    def has_ids_of(self, other: "Tokenizer") -> bool:
+        """Return whether the same ids stand for the same tokens."""
+        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with special tokens in it recognised.
 

@@ -5,7 +5,7 @@ vocabulary. Rotary tables hold cosine and sine of every position, fp32, computed
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,7 @@ class Decoder:
         limits: the largest step.
         ops: kernels of the pool's device.
         side: second CUDA stream for the shrink of small steps; None for one stream.
+        layers: those to compute, in order; None for all.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class Decoder:
         limits: DecoderLimits,
         ops: Ops,
         side: SideStream | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
+        self._computed = tuple(range(weights.spec.num_layers) if layers is None else layers)
         self._dtype, self._side = limits.activation, side
         self._weights = weights
         self._spec = weights.spec
@@ -119,6 +122,11 @@ class Decoder:
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
         self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
         self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
+
+    @property
+    def page_size(self) -> int:
+        """Return the tokens of a page."""
+        return self._memory.page_size
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -164,7 +172,8 @@ class Decoder:
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits from embedded tokens [T, H] by calls of `ops` and of linears, and no other arithmetic."""
         delta = None
-        for layer, weights in enumerate(self._weights.layers):
+        for layer in self._computed:
+            weights = self._weights.layers[layer]
             normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
             turned = angles[-1] if self._spec.window(layer) else angles[0]
             delta = self._normed(self._attention(normed, layer, tables, turned), weights.attn_out_norm)

@@ -1,8 +1,9 @@
 """Model runner: computes a scheduled step and samples its tokens. Owns the model and the pool's memory."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,13 @@ from lorasrv.sampling.draft_verification import choose_tokens
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.sampling.sampler import launch_sampling
-from lorasrv.scheduler_output import PageOp, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device import find_best_team
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.draft_runner import DraftRunner
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.weights import ModelWeights
@@ -29,6 +31,9 @@ from sgmv_kernels.ops import Ops
 if TYPE_CHECKING:
     from lorasrv.worker.cuda_graphs import GraphedSteps
     from sgmv_kernels.triton_ops.kernel_compiler import LateKernels
+
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,26 @@ class ModelRunnerOutput:
     logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     # Of the prompt tokens that were asked for.
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # By the name of each model that was asked for drafts.
+    drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Hold a second base, of the same vocabulary, that drafts."""
+
+    weights: ModelWeights
+    # Its keys and values, in pages of the same ids as the served model's.
+    memory: DevicePool
 
 
 class ModelRunner:
-    """Run steps on one device."""
+    """Run steps on one device.
+
+    Args:
+        draft_model: drafts under the name "model".
+        draft_layers: those of the served model that draft under the name "layers"; none: nothing does.
+    """
 
     def __init__(
         self,
@@ -53,6 +74,8 @@ class ModelRunner:
         memory: DevicePool,
         limits: DecoderLimits,
         ops: Ops,
+        draft_model: DraftModel | None = None,
+        draft_layers: Sequence[int] = (),
     ) -> None:
         self.profile = StepProfile()
         self._spec, self._memory = weights.spec, memory
@@ -65,6 +88,14 @@ class ModelRunner:
         self._late_kernels: LateKernels | None = None
         # What was launched last, whose tokens the next step may take.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
+        self._models: dict[str, DraftRunner] = {}
+        if draft_layers:
+            skipping = Decoder(weights, memory, limits, ops, side, draft_layers)
+            self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
+        if draft_model is not None:
+            decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops, side)
+            self._models["model"] = DraftRunner(decoder, self._batch, limits, has_own_cache=True)
+        self._draft_memory = None if draft_model is None else draft_model.memory
         if on_gpu:
             # Imported only here: it needs Triton.
             from lorasrv.worker import cuda_graphs
@@ -117,7 +148,8 @@ class ModelRunner:
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
         """Move, copy and swap pages in order; return the bytes copied to or from host memory."""
-        return self._memory.apply(ops)
+        swapped = self._memory.apply(ops)
+        return swapped if self._draft_memory is None else swapped + self._draft_memory.apply(ops)
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step whose page operations are done."""
@@ -127,7 +159,8 @@ class ModelRunner:
         self.profile.rows += step.num_tokens
         logits, sampled, asked = self._logits(step, None)
         with self.profile.span("sampling"):
-            return self._output(logits, sampled, asked)
+            output = self._output(logits, sampled, asked)
+        return self._with_drafts(step, output)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | ModelRunnerOutput:
         """Put a step into a GPU's queue; pending tokens are those of the step that was launched before.
@@ -146,8 +179,8 @@ class ModelRunner:
         self.profile.rows += step.num_tokens
         logits, sampled, asked = self._logits(step, last)
         with self.profile.span("sampling"):
-            if asked or any(share.draft_token_ids or share.sampling.logprobs is not None for share in sampled):
-                self._last = self._output(logits, sampled, asked)
+            if asked or any(s.drafts is not NO_DRAFTS or s.sampling.logprobs is not None for s in sampled):
+                self._last = self._with_drafts(step, self._output(logits, sampled, asked))
             else:
                 rows = [SamplingMetadata.of(share) for share in sampled]
                 self._last = LaunchedStep(sampled, launch_sampling(logits[: len(sampled)], rows))
@@ -169,6 +202,21 @@ class ModelRunner:
         return ModelRunnerOutput(
             chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
         )
+
+    def _with_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Ask the models for the drafts that the step plans. One that raises is never asked again; answers go on
+        without it."""
+        drafted = {}
+        for name, model in tuple(self._models.items()):
+            asking = [share for share in step.scheduled if share.drafts.num_asked and share.drafts.asked == name]
+            if asking:
+                try:
+                    with self.profile.span("drafting"):
+                        drafted[name] = model.draft(step, asking, output.sampled)
+                except Exception:
+                    _LOG.exception("drafter %s failed; answers go on without it", name)
+                    del self._models[name]
+        return replace(output, drafted=drafted) if drafted else output
 
     def _logits(
         self, step: SchedulerOutput, last: LaunchedStep | None

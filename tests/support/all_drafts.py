@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from lorasrv.scheduler import step_planner
+from lorasrv.speculation import model_drafter
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft
 from lorasrv.speculation.drafter import Draft
 
@@ -27,6 +28,7 @@ def every_draft() -> Iterator[None]:
     """Have every proposal verified, and all drafters asked in every step."""
     with (
         patch.object(step_planner, "choose_lengths", take_all),
+        patch.object(model_drafter, "choose_lengths", take_all),
         patch.object(step_planner, "min_survival", lambda step, token_s: 0.0),
         patch.object(step_planner, "PROPOSING_SHARE", 1e9),
     ):

@@ -13,7 +13,7 @@ from late_executor import LateExecutor, LaunchedAtOnce
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions, SpeculationOptions
 from lorasrv.engine import factory
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.input_processor import further_choices
@@ -151,6 +151,7 @@ class Drafted:
         adapter_floor: float = ADAPTER_FLOOR,
         late: type[LateExecutor | LaunchedAtOnce] | None = None,
         drafters: Sequence[Drafter] | None = None,
+        speculation: SpeculationOptions | None = None,
         **scheduler: Any,
     ) -> None:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "scheduling_policy": "fcfs", **scheduler}
@@ -158,6 +159,7 @@ class Drafted:
             model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
             memory=MemoryOptions(pool_bytes=pages * BLOCK),
             scheduler=SchedulerOptions(**given),
+            speculation=speculation or SpeculationOptions(),
         )
         self.drafter = ScriptedDrafter()
         self.store = store

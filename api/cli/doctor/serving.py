@@ -74,7 +74,12 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         quantization = _quantization(settings)
     except UnsupportedFormat as error:
         return Check("fail", f"{size(free_bytes())} free on the host", str(error))
-    plan = MemoryPlan.of(config, shape.spec, quantization, device)
+    draft_model = config.speculation.draft_model
+    try:
+        draft = None if draft_model is None else _shape(draft_model).spec
+    except LorasrvError as error:
+        return Check("fail", f"{size(free_bytes())} free on the host", f"--draft-model: {error}")
+    plan = MemoryPlan.of(config, shape.spec, quantization, device, draft=draft)
     pages, packed = _adapter(settings, shape, rank)
     fit = plan.pool // plan.block // pages
     text = (

@@ -177,13 +177,13 @@ def test_storm(start, library) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
 def test_each_guard_is_needed(model, library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Taken away, it fails the storm that passes otherwise (`test_storm_short`)."""
+    """Taken away, it fails the storm that passes otherwise (`test_storm`), most of them soon."""
     guard = GUARDS[name]
     with monkeypatch.context() as patch:
         guard.take_away(patch)
         started = storm.start(model, library, threaded=guard.threaded, preemption=guard.preemption)
         with pytest.raises(guard.caught_by) as caught:
-            storm.storm(started, library, SHORT_TOKENS, integrity_every=0)
+            storm.storm(started, library, LONG_TOKENS, integrity_every=0)
         with suppress(KeyError):  # it may have lost its own books
             started.engine.close()
     print(f"{name}: {caught.type.__name__}: {str(caught.value)[:200]}")

@@ -8,7 +8,7 @@ import pytest
 from lorasrv.memory.cost_model import GUESS, MIN_MEASURED_STEPS, PARTS, CostModel, StepCosts, StepShape
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
 
 
 def _shape(tokens: int) -> StepShape:
@@ -40,7 +40,7 @@ def test_an_adapter_on_host_is_cheaper_to_have_back() -> None:
 def test_a_draft_token_costs_what_another_request_would() -> None:
     """A row to compute, and a row of logits."""
     plain = ScheduledRequest(RequestId("a"), (7,), 9, (0,), None, True, SamplingParams(), 1)
-    drafted = replace(plain, token_ids=(7, 8, 9), draft_token_ids=(8, 9))
+    drafted = replace(plain, token_ids=(7, 8, 9), drafts=PlannedDrafts((8, 9)))
     shapes = [StepShape.of(SchedulerOutput((share,), {}, (), AdapterOrders(), 0)) for share in (plain, drafted)]
     assert [(s.tokens, s.requests, s.pairs) for s in shapes] == [(1, 1, 10), (3, 3, 33)]
     assert drafted.without_drafts() == plain

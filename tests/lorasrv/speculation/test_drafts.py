@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import PAGE_SIZE, SCRIPTS, VOCAB, Ask, Drafted, Script, guesser, liar, mixed, oracle, rude
+from any_asks import NAMES, any_asks, make_grammars
+from drafted import PAGE_SIZE, SCRIPTS, Ask, Drafted, Script, guesser, liar, mixed, oracle, rude
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
-from lorasrv.errors import InvalidRequest
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.outputs import FinishReason, RequestId
@@ -28,15 +28,13 @@ from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest
 from lorasrv.speculation.drafters import make_drafters
-from lorasrv.speculation_params import DRAFTERS, MAX_DRAFT_TOKENS, SpeculationParams
-from lorasrv.text.structured_output import grammar as source
-from lorasrv.text.structured_output.matcher import CompiledGrammar, GrammarState, Vocabulary, compile_matcher
+from lorasrv.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
+from lorasrv.text.structured_output.matcher import GrammarState
 from lorasrv.worker import forward_batch as batch
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-NAMES = (None, "one", "two", "three")
 CASES = [20, pytest.param(100, marks=pytest.mark.long)]
 """Batches for each drafter, of one to five prompts each."""
 
@@ -68,80 +66,7 @@ def tight(request: pytest.FixtureRequest, model: Path, library: AdapterStore) ->
 
 @pytest.fixture(scope="module")
 def grammars(wide: Drafted) -> list[TokenConstraint]:
-    vocabulary = Vocabulary.of(wide.tokenizer, VOCAB, sorted(wide.built.spec.eos_token_ids))
-    built = vocabulary.build(lambda text: wide.tokenizer.encode(text, add_special_tokens=False))
-    texts = [
-        source.regex_of(r"(ab|cd|ef){3,20}", "regex"),
-        source.regex_of(r"[0-9]{1,3}-[a-z]{2,9}", "regex"),
-        source.json_of({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}}, "schema"),
-    ]
-    return [CompiledGrammar(compile_matcher(built, text.text), VOCAB, vocabulary.ends, 1 << 18) for text in texts]
-
-
-def _sampling(rng: random.Random) -> SamplingParams:
-    """Any fields together, each of them off most of the time."""
-
-    def maybe(share: float, *values: object) -> Any:
-        return rng.choice(values) if rng.random() < share else None
-
-    fields = {
-        "temperature": maybe(0.6, 0.3, 0.7, 1.0, 1.5) or 0.0,
-        "top_k": maybe(0.2, 1, 5, 50) or 0,
-        "top_p": maybe(0.2, 0.3, 0.8, 0.95) or 1.0,
-        "min_p": maybe(0.15, 0.02, 0.2) or 0.0,
-        "typical_p": maybe(0.15, 0.3, 0.9) or 1.0,
-        "repetition_penalty": maybe(0.2, 0.7, 1.3, 5.0) or 1.0,
-        "presence_penalty": maybe(0.2, -1.0, 0.5, 2.0) or 0.0,
-        "frequency_penalty": maybe(0.2, -0.5, 0.5, 2.0) or 0.0,
-        "logit_bias": tuple((t, rng.uniform(-20, 20)) for t in rng.sample(range(VOCAB), 5)) if maybe(0.2, 1) else (),
-        "min_tokens": maybe(0.2, 1, 5, 9) or 0,
-        "ignore_eos": rng.random() < 0.4,
-        "stop": tuple(rng.sample([" ", "e", "th", "a", "1", "\n", "in"], rng.choice([1, 2]))) if maybe(0.25, 1) else (),
-        "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([2, 40]))) if maybe(0.25, 1) else (),
-        "seed": rng.randrange(1 << 32),
-        "logprobs": maybe(0.4, 0, 1, 7),
-        "prompt_logprobs": maybe(0.15, 0, 3),
-        "watermark": rng.random() < 0.15,
-        "max_tokens": rng.choice([1, 2, 3, 9, 17, 18, 33, 40]),
-    }
-    if fields["temperature"] == 0.0 and rng.random() < 0.2:
-        fields |= {"fsd_alpha": rng.choice([0.2, 0.6]), "fsd_ngram": rng.choice([2, 3, 5])}
-    fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"])
-    return SamplingParams(**fields)
-
-
-def _ask(rng: random.Random, grammars: Sequence[TokenConstraint], longest: int = 60) -> Ask:
-    begin = rng.randrange(3)
-    prompt = tuple(10 + (7 * i + begin) % 300 for i in range(rng.choice([1, 5, 15, 16, 17, rng.randrange(1, longest)])))
-    sampling, constraint = _sampling(rng), None
-    if rng.random() < 0.2:
-        constraint = rng.choice(grammars)
-        sampling = replace(sampling, ignore_eos=False, stop=(), stop_token_ids=(), min_tokens=0)
-    if rng.random() < 0.05:
-        # To the context's end.
-        sampling = replace(sampling, max_tokens=None, ignore_eos=True, stop=(), stop_token_ids=())
-        prompt = prompt * (470 // len(prompt)) if constraint is None else prompt
-    return Ask(
-        prompt,
-        sampling,
-        adapter=rng.choice(NAMES),
-        count=rng.choice([1, 1, 1, 1, 3]),
-        constraint=constraint,
-        abort_after=rng.randrange(1, 12) if rng.random() < 0.08 else None,
-    )
-
-
-def _asks(drafted: Drafted, rng: random.Random, grammars: Sequence[TokenConstraint], most: int = 5) -> list[Ask]:
-    asks: list[Ask] = []
-    while not asks:
-        for _ in range(rng.randrange(1, most + 1)):
-            ask = _ask(rng, grammars)
-            try:
-                drafted.messages([ask], "")
-            except InvalidRequest:
-                continue  # fields that contradict each other
-            asks.append(ask)
-    return asks
+    return make_grammars(wide)
 
 
 @pytest.mark.slow
@@ -152,7 +77,7 @@ def test_any_drafter_gives_the_answers_of_none(
 ) -> None:
     rng, total = random.Random(name), Counter[str]()
     for _ in range(cases):
-        plain, drafted = wide.compare(_asks(wide, rng, grammars), SCRIPTS[name])
+        plain, drafted = wide.compare(any_asks(wide, rng, grammars), SCRIPTS[name])
         total += Counter(plain=plain, drafted=drafted)
     if name == "oracle":
         assert 3 * total["drafted"] < total["plain"]
@@ -165,7 +90,7 @@ def test_any_drafter_gives_the_answers_of_none(
 def test_preempted_answers_too(tight: Drafted, grammars: Sequence[TokenConstraint], name: str) -> None:
     rng = random.Random(name)
     for _ in range(4):
-        asks = _asks(tight, rng, grammars, most=4)
+        asks = any_asks(tight, rng, grammars, most=4)
         asks += [
             Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
             for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
@@ -189,7 +114,7 @@ def test_real_drafters_give_the_answers_of_none(
     rng, drafters = random.Random(7), make_drafters(SpeculationOptions())
     with closing(Drafted(model, library)) as none, closing(Drafted(model, library, drafters=drafters)) as real:
         for number in range(12):
-            asks = _asks(none, rng, grammars)
+            asks = any_asks(none, rng, grammars)
             plain = none.run(asks)
             texts = [plain[RequestId(f"{place}.0")].text for place in range(len(asks))]
             predicted = [_predicted(ask, text) for ask, text in zip(asks, texts, strict=True)]
@@ -199,7 +124,7 @@ def test_real_drafters_give_the_answers_of_none(
                     if asks[int(rid.partition(".")[0])].abort_after is None:
                         assert again[rid] == want
         counts = real.scheduler.draft_counts
-        assert {name for name, count in counts.items() if count.accepted} == set(DRAFTERS)
+        assert {name for name, count in counts.items() if count.accepted} == {drafter.name for drafter in drafters}
         assert all(count.drafted > count.accepted for name, count in counts.items() if name != "grammar")
 
 
@@ -499,4 +424,4 @@ def _is_right(drafted: Drafted, grammars: Sequence[TokenConstraint]) -> None:
     test_a_kept_prefix_was_said(drafted)
     rng = random.Random(1)
     for _ in range(40):
-        drafted.compare(_asks(drafted, rng, grammars), mixed)
+        drafted.compare(any_asks(drafted, rng, grammars), mixed)

@@ -29,7 +29,7 @@ from lorasrv.models.quantization import get_format
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import PENDING, AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import PENDING, AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
 from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, Recorded, _Bucket, buckets
@@ -248,7 +248,7 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -
 def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
     served = Served(folder)
     (share,) = served.step([(None, 0, 3)]).scheduled
-    asks, drafts = replace(share, prompt_rows=range(2)), replace(share, draft_token_ids=share.token_ids[1:])
+    asks, drafts = replace(share, prompt_rows=range(2)), replace(share, drafts=PlannedDrafts(share.token_ids[1:]))
     for shares in ([asks], [drafts], served.step([(None, i) for i in range(5)]).scheduled):
         assert served.graphed.compute(SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)) is None
     assert served.graphs == []

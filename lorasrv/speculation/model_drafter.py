@@ -1,0 +1,112 @@
+"""Model drafter: when a model on the worker drafts, and how far.
+
+A model drafts at the end of a step, from the tokens that the step has said; the next step verifies what pays by then.
+Unlike the other drafters its drafts cost time before they are known. So they are asked for only where they are expected
+to pay, and otherwise seldom, to see whether they would: an adapter may speak so differently from the draft model that
+they never do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adapter_store.spec import AdapterKey
+from lorasrv.request import Request
+from lorasrv.scheduler_output import DrafterOutput
+from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths
+from lorasrv.speculation.drafter import Draft
+from lorasrv.speculation.survival import SurvivalTable
+
+PROBE_EVERY, MAX_PROBE_EVERY = 64, 4096
+"""Tokens of an adapter's answers between two tries of a draft that is not expected to pay, at first and at last."""
+PROBED_TOKENS = 3
+GUESSED_PASS_SHARE = 0.5
+"""Seconds of a pass of the model that was never measured, as a share of a step's."""
+NEW_SHARE = 0.2
+"""Weight of a new measurement of a pass."""
+CONFIDENCE_CLASSES = 8
+
+
+@dataclass(slots=True)
+class _Probe:
+    every: int = PROBE_EVERY
+    left: int = 0
+
+
+class ModelDrafter:
+    """Choose how many tokens a model drafts for each answer. Called by the engine thread only.
+
+    Args:
+        name: of the drafter, here and on the worker.
+    """
+
+    def __init__(self, name: str, survival: SurvivalTable) -> None:
+        self.name = name
+        self._survival = survival
+        # Seconds of a pass, by the number of rows as a power of two.
+        self._pass_s: dict[int, float] = {}
+        self._probes: dict[AdapterKey | None, _Probe] = {}
+
+    def lengths(
+        self, rows: Sequence[tuple[Request, int]], draws: Sequence[str], token_s: Sequence[float], step: PlainStep
+    ) -> list[int]:
+        """Return how many tokens to draft for each row.
+
+        Args:
+            rows: answers, and the most tokens of each.
+            draws: how each chooses its tokens.
+            token_s: seconds that verifying a token of each adds to a step.
+            step: the step without drafts.
+        """
+        pass_s = self._pass_s.get(len(rows).bit_length(), GUESSED_PASS_SHARE * step.seconds) / len(rows)
+        drafts = [
+            RowDraft(self._chances(request, draw, most), seconds + pass_s)
+            for (request, most), draw, seconds in zip(rows, draws, token_s, strict=True)
+        ]
+        lengths = choose_lengths(drafts, step, sum(most for _, most in rows))
+        return [
+            self._probed(request.adapter_key, min(most, PROBED_TOKENS), length)
+            for (request, most), length in zip(rows, lengths, strict=True)
+        ]
+
+    def observe_depth(self, request: Request, draw: str, depth: int, *, was_right: bool) -> None:
+        """Enter whether the token `depth` of a draft was right; those before it were."""
+        self._survival.observe(self.name, request.adapter_key, (draw, "depth", depth), was_right=was_right)
+
+    def observe(self, output: DrafterOutput) -> None:
+        """Enter how long drafting took."""
+        if output.num_passes:
+            rows, seconds = len(output.drafts).bit_length(), output.seconds / output.num_passes
+            self._pass_s[rows] = (1 - NEW_SHARE) * self._pass_s.get(rows, seconds) + NEW_SHARE * seconds
+
+    def _chances(self, request: Request, draw: str, most: int) -> list[float]:
+        chances, chance = [], 1.0
+        for depth in range(most):
+            chance *= self._survival.estimate(self.name, request.adapter_key, (draw, "depth", depth))
+            chances.append(chance)
+        return chances
+
+    def _probed(self, adapter: AdapterKey | None, tried: int, length: int) -> int:
+        """Return the length, or now and then a few tokens where it is 0."""
+        probe = self._probes.setdefault(adapter, _Probe())
+        if length:
+            probe.every = probe.left = PROBE_EVERY
+            return length
+        probe.left -= 1
+        if probe.left > 0:
+            return 0
+        probe.left = probe.every
+        probe.every = min(MAX_PROBE_EVERY, 2 * probe.every)
+        return tried
+
+
+def as_draft(token_ids: Sequence[int], confidence: Sequence[float]) -> Draft:
+    """Return a model's draft; the evidence of a token is how sure the model was of it and of those before it.
+
+    Args:
+        confidence: probability that the model gave to each token.
+    """
+    evidence, product = [], 1.0
+    for share in confidence:
+        product *= share
+        evidence.append((int(CONFIDENCE_CLASSES * share * 0.999), int(CONFIDENCE_CLASSES * product * 0.999)))
+    return Draft(tuple(token_ids), tuple(evidence))

@@ -1,0 +1,172 @@
+"""Models that draft: answers do not depend on them, and a model that is the served one is nearly always right."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_asks import any_asks, make_grammars
+from drafted import Ask, Drafted
+from mispredict import expect_short_answers
+
+from adapter_store.store import AdapterStore
+from lorasrv.config import SpeculationOptions
+from lorasrv.errors import ConfigError
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import ModelDraft
+from lorasrv.worker.device import compute_alone, compute_in_parallel
+from lorasrv.worker.draft_runner import DraftRunner
+
+PROMPT = tuple(range(10, 30))
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+LAYERS = 3
+TIGHT: dict[str, Any] = {"pages": 40, "adapter_floor": 0.0, "max_num_batched_tokens": 64}
+
+
+def options(model: Path, name: str, layers: int = LAYERS) -> SpeculationOptions:
+    """The served model drafts for itself: as a model of its own, or by all its layers, or by fewer."""
+    if name == "model":
+        return SpeculationOptions(drafters=("model",), draft_model=str(model))
+    return SpeculationOptions(drafters=("layers",), draft_layers=layers)
+
+
+def started(model: Path, library: AdapterStore, speculation: SpeculationOptions | None = None, **given: Any) -> Drafted:
+    return Drafted(model, library, quantization="int8", drafters=[], speculation=speculation, **given)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    compute_alone()
+    yield
+    compute_in_parallel()
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    with closing(started(model, library)) as drafted:
+        yield drafted
+
+
+@pytest.fixture(scope="module", params=["model", "layers", "two layers"])
+def drafting(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    speculation = options(model, request.param, 2 if request.param == "two layers" else LAYERS)
+    with closing(started(model, library, speculation=speculation)) as drafted:
+        yield drafted
+
+
+def same_answers(plain: Drafted, drafting: Drafted, asks: Sequence[Ask]) -> None:
+    want, got = plain.run(asks), drafting.run(asks)
+    for rid, said in want.items():
+        if asks[int(rid.partition(".")[0])].abort_after is None:
+            assert got[rid] == said
+
+
+def test_answers_are_those_of_no_drafts(plain: Drafted, drafting: Drafted) -> None:
+    rng, grammars = random.Random(5), make_grammars(plain)
+    for _ in range(14):
+        same_answers(plain, drafting, any_asks(plain, rng, grammars))
+    [counts] = drafting.scheduler.draft_counts.values()
+    assert counts.drafted >= counts.accepted > 50
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["model", "layers"])
+def test_preempted_answers_too(plain: Drafted, model: Path, library: AdapterStore, name: str, preemption: str) -> None:
+    """Pages come and go under the draft model's keys and values, too."""
+    rng, grammars = random.Random(6), make_grammars(plain)
+    given = {"speculation": options(model, name), "preemption_mode": preemption, **TIGHT}
+    with closing(started(model, library, **given)) as tight:
+        expect_short_answers(tight.scheduler.predictor)
+        for _ in range(3):
+            asks = any_asks(plain, rng, grammars, most=4)
+            asks += [
+                Ask(PROMPT, replace(some, max_tokens=90), adapter=adapter, count=2)
+                for some, adapter in ((GREEDY, None), (RANDOM, None), (GREEDY, "one"), (RANDOM, "two"))
+            ]
+            same_answers(plain, tight, asks)
+        assert tight.engine.metrics.snapshot().preemptions_total > 0
+        [counts] = tight.scheduler.draft_counts.values()
+        assert counts.accepted > 100
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize(("name", "adapter"), [("model", None), ("layers", None), ("layers", "one")])
+def test_the_served_model_drafts_what_it_says(
+    plain: Drafted,
+    model: Path,
+    library: AdapterStore,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    adapter: str | None,
+    sampling: SamplingParams,
+) -> None:
+    """Steps of up to nine tokens, greedy and random ones: both draw by the same race. All layers know the adapter."""
+    monkeypatch.setattr("lorasrv.worker.draft_runner.MIN_CONFIDENCE", 0.0)
+    with closing(started(model, library, speculation=options(model, name))) as drafting:
+        asks = [Ask(PROMPT, sampling, adapter)]
+        same_answers(plain, drafting, asks)
+        [counts] = drafting.scheduler.draft_counts.values()
+        assert counts.accepted == counts.drafted > 40
+        assert drafting.steps <= 12
+
+
+def test_a_model_without_the_adapter_is_wrong_about_it(plain: Drafted, model: Path, library: AdapterStore) -> None:
+    with closing(started(model, library, speculation=options(model, "model"))) as drafting:
+        same_answers(plain, drafting, [Ask(PROMPT, GREEDY, "one")])
+        [counts] = drafting.scheduler.draft_counts.values()
+        assert counts.accepted < 0.5 * counts.drafted
+
+
+def test_long_prompts_are_caught_up_with_in_pieces(
+    plain: Drafted, model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorasrv.worker.draft_runner.MAX_CATCH_UP", 100)
+    with closing(started(model, library, speculation=options(model, "model"))) as drafting:
+        asks = [Ask(tuple(10 + (7 * i + n) % 300 for i in range(350)), GREEDY) for n in range(2)]
+        same_answers(plain, drafting, asks)
+        [counts] = drafting.scheduler.draft_counts.values()
+        assert counts.accepted == counts.drafted > 40
+
+
+@pytest.mark.parametrize("fault", ["raises", "says nothing", "says NaN"])
+def test_a_model_that_fails_costs_no_answer(
+    plain: Drafted, model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def raises(*_: object) -> Any:
+        raise RuntimeError("as asked")
+
+    draft, forward = DraftRunner.draft, DraftRunner._forward
+
+    def nothing(self: DraftRunner, *args: Any) -> Any:
+        output = draft(self, *args)
+        return replace(output, drafts={rid: ModelDraft((), ()) for rid in output.drafts})
+
+    def not_a_number(self: DraftRunner, *args: Any) -> Any:
+        logits, sampled = forward(self, *args)
+        return torch.full_like(logits, float("nan")), sampled
+
+    with closing(started(model, library, speculation=options(model, "model"))) as drafting:
+        name, method = {"raises": ("draft", raises), "says nothing": ("draft", nothing)}.get(
+            fault, ("_forward", not_a_number)
+        )
+        monkeypatch.setattr(DraftRunner, name, method)
+        same_answers(plain, drafting, [Ask(PROMPT, GREEDY, count=2), Ask(PROMPT, RANDOM)])
+        assert drafting.scheduler.draft_counts["model"].drafted == 0
+        assert len(drafting.runner._models) == (fault != "raises")
+
+
+def test_other_vocabularies_and_shorter_contexts_are_refused(model: Path, library: AdapterStore) -> None:
+    with pytest.raises(ConfigError, match=r"--draft-model smollm2-135m has other token ids than --model"):
+        Drafted(model, library, speculation=SpeculationOptions(draft_model="smollm2-135m"))
+    for given, why in (
+        ({"draft_model": "x", "drafters": ("lookup",)}, "--draft-model drafts nothing: .* leaves model out"),
+        ({"draft_layers": 2, "speculation": "off"}, "--draft-layers drafts nothing: --speculation"),
+        ({"draft_layers": 0}, "--draft-layers must be"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            SpeculationOptions(**given)
