@@ -176,6 +176,7 @@ class Backend:
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
     attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None], Tensor]
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor], Tensor]
+    copy_slots: Callable[[Sequence[KvPages], Int32], None]
     add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     gelu_mul: Callable[[Tensor], Tensor]
@@ -189,7 +190,7 @@ class Backend:
     # The same for parts with the same inputs, side by side in one result.
     linear_parts: Callable[[Tensor, Sequence[Any]], Tensor]
     warm_up: Callable[[torch.dtype, KVFormat, Progress], None]
-    # Names of the KV formats that attention and rope_write_kv read and write; None for every format.
+    # Names of the KV formats that attention, rope_write_kv and copy_slots read and write; None for every format.
     kv_formats: Collection[str] | None = None
     # Whether launches can be recorded and run together.
     can_record: bool = False

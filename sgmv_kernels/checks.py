@@ -11,7 +11,7 @@ from torch import Tensor
 from sgmv_kernels.backend import AttentionPlan, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
-from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
@@ -107,6 +107,18 @@ def check_trees(parents: Sequence[Parents], kv_lens: Sequence[int]) -> None:
         require(len(one) <= min(MAX_SLOTS, length), f"a tree of {len(one)} slots: at most {MAX_SLOTS}, and kv_lens")
         ordered = all(ROOT <= parent < slot for slot, parent in enumerate(one))
         require(ordered, f"parents {list(one)} must be -1 or indices of earlier draft tokens")
+
+
+def check_moves(layers: Sequence[KvPages], moves: Int32) -> None:
+    """Check that moves are inside the pages of one pool, and that none overwrites what a later one reads."""
+    layer_bytes(layers)
+    require(moves.dtype == np.int32 and moves.ndim == 2 and moves.shape[1] == 4, "moves must be int32 [N, 4]")
+    limits = np.tile((layers[0].num_pages, layers[0].page_size), 2)
+    require(((moves >= 0) & (moves < limits)).all(), "moves name a page or slot outside the pool")
+    read: set[tuple[int, int]] = set()
+    for *source, page, slot in reversed(moves.tolist()):
+        require((page, slot) not in read, f"page {page}, slot {slot} is overwritten before it is read")
+        read.add((source[0], source[1]))
 
 
 def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:

@@ -34,6 +34,7 @@ from sgmv_kernels.checks import (
     check_adapter,
     check_gated,
     check_heads,
+    check_moves,
     check_pages,
     check_queries,
     check_rotated,
@@ -352,6 +353,24 @@ class Ops:
         require(plan.num_rows == len(qkv), "query_lens must sum to the rows of qkv")
         return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
 
+    def copy_slots(self, layers: Sequence[KvPages], moves: Int32) -> None:
+        """Copy keys and values of single tokens to other slots, in all layers: what accepted drafts of a tree need, as
+        the next token sees consecutive slots.
+
+        Semantics: K[layer, target] = K[layer, source], V likewise, for one move after the other
+
+        Args:
+            layers: all layers of a pool, in order.
+            moves: [N, 4] int32, source page and slot in it, target page and slot in it.
+        Raises:
+            KernelArgumentError: a move outside the pages, a target that a later move reads, layers of different pools,
+                or a KV format that the kernels do not write.
+        """
+        check_moves(layers, moves)
+        self._check_format(layers[0])
+        if len(moves):
+            self._backend.copy_slots(layers, moves)
+
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual stream in place, and norm the sum.
 
@@ -525,6 +544,9 @@ class Ops:
 
     def _check_pages(self, kv: KvPages, plan: AttentionPlan) -> None:
         check_pages(kv, plan)
+        self._check_format(kv)
+
+    def _check_format(self, kv: KvPages) -> None:
         if not self._reads(kv.format):
             raise KernelArgumentError(f"kernels {self.name!r} do not read KV pages in format {kv.format.name!r}")
 

@@ -102,6 +102,16 @@ def _visible(length: int, rows: int, parents: Parents, window: int | None) -> Te
     return visible
 
 
+def copy_slots_reference(keys: Tensor, values: Tensor, moves: Sequence[tuple[int, int, int, int]]) -> None:
+    """Copy tokens inside keys [P, kv_heads, D, page] and values [P, kv_heads, page, D] of one layer, in place.
+
+    Semantics: K[target] = K[source], V likewise, for (source page, slot, target page, slot) one after the other
+    """
+    for source_page, source_slot, target_page, target_slot in moves:
+        keys[target_page, :, :, target_slot] = keys[source_page, :, :, source_slot]
+        values[target_page, :, target_slot] = values[source_page, :, source_slot]
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm the last dimension.
 

@@ -23,6 +23,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         ("sgmv", _KINDS[adapter_dtype]),
         *(("linear", entry) for entry in linear),
         *(("pointwise", entry) for entry in pointwise),
+        ("slots", _KINDS[kv_format]),
         ("program", "run_items"),
     )
 

@@ -223,6 +223,20 @@ def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped
 
 
 @intrinsic
+def copy_number(typingctx, source, at, target, to, kind):  # type: ignore[no-untyped-def]
+    """Copy number `at` of a matrix to place `to` of another, bit for bit."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        size, one = itemsize_of(sig.args[4]), Emitter(b, 1)
+        whole = ir.IntType(8 * size)
+        number = b.load(one.at(args[0], args[1], size, whole), align=size)
+        b.store(number, one.at(args[2], args[3], size, whole), align=size)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A, kind), codegen
+
+
+@intrinsic
 def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
     """Read n bytes, a multiple of 256, front to back; returns a value that depends on all of them."""
 

@@ -1,5 +1,8 @@
 """View the pages in which one layer of the pool stores keys and values as tensors."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -49,3 +52,17 @@ class KvPages:
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole pages, fp32; see `KVFormat.read`."""
         return self.format.read(self.parts, pages)
+
+
+def layer_bytes(layers: Sequence[KvPages]) -> int:
+    """Return the bytes from each layer of a pool to the next, 0 for one layer.
+
+    Raises:
+        KernelArgumentError: the layers are not alike, or not equally far apart.
+    """
+    starts = [kv.slab.data_ptr() for kv in layers]
+    distances = {after - before for before, after in pairwise(starts)}
+    alike = {(kv.format.name, kv.slab.shape, kv.num_heads, kv.page_size, kv.head_dim) for kv in layers}
+    if len(distances) > 1 or len(alike) > 1:
+        raise KernelArgumentError("layers must be those of one pool, in order")
+    return distances.pop() if distances else 0

@@ -3,7 +3,7 @@
 import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
-from sgmv_kernels.torch_ops import attention, linear, pointwise, sgmv
+from sgmv_kernels.torch_ops import attention, linear, pointwise, sgmv, slots
 
 BACKEND = Backend(
     name="torch",
@@ -15,6 +15,7 @@ BACKEND = Backend(
     prepare_attention=attention.prepare,
     attention=attention.attention_torch,
     rope_write_kv=pointwise.rope_write_kv_torch,
+    copy_slots=slots.copy_slots_torch,
     add_rms_norm_=pointwise.add_rms_norm_torch_,
     silu_mul=pointwise.silu_mul_torch,
     gelu_mul=pointwise.gelu_mul_torch,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv
+from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv, slots
 from sgmv_kernels.cpu_runtime import kernel_cache, kernel_compiler
 from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels, needs_words
 from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -22,6 +22,7 @@ def test_what_launchers_name_is_compiled_before_serving() -> None:
     entries = {(sgmv.MODULE, entry) for entry in sgmv.ENTRIES.values()}
     entries |= {(attention.MODULE, entry) for entry in attention.ENTRIES.values()}
     entries |= {(pointwise.MODULE, entry) for entry in pointwise.ROPE.values()}
+    entries |= {(slots.MODULE, entry) for entry in slots.ENTRIES.values()}
     entries |= {(linear.MODULE, entry) for entry in linear.ENTRIES.values()}
     dtypes = [str(dtype).removeprefix("torch.") for dtype in sgmv.ENTRIES]
     found = {kernel for dtype in dtypes for kv_format in KV_FORMATS for kernel in needed_kernels(dtype, kv_format)}

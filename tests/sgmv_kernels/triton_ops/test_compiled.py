@@ -32,6 +32,7 @@ from sgmv_kernels.triton_ops import attention as attention_triton
 from sgmv_kernels.triton_ops import linear as linear_triton
 from sgmv_kernels.triton_ops import pointwise as pointwise_triton
 from sgmv_kernels.triton_ops import sgmv as sgmv_triton
+from sgmv_kernels.triton_ops import slots as slots_triton
 
 ARCHES = (*(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in (80, 89)), 90)
 """Each takes a minute or two, so CI has one."""
@@ -87,6 +88,7 @@ def compile_pointwise(dtype: torch.dtype) -> None:
         pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
         part = angle[:, :48].contiguous()
         pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), part, part, kv, index, index)
+    slots_triton.copy_slots([kv], np.zeros((2, 4), dtype=np.int32))
     x = torch.zeros(2, 4096, dtype=dtype)
     pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
     pointwise_triton.add_rms_norm_(x, None, torch.zeros(4096), 1e-5)
