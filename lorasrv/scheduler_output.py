@@ -26,6 +26,15 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class SlotMoves(NamedTuple):
+    """Move keys and values of a sequence's tokens, in every layer, to slots in front; its first token's slot is 0."""
+
+    page_table: tuple[int, ...]
+    # Both ascending, no target behind its source: a token is read before its slot is written.
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CopyPages:
     """Copy pages inside the pool; targets are fresh pages, and none of them is a source."""
@@ -91,11 +100,14 @@ class DrafterOutput:
 class PlannedDrafts(NamedTuple):
     """Plan what a step verifies of an answer, and what is drafted for the next one."""
 
-    # A chain that continues the known tokens.
+    # A chain that continues the known tokens, or a tree with `parents`.
     token_ids: tuple[int, ...] = ()
     # The model on the worker that is asked for `num_asked` tokens behind those that the step will have said.
     asked: str = ""
     num_asked: int = 0
+    # Index of each token's parent among the tokens, before it, or -1 for the last known token. They lie in consecutive
+    # slots; their positions follow from their depths. Empty: a chain.
+    parents: tuple[int, ...] = ()
 
 
 NO_DRAFTS = PlannedDrafts()
@@ -160,6 +172,11 @@ class ScheduledRequest:
         return self.drafts.token_ids
 
     @property
+    def draft_parents(self) -> tuple[int, ...]:
+        """Return the parents of the draft tokens, if they are a tree."""
+        return self.drafts.parents
+
+    @property
     def num_known_tokens(self) -> int:
         """Return the number of tokens that are no drafts."""
         return len(self.token_ids) - len(self.draft_token_ids)
@@ -173,6 +190,14 @@ class ScheduledRequest:
     def without_drafts(self) -> "ScheduledRequest":
         """Return the share with its known tokens only."""
         return replace(self, token_ids=self.token_ids[: self.num_known_tokens], drafts=NO_DRAFTS)
+
+    def moves_along(self, path: Sequence[int]) -> SlotMoves:
+        """Return what brings the draft tokens of a path, from a child of the last known token down, to the slots behind
+        the known tokens; `path` holds their indices."""
+        first = self.start + self.num_known_tokens
+        moves = [(first + index, first + depth) for depth, index in enumerate(path) if index != depth]
+        sources, targets = zip(*moves, strict=True) if moves else ((), ())
+        return SlotMoves(self.page_table, sources, targets)
 
     @property
     def prompt_targets(self) -> tuple[int, ...]:

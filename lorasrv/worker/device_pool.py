@@ -15,12 +15,13 @@ from lorasrv.config import size
 from lorasrv.errors import NotEnoughMemory
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
-from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
+from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SlotMoves, SwapIn, SwapOut
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.ops import Ops
 
 
 class DevicePool:
@@ -96,6 +97,16 @@ class DevicePool:
         if self._ring is not None:
             self._ring.mark_arranged()
         return swapped
+
+    def copy_slots(self, moves: Sequence[SlotMoves], ops: Ops) -> None:
+        """Move keys and values of sequences, in every layer, by one op; no page that is written has two holders."""
+        size = self.page_size
+        places = [
+            (table[source // size], source % size, table[target // size], target % size)
+            for table, sources, targets in moves
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        ops.copy_slots(self._kv, np.array(places, dtype=np.int32).reshape(-1, 4))
 
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         """Copy an adapter's panels from host memory to their pages, contiguous pieces as one.

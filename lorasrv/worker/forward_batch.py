@@ -12,6 +12,7 @@ from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.launched_step import LaunchedStep
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents, depths_of
 from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.ops import Ops, StepTables
@@ -54,6 +55,12 @@ class StepRows:
     logit_rows: npt.NDArray[np.int64]
 
     @property
+    def parents(self) -> list[Parents]:
+        """Return the draft tree of each sequence; nothing if there are only chains."""
+        parents: list[Parents] = [share.draft_parents for share in self.scheduled]
+        return parents if any(parents) else []
+
+    @property
     def pending(self) -> list[tuple[int, RequestId]]:
         """Return the rows whose token is pending, and their requests."""
         owners = [share.request_id for share in self.scheduled if share.is_pending]
@@ -70,12 +77,16 @@ class StepRows:
         firsts = np.cumsum(lens) - lens
         samples = np.array([s.samples for s in scheduled])
         asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
+        positions = np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens)
+        for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
+            if share.draft_parents:
+                positions[end - len(share.draft_parents) : end] = _tree_positions(share)
         owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
         return cls(
             scheduled=scheduled,
             adapters=[step.placements[key] for key in keys],
             token_ids=np.array([t for s in scheduled for t in s.token_ids]),
-            positions=np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens),
+            positions=positions,
             row_adapters=np.repeat(np.array(owners, dtype=np.int32), lens),
             query_lens=lens,
             kv_lens=starts + lens,
@@ -97,7 +108,9 @@ def build_batch(
     if last is not None:
         last.fill(ids, rows.pending)
     query_lens, kv_lens = rows.query_lens.tolist(), rows.kv_lens.tolist()
-    attention = ops.plan_attention(rows.page_tables, query_lens, kv_lens, memory.page_size, memory.num_pages)
+    attention = ops.plan_attention(
+        rows.page_tables, query_lens, kv_lens, memory.page_size, memory.num_pages, rows.parents
+    )
     lora = ops.plan_sgmv(build_segments(rows.row_adapters), rows.adapters, adapter_dtype)
     return ForwardBatch(
         token_ids=ids,
@@ -106,6 +119,15 @@ def build_batch(
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
     )
+
+
+def _tree_positions(share: ScheduledRequest) -> list[int]:
+    """Return the position of each draft token of a tree."""
+    parents = share.draft_parents
+    assert len(parents) == len(share.draft_token_ids) <= MAX_SLOTS, f"{len(parents)} parents of {share.request_id}"
+    assert all(ROOT <= parent < slot for slot, parent in enumerate(parents)), f"a parent is behind its child: {parents}"
+    last = share.start + share.num_known_tokens - 1
+    return [last + depth for depth in depths_of(parents)]
 
 
 def _logit_rows(

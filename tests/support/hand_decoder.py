@@ -1,6 +1,7 @@
 """A decoder without a scheduler: its steps, pages and adapters are laid out by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ class HandDecoder:
         spec = self.weights.spec
         self.memory = DevicePool(spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
         self.dtype = dtype
-        self.decoder = Decoder(self.weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
+        self.decoder = Decoder(self.weights, self.memory, DecoderLimits(512, 512, 64, dtype), self.ops)
         self.placed: dict[str, tuple[str, PlacedAdapter]] = {}
         end = PAGES
         with AdapterStore(store, base_shapes(spec)) as registered:
@@ -57,18 +58,23 @@ class HandDecoder:
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)
 
+    def share(self, adapter: str | None, tokens: Sequence[int], start: int, table: tuple[int, ...]) -> ScheduledRequest:
+        """One sequence of a step, without drafts."""
+        key = self.placed[adapter][0] if adapter else None
+        return ScheduledRequest(RequestId(""), tuple(tokens), start, table, key, True, SamplingParams(), 0)
+
+    def run(self, shares: Sequence[ScheduledRequest]) -> list[torch.Tensor]:
+        """The logits of each, [num_logit_rows, V]."""
+        numbered = tuple(replace(share, request_id=RequestId(str(i))) for i, share in enumerate(shares))
+        step = SchedulerOutput(numbered, dict(self.placed.values()), (), (), 0)
+        batch = build_batch(step, self.memory, self.dtype, self.ops)
+        rows = self.decoder.forward(batch).clone().split([share.num_logit_rows for share in batch.sampled])
+        found = dict(zip([share.request_id for share in batch.sampled], rows, strict=True))
+        return [found[share.request_id] for share in numbered]
+
     def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
         """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
-        scheduled = tuple(
-            ScheduledRequest(
-                RequestId(str(i)), tuple(tokens), start, table, self.placed[name][0] if name else None, True,
-                SamplingParams(), 0,
-            )
-            for i, (name, tokens, start, table) in enumerate(shares)
-        )  # fmt: skip
-        step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
-        batch = build_batch(step, self.memory, self.dtype, self.ops)
-        return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
+        return {i: rows[-1] for i, rows in enumerate(self.run([self.share(*share) for share in shares]))}
 
 
 def register(store: AdapterStore, name: str, folder: Path) -> str:
