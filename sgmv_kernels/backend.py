@@ -40,7 +40,7 @@ class SgmvPlan:
     """Hold the rows and adapters of a step, checked once for all layers and sites."""
 
     tables: SgmvTables
-    # Of the stored panels.
+    # Of the stored panels that are not int8 codes.
     dtype: torch.dtype
     # T.
     num_rows: int

@@ -63,9 +63,12 @@ def check_segments(segments: Segments) -> None:
 
 
 def check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dtype) -> None:
-    """Check that an adapter is packed in `dtype`, for the sites and layers of the first, and lies inside the pool."""
+    """Check that an adapter is packed in `dtype` or int8, for the sites and layers of the first, and lies inside the
+    pool.
+    """
     layout = adapter.layout
-    require(layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
+    is_packed = layout.are_codes or layout.itemsize == dtype.itemsize
+    require(is_packed, "adapters must be packed in the pool's adapter dtype, or int8")
     require(layout.sites == first.layout.sites, "adapters must be made for the same sites")
     require(layout.num_layers == first.layout.num_layers, "adapters must have the same layers")
     require(layout.max_slices <= MAX_SLICES, f"a site of an adapter has over {MAX_SLICES} slices")

@@ -180,7 +180,7 @@ class Ops:
         Args:
             segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
             adapters: the placed adapters of this step, of any ranks.
-            dtype: of stored panels.
+            dtype: of stored panels that are not int8 codes.
         Returns: the plan of all layers and sites.
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.

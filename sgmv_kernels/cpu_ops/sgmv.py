@@ -1,4 +1,4 @@
-"""SGMV on the CPU: panels are read in place from the pool, bf16, fp16 or fp32, and summed in fp32, without a copy.
+"""SGMV on the CPU: panels (bf16, fp16, fp32, int8) are read in place from the pool and summed in fp32, without a copy.
 
 A task is a block of rows of one segment, and all its slices or one. It shrinks and expands in one go, so that a site
 costs one parallel region and no barrier. Largest tasks come first; threads take the next one when they are free.
@@ -23,7 +23,7 @@ Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
 SHRINK, EXPAND = 1, 2
-TASK_INTS = 5
+TASK_INTS = 6
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
 X, X_WIDTH, DEINTERLEAVED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
 """Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
@@ -51,7 +51,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     threads, num_sites = team_size(), len(tables.sites)
     ranks_of = tables.records[..., 1:].sum(axis=-1)
     blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
-    tasks = {n: _tasks(blocks, n, threads) for n in {len(site.out_features) for site in tables.sites}}
+    tasks = {n: _tasks(blocks, tables.are_codes, n, threads) for n in {len(site.out_features) for site in tables.sites}}
     ranks = ranks_of.max(axis=-1, initial=0)
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
@@ -100,13 +100,16 @@ def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
     return np.stack((segment, begin, end), axis=-1).astype(np.int32)
 
 
-def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
-    """Return tasks [N', 5]: blocks with a first and last slice, all slices or, with few blocks, each alone."""
+def _tasks(blocks: Int32, are_codes: Int32, slices: int, threads: int) -> Int32:
+    """Return tasks [N', 6]: blocks with a first and last slice, all slices or, with few blocks, each alone; then
+    whether the weights are int8 codes.
+    """
     apart = slices if len(blocks) < 2 * threads else 1
     tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
     tasks[:, :, :3] = blocks[:, None]
     tasks[:, :, 3] = np.arange(apart)
     tasks[:, :, 4] = tasks[:, :, 3] + 1 if apart > 1 else slices
+    tasks[:, :, 5] = are_codes[blocks[:, :1]]
     return tasks.reshape(-1, TASK_INTS)
 
 

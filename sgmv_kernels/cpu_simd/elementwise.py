@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, itemsize_of, loop_of
 
-BF16, FP16, FP32 = np.uint16(0), np.int16(0), np.float32(0)
+BF16, FP16, FP32, INT8 = np.uint16(0), np.int16(0), np.float32(0), np.int8(0)
 """Numbers that tell a kernel how a matrix is stored, by their types."""
 
 _I16 = ir.IntType(16)

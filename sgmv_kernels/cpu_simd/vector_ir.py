@@ -1,7 +1,7 @@
 """Emit LLVM vectors of fp32 numbers, the basis of the intrinsics in this package.
 
 LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON itself, so that the user's machine needs no compiler but Numba. A
-matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32.
+matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32, int8 for codes.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from numba.core import cgutils
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 """fp32 numbers of one vector."""
 F32, _F16, _I16, I32, I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8 = ir.IntType(8)
 Value = Any
 
 
@@ -55,6 +56,9 @@ class Emitter:
         """Load numbers of a matrix from `index` on, as fp32. bf16 is the upper half of an fp32: widen and shift."""
         if kind == types.float32:
             return self.load(address, index)
+        if kind == types.int8:
+            code = self.b.load(self.at(address, index, 1, self._of(_I8)), align=1)
+            return self.b.sitofp(self.b.sext(code, self.int), self.float)
         if kind == types.int16:
             half = self.b.load(self.at(address, index, 2, self._of(_F16)), align=2)
             return self.b.fpext(half, self.float)
@@ -189,7 +193,7 @@ class Emitter:
 
 
 def itemsize_of(kind: Any) -> int:
-    return 4 if kind == types.float32 else 2
+    return {types.float32: 4, types.int8: 1}.get(kind, 2)
 
 
 def loop_of(

@@ -2,9 +2,12 @@
 
 At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-byte aligned, in this order:
 
-    scale   fp32 [R]            alpha / r of every rank row, R the sum of the slices' ranks (0 panels if R is 0)
+    scale   fp32 [R]            factor of every rank row, R the sum of the slices' ranks (0 panels if R is 0)
     A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
     B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
+
+A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 codes, every rank row of A and of B with
+a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
 
 Ranks are not padded: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end to
 end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so a
@@ -25,6 +28,8 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 LAYOUT_VERSION = 1
 PANEL_RANKS = 16
 SCALE_BYTES = 4
+CODE_BYTES = 1
+"""Size of a weight that is stored as an int8 code."""
 MAX_RANK = 256
 """Highest rank of one slice that kernels are built and tested for."""
 MAX_SLICES = 3
@@ -75,7 +80,7 @@ class AdapterLayout:
     Args:
         sites: the base's linear sites, the same in every layer.
         ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
-        itemsize: bytes of one stored weight (2 for bf16, 4 for float32).
+        itemsize: bytes of one stored weight (2 for bf16, 4 for float32, `CODE_BYTES` for int8 codes).
     """
 
     sites: tuple[SiteDims, ...]
@@ -85,6 +90,11 @@ class AdapterLayout:
     @property
     def num_layers(self) -> int:
         return len(self.ranks)
+
+    @property
+    def are_codes(self) -> bool:
+        """Return whether the weights are int8 codes."""
+        return self.itemsize == CODE_BYTES
 
     @cached_property
     def panels(self) -> tuple[tuple[SitePanels, ...], ...]:

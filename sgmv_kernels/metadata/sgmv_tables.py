@@ -26,6 +26,8 @@ class SgmvTables:
     bounds: Int32
     # [L, sites, S, 4], see above; ranks are 0 where the adapter has no weights.
     records: Int32
+    # [S], 1 where a segment's panels are int8 codes, else 0.
+    are_codes: Int32
     # [N], panel offsets.
     panels: Int32
     # End of the last panel in a slab.
@@ -49,7 +51,8 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
     bounds = np.stack((segments.indptr[:-1][own], segments.indptr[1:][own]), axis=-1)
     if not placed:
         nothing = np.zeros((0, 0, 0, RECORD_INTS), dtype=np.int32)
-        return SgmvTables((), segments.permutation.copy(), bounds, nothing, np.zeros(0, dtype=np.int32), 0, 0)
+        none = np.zeros(0, dtype=np.int32)
+        return SgmvTables((), segments.permutation.copy(), bounds, nothing, none, none, 0, 0)
     records = np.stack([adapter.layout.records for adapter in placed], axis=2)
     panels = [adapter.panels for adapter in placed]
     lengths = np.array([len(own) for own in panels])
@@ -60,6 +63,7 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
         permutation=segments.permutation.copy(),
         bounds=bounds,
         records=records,
+        are_codes=np.array([adapter.layout.are_codes for adapter in placed], dtype=np.int32),
         panels=np.concatenate(panels),
         slab_bytes=max(adapter.extent[1] for adapter in placed),
         highest_rank=max(adapter.layout.max_rank for adapter in placed),
@@ -74,6 +78,7 @@ def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> Sg
         permutation=np.arange(rows, dtype=np.int32),
         bounds=np.full((segments, 2), (0, rows), dtype=np.int32),
         records=np.zeros((num_layers if sites else 0, len(sites), segments, RECORD_INTS), dtype=np.int32),
+        are_codes=np.zeros(segments, dtype=np.int32),
         panels=np.zeros(segments, dtype=np.int32),
         slab_bytes=0,
         highest_rank=0,

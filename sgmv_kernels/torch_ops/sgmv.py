@@ -25,10 +25,10 @@ def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int)
     v = x.new_zeros(
         (1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0), dtype=torch.float32
     )
-    for begin, end, record in _segments(plan.tables, layer, site):
+    for begin, end, record, dtype in _segments(plan, layer, site):
         rows = x[plan.prepared[begin:end]].float()
         rank = 0
-        for a in _matrices(slab, plan, record[0] + 1, sum(record[1:]), x.shape[1]):
+        for a in _matrices(slab, plan, dtype, record[0] + 1, sum(record[1:]), x.shape[1]):
             v[0, begin:end, rank : rank + len(a)] = rows @ a.float().T
             rank += len(a)
     return v
@@ -37,7 +37,7 @@ def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int)
 def expand_torch_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
     """See `ops.Ops.expand_`."""
     dims = plan.tables.sites[site]
-    for begin, end, record in _segments(plan.tables, layer, site):
+    for begin, end, record, dtype in _segments(plan, layer, site):
         total = sum(record[1:])
         scale = _view(slab, torch.float32, _offset(plan, record[0]), 1, total)
         scaled = v[:, begin:end, :total].sum(0) * scale
@@ -45,7 +45,7 @@ def expand_torch_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int
         rank = column = 0
         panel = record[0] + 1 + _num_panels(total)
         for width, slice_rank in zip(dims.out_features, record[1:], strict=False):
-            for b in _matrices(slab, plan, panel, slice_rank, width):
+            for b in _matrices(slab, plan, dtype, panel, slice_rank, width):
                 delta[:, column : column + width].addmm_(scaled[:, rank : rank + len(b)], b.float())
                 rank += len(b)
             panel += _num_panels(slice_rank)
@@ -58,13 +58,15 @@ def sgmv_torch_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, 
     expand_torch_(y, shrink_torch(x, slab, plan, layer, site), slab, plan, layer, site)
 
 
-def _segments(tables: SgmvTables, layer: int, site: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (first place, end, record) of the segments that have weights at this site."""
+def _segments(plan: SgmvPlan, layer: int, site: int) -> Iterator[tuple[int, int, list[int], torch.dtype]]:
+    """Yield (first place, end, record, dtype of the weights) of the segments that have weights at this site."""
+    tables = plan.tables
     if not tables.num_segments:
         return
-    for (begin, end), record in zip(tables.bounds.tolist(), tables.records[layer, site].tolist(), strict=True):
+    records = tables.records[layer, site].tolist()
+    for (begin, end), record, codes in zip(tables.bounds.tolist(), records, tables.are_codes.tolist(), strict=True):
         if end > begin and any(record[1:]):
-            yield begin, end, record
+            yield begin, end, record, torch.int8 if codes else plan.dtype
 
 
 def _num_panels(rank: int) -> int:
@@ -75,19 +77,19 @@ def _offset(plan: SgmvPlan, panel: int) -> int:
     return int(plan.tables.panels[panel]) * ALIGNMENT_BYTES
 
 
-def _matrices(slab: Tensor, plan: SgmvPlan, panel: int, rank: int, width: int) -> Iterator[Tensor]:
+def _matrices(slab: Tensor, plan: SgmvPlan, dtype: torch.dtype, panel: int, rank: int, width: int) -> Iterator[Tensor]:
     """Return views [rows, width] of `rank` rows in consecutive panels; panels that lie end to end are one view."""
     start = rows = 0
     for i in range(_num_panels(rank)):
         offset, count = _offset(plan, panel + i), min(PANEL_RANKS, rank - i * PANEL_RANKS)
-        if rows and offset == start + rows * width * plan.dtype.itemsize:
+        if rows and offset == start + rows * width * dtype.itemsize:
             rows += count
             continue
         if rows:
-            yield _view(slab, plan.dtype, start, rows, width)
+            yield _view(slab, dtype, start, rows, width)
         start, rows = offset, count
     if rows:
-        yield _view(slab, plan.dtype, start, rows, width)
+        yield _view(slab, dtype, start, rows, width)
 
 
 def _view(slab: Tensor, dtype: torch.dtype, offset_bytes: int, rows: int, width: int) -> Tensor:

@@ -9,7 +9,10 @@ order of fp32 additions over K belongs to the site: `split_k` sums of consecutiv
 programs or one compute them (`planes`). Between numbers of rows with another `block_m` a GPU may use other tensor-core
 instructions, and only closeness is claimed.
 
-Half-precision weights are multiplied as they are in shrink; in expand the fp32 sums keep 11 bits of mantissa (tf32).
+A segment's panels are in the plan's dtype or int8 codes, and its chunk says which: both forms may be in one launch.
+
+Half-precision weights are multiplied as they are in shrink, int8 codes in the same precision, which holds them exactly;
+in expand the fp32 sums keep 11 bits of mantissa (tf32).
 Speed on a GPU is NOT MEASURED yet.
 
 Source: SGMV, Punica (Chen et al. 2023); split sums as planes that expand adds up, and slices flattened into one list of
@@ -21,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import SgmvPlan
-from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, SCALE_BYTES
+from sgmv_kernels.formats.adapter_panels import CODE_BYTES, MAX_SLICES, PANEL_RANKS, SCALE_BYTES
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype
@@ -31,6 +34,7 @@ _CHUNK = tl.constexpr(4)
 _RECORD = tl.constexpr(4)
 _PANEL = tl.constexpr(PANEL_RANKS)
 _SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
+_CODE_UNIT = tl.constexpr(ALIGNMENT_BYTES // CODE_BYTES)
 _MOST_R = tl.constexpr(64)
 """Most ranks of a product in expand."""
 new_planes = torch.empty
@@ -56,6 +60,7 @@ def shrink(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Te
     _shrink_kernel[(tables.chunk_grid, -(-rank // config.shrink_n), config.planes)](
         x,
         slab.view(plan.dtype),
+        slab.view(torch.int8),
         tables.ints,
         v,
         tables.permutation_at,
@@ -93,6 +98,7 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         y,
         v,
         slab.view(plan.dtype),
+        slab.view(torch.int8),
         slab.view(torch.float32),
         tables.ints,
         tables.permutation_at,
@@ -123,6 +129,7 @@ def sgmv_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: 
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     panels,
+    codes,
     ints,
     v,
     permutation_at,
@@ -157,13 +164,75 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
     panel = ints + panels_at + tl.load(record) + 1 + first_rank // _PANEL
     if BLOCK_N == _PANEL:
-        a = panels + tl.load(panel).to(tl.int64) * UNIT + n * K
+        units = tl.load(panel).to(tl.int64)
     else:
-        a = panels + tl.load(panel + n // _PANEL, mask=rank_ok, other=0).to(tl.int64) * UNIT + (n % _PANEL) * K
+        units = tl.load(panel + n // _PANEL, mask=rank_ok, other=0).to(tl.int64)
+    in_panel = (n % _PANEL) * K
     plane = tl.program_id(2)
     start = plane * (PARTS * STEPS * BLOCK_K)
     x_tile = x + rows[:, None] * K + k[None, :]
-    a_tile = a[None, :] + k[:, None]
+    if tl.load(chunk + 3) == 0:
+        a_tile = (panels + units * UNIT + in_panel)[None, :] + k[:, None]
+        sums = _sums(
+            x_tile,
+            a_tile,
+            row_ok,
+            rank_ok,
+            k,
+            start,
+            K,
+            STEPS,
+            PARTS,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            COMPUTE,
+            PRECISION,
+        )
+    else:
+        a_tile = (codes + units * _CODE_UNIT + in_panel)[None, :] + k[:, None]
+        sums = _sums(
+            x_tile,
+            a_tile,
+            row_ok,
+            rank_ok,
+            k,
+            start,
+            K,
+            STEPS,
+            PARTS,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            COMPUTE,
+            PRECISION,
+        )
+    place = (plane * num_rows + begin + m).to(tl.int64)
+    target = v + place[:, None] * rank_stride + (first_rank + n)[None, :]
+    tl.store(target, sums, mask=row_ok[:, None] & rank_ok[None, :])
+
+
+@kernel()
+def _sums(  # type: ignore[no-untyped-def]
+    x_tile,
+    a_tile,
+    row_ok,
+    rank_ok,
+    k,
+    start,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the sums over PARTS parts of K of rows of x and of a, from `start` on."""
     total_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     part_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     for step in range(PARTS * STEPS):
@@ -182,9 +251,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
                 part_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     if PARTS == 1:
         total_sum = part_sum
-    place = (plane * num_rows + begin + m).to(tl.int64)
-    target = v + place[:, None] * rank_stride + (first_rank + n)[None, :]
-    tl.store(target, total_sum, mask=row_ok[:, None] & rank_ok[None, :])
+    return total_sum
 
 
 @kernel("permutation_at", "record_at", "panels_at", "num_rows")
@@ -192,6 +259,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     y,
     v,
     panels,
+    codes,
     scales,
     ints,
     permutation_at,
@@ -231,6 +299,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     rank_at = tl.where(in2, r0 + r1, tl.where(in1, r0, 0))
     column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
     panels_before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
+    are_codes = tl.load(chunk + 3) != 0
     scale_panel = ints + panels_at + tl.load(record)
     b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + panels_before
 
@@ -253,8 +322,12 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         v_ok = row_ok[:, None, None] & plane_ok[None, :, None] & rank_ok[None, None, :]
         low = tl.sum(tl.load(v_rows + at[None, None, :], mask=v_ok, other=0.0), 1)
         low *= tl.load(scale + at, mask=rank_ok, other=0.0)[None, :]
-        b_at = tl.load(b_panel + at // _PANEL, mask=rank_ok, other=0).to(tl.int64) * UNIT + at % _PANEL * width
+        units = tl.load(b_panel + at // _PANEL, mask=rank_ok, other=0).to(tl.int64)
+        b_at = (at % _PANEL * width)[:, None] + column[None, :]
         b_ok = rank_ok[:, None] & column_ok[None, :]
-        b_block = tl.load(panels + b_at[:, None] + column[None, :], mask=b_ok, other=0.0)
-        total = dot(low, b_block.to(tl.float32), total, PRECISION)
+        if are_codes:
+            b_block = tl.load(codes + (units * _CODE_UNIT)[:, None] + b_at, mask=b_ok, other=0).to(tl.float32)
+        else:
+            b_block = tl.load(panels + (units * UNIT)[:, None] + b_at, mask=b_ok, other=0.0).to(tl.float32)
+        total = dot(low, b_block, total, PRECISION)
     tl.store(target, cast(total, y.dtype.element_ty), mask=ok)

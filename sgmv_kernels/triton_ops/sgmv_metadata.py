@@ -1,6 +1,7 @@
 """A step's SGMV tables on a GPU: one packed int32 buffer, one copy a step.
 
-    chunks       [C, 4]  where in the permutation, rows, segment, 0; a segment is cut into chunks of `block_m` rows
+    chunks       [C, 4]  where in the permutation, rows, segment, 1 if its panels are int8 codes; a segment is cut into
+                         chunks of `block_m` rows
     permutation  [T]
     records      [L, sites, S, 4]   see `metadata.sgmv_tables`
     panels       [N]                see `metadata.sgmv_tables`
@@ -108,7 +109,7 @@ class TritonTables:
         Raises:
             CapacityExceeded: the step does not fit; nothing has been changed.
         """
-        chunks = chunks_of(tables.bounds, self.block_m)
+        chunks = chunks_of(tables.bounds, tables.are_codes, self.block_m)
         self._check(tables, chunks)
         ints, count = host_ints(self.length, self.device), tables.num_segments
         numbers = ints.numpy()
@@ -158,7 +159,7 @@ class TritonTables:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {most}")
 
 
-def chunks_of(bounds: Int32, block_m: int) -> Int32:
+def chunks_of(bounds: Int32, are_codes: Int32, block_m: int) -> Int32:
     """Return chunks [C, 4]: the rows of each segment in pieces of at most `block_m`."""
     counts = bounds[:, 1] - bounds[:, 0]
     pieces = -(-counts // block_m)
@@ -166,7 +167,7 @@ def chunks_of(bounds: Int32, block_m: int) -> Int32:
     ends = np.cumsum(pieces)
     offset = (np.arange(len(segment)) - np.repeat(ends - pieces, pieces)) * block_m
     rows = np.minimum(counts[segment] - offset, block_m)
-    return np.stack((bounds[segment, 0] + offset, rows, segment, np.zeros_like(rows)), axis=-1).astype(np.int32)
+    return np.stack((bounds[segment, 0] + offset, rows, segment, are_codes[segment]), axis=-1).astype(np.int32)
 
 
 def _padded(n: int, step: int) -> int:

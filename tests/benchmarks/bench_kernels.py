@@ -1,12 +1,17 @@
 """Time the CPU kernels and their memory throughput, beside the plain torch path and PEFT's loop, in one process.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py step --rows 1,16,32,64
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py forms --rows 1,16,32,64
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py linears --rows 1,4,16,64,256,512
 
 step: shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that
 the same threads reach in the same run, over bytes that each workload must read once: panels of distinct adapters, or
 keys and values. Each figure is the least of several rounds; the bandwidth is the better of two, measured before and
 after.
+
+forms: SGMV with a distinct adapter for every row, stored in bf16 and in int8. The forms take turns, each
+turn with the next adapters of the pool, so that none stays in a cache; planning is left out, and the best turn of every
+five layers counts.
 
 linears: kernels over quantized weights against torch's own ops. Weights of 30 layers of 1536 x 1536 (71 million) go
 through in turn, so that none stays in a cache. Methods take turns, and the best of several rounds counts. int4pack and
@@ -42,6 +47,8 @@ CPU = torch.device("cpu")
 CHUNK = 1 << 20
 # Workloads walk over so many bytes before they come back to the first: far more than a cache holds.
 COLD_BYTES = 256 << 20
+# Sets of adapters that `forms` takes in turn, and layers that it times together.
+TURNS, PIECE = 16, 5
 # (sequences, keys, queries of each, softcap)
 ATTENTION = (
     (1, 512, 1, None),
@@ -80,14 +87,25 @@ class Panels:
     placed: list[PlacedAdapter]
 
     @classmethod
-    def make(cls, count: int) -> "Panels":
-        layout = AdapterLayout(SITES, (((RANK,) * 3, (RANK,), (RANK,) * 2, (RANK,)),) * LAYERS, 2)
+    def make(cls, count: int, itemsize: int = 2) -> "Panels":
+        layout = AdapterLayout(SITES, (((RANK,) * 3, (RANK,), (RANK,) * 2, (RANK,)),) * LAYERS, itemsize)
         pages = layout.num_pages(PAGE_BYTES)
         slabs = torch.empty((LAYERS, count * pages * PAGE_BYTES), dtype=torch.uint8)
         for slab in slabs:
-            slab.view(torch.bfloat16).normal_(0, 0.02)
-        placed = [layout.place([(i * pages, pages)], PAGE_BYTES) for i in range(count)]
-        return cls(slabs, [p for p in placed if p is not None])
+            if layout.are_codes:
+                slab.random_(0, 256)
+            else:
+                slab.view(torch.bfloat16).normal_(0, 0.02)
+        made = cls(slabs, [p for i in range(count) if (p := layout.place([(i * pages, pages)], PAGE_BYTES))])
+        made._scale(1e-6 if layout.are_codes else 1.0)
+        return made
+
+    def _scale(self, factor: float) -> None:
+        for placed in self.placed:
+            for layer, slab in enumerate(self.slabs):
+                for panels in placed.layout.panels[layer]:
+                    at = int(placed.offsets[layer][panels.scale])
+                    slab[at : at + 4 * panels.total_rank].view(torch.float32).fill_(factor)
 
     @property
     def adapter_bytes(self) -> int:
@@ -121,6 +139,47 @@ def sgmv_seconds(ops: Ops, panels: Panels, row_adapters: np.ndarray, rounds: int
 
     step()
     return least(step, rounds)
+
+
+def _turn(ops: Ops, panels: Panels, rows: int, turn: int) -> list[Callable[[], None]]:
+    """Return what computes one step's deltas with the adapters of a turn, in pieces of `PIECE` layers."""
+    owners = np.arange(rows) + turn * rows
+    plan = ops.plan_sgmv(build_segments(owners.astype(np.int32)), panels.placed, torch.bfloat16)
+    xs = [torch.randn(rows, dims.in_features) for dims in SITES]
+    ys = [torch.zeros(rows, dims.total_out) for dims in SITES]
+    programs = []
+    for first in range(0, LAYERS, PIECE):
+        with recording() as recorded:
+            for layer in range(first, first + PIECE):
+                for site in range(len(SITES)):
+                    ops.sgmv_(ys[site], xs[site], panels.slabs[layer], plan, layer, site)
+        programs.append(Program(recorded))
+
+    def run(program: Program, kept: object = (plan, xs, ys)) -> None:
+        program.run({part.name: part.words for part in plan.prepared.parts})
+
+    return [partial(run, program) for program in programs]
+
+
+def forms(a: argparse.Namespace) -> None:
+    """Time SGMV over adapters stored in bf16 and in int8, a distinct one for every row."""
+    ops = Ops(CPU)
+    pools = {name: Panels.make(max(a.rows), size) for name, size in (("bf16", 2), ("int8", 1))}
+    bandwidth = read_bandwidth(pools["bf16"].slabs.view(-1))
+    table(("distinct adapters", "bf16 ms", "GB/s", "int8 ms", "GB/s", "times"))
+    for n in a.rows:
+        turns = range(min(TURNS, max(a.rows) // n))
+        works = {name: [_turn(ops, panels, n, turn) for turn in turns] for name, panels in pools.items()}
+        pieces = {name: [NEVER] * (LAYERS // PIECE) for name in pools}
+        for i in range(8 * a.rounds):
+            for name, work in works.items():
+                seconds = [least(piece, 1) for piece in work[i % len(turns)]]
+                pieces[name] = list(map(min, pieces[name], seconds))
+        best = {name: sum(of_pieces) for name, of_pieces in pieces.items()}
+        speeds = {name: n * panels.adapter_bytes / best[name] / 1e9 for name, panels in pools.items()}
+        shown = [cell for name in pools for cell in (1e3 * best[name], f"{speeds[name]:.1f}")]
+        row(n, *shown, f"{best['bf16'] / best['int8']:.2f}")
+    print(f"\nread bandwidth {bandwidth / 1e9:.1f} GB/s, {a.threads} threads")
 
 
 def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
@@ -342,12 +401,12 @@ def linears(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    measures = {"step": step, "linears": linears}
+    measures = {"step": step, "forms": forms, "linears": linears}
     a = arguments(
         __doc__,
         measures,
         rows=((1, 4, 16, 32, 64), "of SGMV, or of a linear"),
-        rounds=(5, "linears: times that each method has its turn"),
+        rounds=(5, "linears: times that each method has its turn; forms: an eighth of the turns"),
         threads=(torch.get_num_threads(), "that compute"),
     )
     torch.set_num_threads(a.threads)

@@ -16,6 +16,8 @@ from sgmv_kernels.ops import KernelArgumentError, Ops
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
+CODES = (1, 4, 5)
+"""Adapters of the following lists that are stored as int8 codes."""
 RANKS = [
     [[1, 1, 1], [1], [1, 1], [1]],
     [[3, 0, 3], [0], [0, 0], [0]],
@@ -51,7 +53,7 @@ def _filled(small: bool, dtype: torch.dtype, split: bool) -> KernelPool:
     pool = KernelPool(sites, dtype, 2, page, 4096)
     for i, ranks in enumerate(all_ranks):
         runs = [(660 * i + at, run + j % 2) for j, at in enumerate(range(0, 600, run + 3))]
-        pool.add(ranks, runs if split else [(660 * i, 600)])
+        pool.add(ranks, runs if split else [(660 * i, 600)], codes=i in CODES)
     return pool
 
 
@@ -82,12 +84,13 @@ def test_matches_reference(ops: Ops, law: str, site: int, dtype: torch.dtype, sp
     assert torch.equal(got, y) == (law == "base")
 
 
-def test_every_rank_in_one_call(ops: Ops) -> None:
+@pytest.mark.parametrize("codes", [False, True])
+def test_every_rank_in_one_call(ops: Ops, codes: bool) -> None:
     """Ranks from 1 to 256 beside each other, each adapter with a row count of its own, rows shuffled."""
     ranks = [1, 3, 8, 12, 16, 24, 64, 100, 256]
     pool = KernelPool((SiteDims(576, (96, 32, 40)),), BF16, 1, 12288, 1024)
     for i, rank in enumerate(ranks):
-        pool.add([[rank, 0 if i % 3 == 0 else rank, max(1, rank // 2)]], [(100 * i, 100)])
+        pool.add([[rank, 0 if i % 3 == 0 else rank, max(1, rank // 2)]], [(100 * i, 100)], codes=codes)
     rows = np.repeat(np.arange(-1, len(ranks)), [4, 1, 2, 3, 4, 5, 6, 7, 8, 40]).astype(np.int32)
     np.random.default_rng(0).shuffle(rows)
     pool.check(ops, rows, 0, layer=0)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +31,27 @@ def rows_by_law(law: str, rows: int, adapters: int) -> np.ndarray:
     return np.array([draw(i) for i in range(rows)], dtype=np.int32)
 
 
+@dataclass(frozen=True)
+class _StoredSlice:
+    """Hold a slice as it lies in the pool, scale [r] fp32, a [r, in], b [r, out], and as PEFT has it."""
+
+    scale: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    dense: DenseSlice
+
+    @classmethod
+    def random(cls, rank: int, width: int, out: int, dtype: torch.dtype) -> "_StoredSlice":
+        scaling = float(torch.rand(()) + 0.5)
+        if dtype != torch.int8:
+            a, b = (torch.randn(rank, n).to(dtype) for n in (width, out))
+            return cls(torch.full((rank,), scaling), a, b, DenseSlice(a.float(), b.float().T, scaling))
+        a, b = (torch.randint(-127, 128, (rank, n), dtype=dtype) for n in (width, out))
+        of_a, of_b = (0.02 * torch.rand(rank, 1) + 0.01 for _ in range(2))
+        dense = DenseSlice(a * of_a, (b * of_b).T, scaling)
+        return cls((scaling * of_a * of_b)[:, 0], a, b, dense)
+
+
 Rows = Segments | Sequence[int] | np.ndarray
 """The adapter of each row, or rows grouped already."""
 
@@ -47,9 +69,12 @@ class KernelPool:
         self.placed: list[PlacedAdapter] = []
         self.dense: list[list[list[list[DenseSlice | None]]]] = []
 
-    def add(self, ranks: Sequence[Sequence[int]], runs: Sequence[tuple[int, int]]) -> None:
-        """Write an adapter with random weights, the same ranks in every layer, on the given runs of pages."""
-        layout = AdapterLayout(self.sites, (tuple(map(tuple, ranks)),) * self.layers, self.dtype.itemsize)
+    def add(self, ranks: Sequence[Sequence[int]], runs: Sequence[tuple[int, int]], *, codes: bool = False) -> None:
+        """Write an adapter with random weights, the same ranks in every layer, on the given runs of pages; `codes`:
+        as int8 codes.
+        """
+        dtype = torch.int8 if codes else self.dtype
+        layout = AdapterLayout(self.sites, (tuple(map(tuple, ranks)),) * self.layers, dtype.itemsize)
         placed = layout.place(runs, self.page_bytes)
         assert placed is not None
         self.placed.append(placed)
@@ -59,19 +84,16 @@ class KernelPool:
     def _write(self, layer: int, site: int, placed: PlacedAdapter) -> list[DenseSlice | None]:
         dims, panels = self.sites[site], placed.layout.panels[layer][site]
         shapes = zip(panels.ranks, dims.out_features, strict=True)
-        slices = [self._slice(rank, dims.in_features, out) for rank, out in shapes]
-        if present := [s for s in slices if s is not None]:
-            scale = torch.cat([torch.full((s.lora_a.shape[0],), s.scaling) for s in present])
+        stored = torch.int8 if placed.layout.are_codes else self.dtype
+        slices = [_StoredSlice.random(rank, dims.in_features, out, stored) for rank, out in shapes]
+        if present := [s for s in slices if len(s.scale)]:
+            scale = torch.cat([s.scale for s in present])
             self._put(layer, placed, [(panels.scale, len(scale))], scale)
-            self._put(layer, placed, panels.a, torch.cat([s.lora_a for s in present]).to(self.dtype))
-        for held, dense in zip(panels.b, slices, strict=True):
-            if dense is not None:
-                self._put(layer, placed, held, dense.lora_b.T.to(self.dtype))
-        return slices
-
-    def _slice(self, rank: int, width: int, out: int) -> DenseSlice | None:
-        a, b = (torch.randn(shape).to(self.dtype).float() for shape in ((rank, width), (out, rank)))
-        return DenseSlice(a, b, float(torch.rand(()) + 0.5)) if rank else None
+            self._put(layer, placed, panels.a, torch.cat([s.a for s in present]))
+        for held, own in zip(panels.b, slices, strict=True):
+            if len(own.scale):
+                self._put(layer, placed, held, own.b)
+        return [s.dense if len(s.scale) else None for s in slices]
 
     def _put(self, layer: int, placed: PlacedAdapter, panels, matrix: torch.Tensor) -> None:
         for (panel, _), rows in zip(panels, matrix.split([count for _, count in panels]), strict=True):

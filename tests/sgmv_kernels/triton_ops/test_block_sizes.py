@@ -31,7 +31,7 @@ def test_chunks_hold_every_row_once(counts: list[int], block_m: int) -> None:
     ends = np.cumsum(counts, dtype=np.int32)
     bounds = np.stack((ends - np.array(counts, dtype=np.int32), ends), axis=-1).astype(np.int32)
     held: dict[int, list[int]] = {}
-    for begin, rows, segment, _ in chunks_of(bounds, block_m).tolist():
+    for begin, rows, segment, _ in chunks_of(bounds, np.zeros(len(bounds), dtype=np.int32), block_m).tolist():
         assert 0 < rows <= block_m
         held.setdefault(segment, []).extend(range(begin, begin + rows))
     assert held == {s: list(range(*bounds[s])) for s in range(len(counts)) if counts[s]}

@@ -40,7 +40,7 @@ def filled(dtype: torch.dtype) -> KernelPool:
     torch.manual_seed(5)
     pool = KernelPool(SITES, dtype, 2, 1024, 600 * len(RANKS))
     for i, ranks in enumerate(RANKS):
-        pool.add(ranks, [(600 * i, 500)])
+        pool.add(ranks, [(600 * i, 500)], codes=i in (1, 4))
     return pool
 
 
@@ -160,7 +160,7 @@ def full_size(dtype: torch.dtype) -> KernelPool:
     torch.manual_seed(5)
     pool = KernelPool(FULL_SITES, dtype, 1, 65536, 1500 * len(FULL_RANKS))
     for i, ranks in enumerate(FULL_RANKS):
-        pool.add(ranks, [(i * 1500 + 48 * j, 46 + j % 2) for j in range(30)])
+        pool.add(ranks, [(i * 1500 + 48 * j, 46 + j % 2) for j in range(30)], codes=i in (1, 2))
     return pool
 
 
