@@ -5,13 +5,19 @@ Orientation is PEFT's: `lora_a [rank, in]`, `lora_b [out, rank]`, delta = scalin
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType
+from typing import Literal, NewType
 
 AdapterId = NewType("AdapterId", str)
 """A name chosen by a person; it points to a current version that can change."""
 AdapterKey = NewType("AdapterKey", str)
-"""64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result and the
-weights' digest. Keys residency, host copies and KV reuse."""
+"""64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result, the
+weights' digest and the form. Keys residency, host copies and KV reuse."""
+Form = Literal["bf16", "int8"]
+"""In which form an adapter is kept in memory: "bf16" is the server's adapter dtype, "int8" codes with scales
+(`formats/int8_codes.py`)."""
+BF16: Form = "bf16"
+INT8: Form = "int8"
+FORMS: tuple[Form, ...] = (BF16, INT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class AdapterSpec:
     modules: tuple[LoraModule, ...]
     dtype: str
     weights_bytes: int
+    stored: Form = BF16
 
     @property
     def max_rank(self) -> int:

@@ -29,7 +29,7 @@ from adapter_store.registry.names import Names, read_records
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
+from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
 from adapter_store.storage.blobs import (
     REGISTRATION_S,
     UNREFERENCED_BLOB_AGE_S,
@@ -62,6 +62,7 @@ class AdapterStore:
         draw: returns random numbers in [0, 1), for aliases that are split between versions.
         base_sample: numbers that identify the base's weights; empty: they are not compared.
         accept_base_change: accept a store of another base if every adapter fits this one.
+        form: the form of new versions whose uploader names none.
 
     Raises:
         StoreLocked: another server has it open.
@@ -79,8 +80,10 @@ class AdapterStore:
         draw: Callable[[], float] = random.random,
         base_sample: Sequence[float] = (),
         accept_base_change: bool = False,
+        form: Form = BF16,
     ) -> None:
         self.root = root
+        self.form: Form = form
         self.base = base
         self.max_lora_rank = max_lora_rank
         self.max_blob_bytes = max_adapter_bytes(base, max_lora_rank)
@@ -177,6 +180,8 @@ class AdapterStore:
         max_bytes: int | None = None,
         is_known: bool = True,
         allow_partial: bool = False,
+        stored: Form | None = None,
+        allow_drift: bool = False,
     ) -> Registration:
         """Check uploaded weights against the base and make them the current version of the id, and the target of the
         alias.
@@ -195,6 +200,8 @@ class AdapterStore:
             max_bytes: limit of the principal's bytes, instead of the quota's.
             is_known: whether the principal may know that the weights exist; if not, they count as missing.
             allow_partial: accept a config that names more modules than there are tensors for.
+            stored: the form to keep it in; None: the store's own. The forms of one content are two contents.
+            allow_drift: accept any drift of the form "int8".
 
         Raises:
             InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
@@ -211,7 +218,9 @@ class AdapterStore:
             check_alias(alias)
         check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
         with self._leases.lease(digest, is_known), self.pending_uploads.using(principal, digest):
-            checked = self._content_reader.check(config, digest, allow_partial)
+            checked = self._content_reader.check(
+                config, digest, allow_partial=allow_partial, stored=stored or self.form, allow_drift=allow_drift
+            )
             upload = Upload.of(config, digest, checked.report)
             with self._lock:
                 self._check_open()

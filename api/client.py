@@ -228,6 +228,8 @@ class Client:
         if_not_exists: bool = False,
         alias: str | None = None,
         allow_partial: bool = False,
+        stored: str | None = None,
+        allow_drift: bool = False,
         send_always: bool = True,
         progress: ByteProgress | None = None,
     ) -> dict[str, Any]:
@@ -235,6 +237,8 @@ class Client:
         report.
 
         Args:
+            stored: the form that the server keeps it in, "bf16" or "int8"; None: the server's default.
+            allow_drift: accept int8 however much it changes the adapter.
             send_always: False sends the weights only if the server lacks a usable copy with that digest.
         """
         tell = progress or (lambda *_: None)
@@ -246,6 +250,8 @@ class Client:
             "if_not_exists": if_not_exists,
             **({} if alias is None else {"alias": alias}),
             **({"allow_partial": True} if allow_partial else {}),
+            **({} if stored is None else {"stored": stored}),
+            **({"allow_drift": True} if allow_drift else {}),
         }
         sends = 0
         if send_always:

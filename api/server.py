@@ -284,6 +284,7 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
         quota=settings.store_quota(),
         base_sample=sample,
         accept_base_change=settings.accept_base_change,
+        form=settings.adapter_storage,
     )
 
 

@@ -129,7 +129,7 @@ def _archive_of(store: OfflineStore) -> Archive:
         key, digest = upload.content.key, upload.content.weights_digest
         if digest not in sizes:
             raise _damaged(users[digest], "missing")
-        contents[key] = ArchivedContent(key, digest, sizes[digest])
+        contents[key] = ArchivedContent(key, digest, sizes[digest], upload.content.stored)
         uploads[adapter_id, version] = ArchivedUpload(key, upload.config, upload.report.is_partial)
     index = store.index
     records = tuple(index.records().values())
@@ -286,7 +286,17 @@ def _check_upload(
 ) -> Upload:
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
-        checked = check_adapter(archived.config, file, size, base, max_lora_rank, allow_partial=archived.is_partial)
+        # Its uploader accepted the drift; the warning is in the report again.
+        checked = check_adapter(
+            archived.config,
+            file,
+            size,
+            base,
+            max_lora_rank,
+            allow_partial=archived.is_partial,
+            stored=content.stored,
+            allow_drift=True,
+        )
     if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
         raise InvalidArchive(f"content {content.key[:12]} of the archive does not match its config and weights")
     return Upload.of(archived.config, content.weights_digest, checked.report)

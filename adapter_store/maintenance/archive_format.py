@@ -24,11 +24,11 @@ from adapter_store.registry.references import (
     target_from_json,
     target_to_json,
 )
-from adapter_store.spec import AdapterId, AdapterKey
+from adapter_store.spec import BF16, FORMS, INT8, AdapterId, AdapterKey, Form
 
-FORMAT = 2
-# In format 1, the config of a content's first uploader stood for all of its versions.
-READABLE = (1, FORMAT)
+FORMAT = 3
+# In format 1, the config of a content's first uploader stood for all of its versions; until 2, all forms were bf16.
+READABLE = (1, 2, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
 BLOBS = "blobs/sha256/"
@@ -47,6 +47,7 @@ class ArchivedContent:
     key: AdapterKey
     weights_digest: str
     num_bytes: int
+    stored: Form = BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Archive:
 
 
 def _content_json(content: ArchivedContent) -> Json:
-    return {"weights": content.weights_digest, "bytes": content.num_bytes}
+    return {"weights": content.weights_digest, "bytes": content.num_bytes, "stored": content.stored}
 
 
 def read_manifest_json(data: bytes) -> Archive:
@@ -206,7 +207,16 @@ def _content(key: str, of: _Place) -> ArchivedContent:
     num_bytes = of.get("bytes", int)
     if num_bytes < 0:
         raise of.wrong("bytes")
-    return ArchivedContent(AdapterKey(key), digest, num_bytes)
+    return ArchivedContent(AdapterKey(key), digest, num_bytes, _form(of))
+
+
+def _form(content: _Place) -> Form:
+    if "stored" not in content.values:
+        return BF16
+    form = content.get("stored", str)
+    if form not in FORMS:
+        raise content.wrong("stored", f"not one of {', '.join(FORMS)}")
+    return INT8 if form == INT8 else BF16
 
 
 def _upload(key: str, version: _Place, content: _Place) -> ArchivedUpload:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -54,8 +55,8 @@ class ContentReader:
         self._lock = threading.Lock()
         self._newest: LRUCache[AdapterKey, _Checked] = LRUCache(NUM_NEWEST_CHECKED)
 
-    def check(self, config: Mapping[str, object], digest: str, allow_partial: bool) -> CheckedAdapter:
-        """Check whether a blob and a config are an adapter of this base.
+    def check(self, config: Mapping[str, object], digest: str, **terms: Any) -> CheckedAdapter:
+        """Check whether a blob and a config are an adapter of this base; `terms` as of `check_adapter`.
 
         Raises:
             AdapterInvalid: with every problem found.
@@ -63,7 +64,7 @@ class ContentReader:
         """
         with self._blobs.open(digest) as file, disk_errors("reading weights"):
             size = os.fstat(file.fileno()).st_size
-            checked = check_adapter(config, file, size, self._base, self._max_lora_rank, allow_partial=allow_partial)
+            checked = check_adapter(config, file, size, self._base, self._max_lora_rank, **terms)
         if checked.spec.weights_digest != digest:
             raise AdapterCorrupt(f"stored weights sha256:{digest[:12]} are damaged; upload the same file again")
         return checked
@@ -115,7 +116,14 @@ class ContentReader:
 
     def _spec_of(self, content: Content, header: SafetensorsHeader) -> AdapterSpec:
         digest = content.weights_digest
-        spec = validate_adapter(content.config, header, self._base, self._max_lora_rank, weights_digest=digest)
+        spec = validate_adapter(
+            content.config,
+            header,
+            self._base,
+            self._max_lora_rank,
+            weights_digest=digest,
+            stored=content.stored,
+        )
         if spec.key != content.key:
             raise AdapterCorrupt(f"the index and the weights of sha256:{digest[:12]} disagree; upload it again")
         return spec

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adapter_store.errors import StoreFull, StoreUnusable
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 # The tables that each layout added. A layout is never changed: files of it exist.
 _LIMITS = """
@@ -64,6 +64,9 @@ DROP TABLE verdicts_of_contents;
 UPDATE contents SET config = json_remove(config, '$.base_model_name_or_path', '$.revision');
 ALTER TABLE contents DROP COLUMN report;
 """
+_FORMS = """
+ALTER TABLE contents ADD COLUMN stored TEXT NOT NULL DEFAULT 'bf16';
+"""
 SCHEMA = f"""
 CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
 CREATE TABLE contents (
@@ -80,8 +83,9 @@ CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NUL
 {_LIMITS}
 {_ALIASES_OWNERS}
 {_UPLOADS_VERDICTS}
+{_FORMS}
 """
-MIGRATIONS: Mapping[int, str] = {1: _LIMITS, 2: _ALIASES_OWNERS + _VERDICTS_OF_CONTENTS, 3: _SHARE_OUT}
+MIGRATIONS: Mapping[int, str] = {1: _LIMITS, 2: _ALIASES_OWNERS + _VERDICTS_OF_CONTENTS, 3: _SHARE_OUT, 4: _FORMS}
 """Statements that turn a layout into the next one."""
 BUSY_TIMEOUT_MS = 5000
 

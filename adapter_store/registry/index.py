@@ -17,7 +17,7 @@ from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
 from adapter_store.registry.database import Database, sql_errors
 from adapter_store.registry.records import AdapterRecord, Change, VersionRecord
 from adapter_store.registry.references import Shares, check_shares
-from adapter_store.spec import AdapterId, AdapterKey
+from adapter_store.spec import BF16, AdapterId, AdapterKey, Form
 from adapter_store.validation.report import UploadReport
 
 NO_QUOTA = StoreQuota()
@@ -25,11 +25,14 @@ NO_QUOTA = StoreQuota()
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Describe one immutable content: the weights' digest and, as JSON, the config fields that decide the result."""
+    """Describe one immutable content: the weights' digest, as JSON the config fields that decide the result, and the
+    form.
+    """
 
     key: AdapterKey
     weights_digest: str
     config_json: str
+    stored: Form = BF16
 
     @property
     def config(self) -> Mapping[str, object]:
@@ -51,7 +54,7 @@ class Upload:
     @classmethod
     def of(cls, config: Mapping[str, object], weights_digest: str, report: UploadReport) -> Self:
         """Build the upload of an adapter that passed the check."""
-        content = Content(report.digest, weights_digest, _config_json(decisive_fields(config)))
+        content = Content(report.digest, weights_digest, _config_json(decisive_fields(config)), report.stored)
         return cls(content, _config_json(config), canonical_json(report.to_dict()))
 
     @property
@@ -107,14 +110,14 @@ class Index(Database):
         versions: dict[AdapterId, list[VersionRecord]] = {}
         with sql_errors():
             rows = self._db.execute(
-                "SELECT adapter_id, version, key, versions.created_s, report, weights_digest "
+                "SELECT adapter_id, version, key, versions.created_s, report, weights_digest, stored "
                 "FROM versions JOIN contents USING (key) JOIN uploads USING (adapter_id, version) "
                 f"{where} ORDER BY adapter_id, version",
                 values,
             )
-            for name, version, key, created_s, report, digest in rows:
+            for name, version, key, created_s, report, *content in rows:
                 facts = json.loads(report)
-                record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"], digest)
+                record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"], *content)
                 versions.setdefault(name, []).append(record)
             rows = self._db.execute(f"SELECT adapter_id, limits FROM adapter_limits {where}", values)
             limits = {name: json.loads(text) for name, text in rows}
@@ -135,19 +138,20 @@ class Index(Database):
     def content(self, key: AdapterKey) -> Content | None:
         """Return a content by its key, or None."""
         with sql_errors():
-            row = self._db.execute("SELECT weights_digest, config FROM contents WHERE key = ?", (key,)).fetchone()
+            query = "SELECT weights_digest, config, stored FROM contents WHERE key = ?"
+            row = self._db.execute(query, (key,)).fetchone()
         return Content(key, *row) if row is not None else None
 
     def upload(self, adapter_id: AdapterId, version: int) -> Upload | None:
         """Return the origin of a version, or None if there is no such version."""
         query = (
-            "SELECT key, weights_digest, contents.config, uploads.config, report "
+            "SELECT key, weights_digest, contents.config, stored, uploads.config, report "
             "FROM uploads JOIN versions USING (adapter_id, version) JOIN contents USING (key) "
             "WHERE adapter_id = ? AND version = ?"
         )
         with sql_errors():
             row = self._db.execute(query, (adapter_id, version)).fetchone()
-        return Upload(Content(*row[:3]), *row[3:]) if row is not None else None
+        return Upload(Content(*row[:4]), *row[4:]) if row is not None else None
 
     def keys(self) -> set[AdapterKey]:
         """Return the keys of all contents, whether or not a version refers to them."""
@@ -269,8 +273,8 @@ class Index(Database):
             self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))
 
     def _insert_content(self, content: Content, now_s: float) -> None:
-        row = (content.key, content.weights_digest, content.config_json, now_s)
-        self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
+        row = (content.key, content.weights_digest, content.config_json, now_s, content.stored)
+        self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
 
     def _find_version(self, adapter_id: AdapterId, key: AdapterKey) -> int | None:
         query = "SELECT max(version) FROM versions WHERE adapter_id = ? AND key = ?"

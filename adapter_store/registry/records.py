@@ -8,7 +8,7 @@ from types import MappingProxyType
 from adapter_store.errors import AdapterChanged, AdapterExists, VersionNotFound
 from adapter_store.formats.adapter_config import canonical_json
 from adapter_store.registry.references import AliasTarget, Shares, check_alias, check_shares
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
+from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, Form
 from adapter_store.validation.report import UploadReport
 
 
@@ -22,6 +22,7 @@ class VersionRecord:
     rank_max: int
     bytes: int
     weights_digest: str = ""
+    stored: Form = BF16
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Any
 from adapter_store.errors import show
 from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
-from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
+from adapter_store.spec import BF16, AdapterKey, AdapterSpec, BaseShapes, Form
+from adapter_store.validation.int8_drift import Drift
 from adapter_store.validation.tensor_scan import DataFacts
 
 MAX_CHARS = 200
@@ -67,7 +68,7 @@ class UploadReport:
 
     `modules_expected` counts the matched modules and those that target_modules names besides, none of which are known
     if it is a pattern. `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` say which
-    names were read differently than written.
+    names were read differently than written. `drift` is what the form `stored` changes, None for "bf16".
     """
 
     modules_matched: int
@@ -83,6 +84,8 @@ class UploadReport:
     warnings: tuple[str, ...]
     norm_b: float | None = None
     notices: tuple[str, ...] = ()
+    stored: Form = BF16
+    drift: Drift | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -92,13 +95,16 @@ class UploadReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `warnings` and `notices` are lists."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
+        shown = {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
+        return shown | {"drift": None if self.drift is None else self.drift.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "UploadReport":
         """Build a report from `to_dict`; an old one may lack the fields that have a default."""
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known.update({name: tuple(known[name]) for name in ("warnings", "notices") if name in known})
+        if known.get("drift") is not None:
+            known["drift"] = Drift.from_dict(known["drift"])
         return cls(**known)
 
 
@@ -110,6 +116,7 @@ def build_report(
     header: SafetensorsHeader,
     missing: tuple[str, ...] = (),
     notices: tuple[str, ...] = (),
+    drift: Drift | None = None,
 ) -> UploadReport:
     """Build the report of a validated adapter. `missing` names modules that the config names and the file lacks."""
     ranks = [m.rank for m in spec.modules]
@@ -120,6 +127,7 @@ def build_report(
         *base_warnings(adapter_config.base_model_name, base.checkpoint or base.name),
         *_multimodal(notices),
         *_mixed_types(header),
+        *(drift.warnings() if drift is not None else ()),
     ]
     return UploadReport(
         modules_matched=len(spec.modules),
@@ -135,6 +143,8 @@ def build_report(
         warnings=tuple(warnings),
         norm_b=math.fsum(facts.norms[m.b_name] for m in spec.modules),
         notices=notices,
+        stored=spec.stored,
+        drift=drift,
     )
 
 

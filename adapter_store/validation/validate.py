@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from adapter_store.errors import AdapterInvalid, ProblemList, show
 from adapter_store.formats.adapter_config import (
@@ -29,7 +29,8 @@ from adapter_store.formats.safetensors_file import (
     read_header,
 )
 from adapter_store.formats.tensor_names import TensorPlace, locate, module_name
-from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes, LoraModule
+from adapter_store.spec import BF16, INT8, AdapterKey, AdapterSpec, BaseShapes, Form, LoraModule
+from adapter_store.validation.int8_drift import measure_drift
 from adapter_store.validation.report import UploadReport, build_report
 from adapter_store.validation.target_modules import check_complete, check_targeted, missing_modules, spellings
 from adapter_store.validation.tensor_scan import DataFacts, scan_data
@@ -59,7 +60,13 @@ class MatchedTensors:
 
 
 def validate_adapter(
-    config: Mapping[str, object], header: SafetensorsHeader, base: BaseShapes, max_rank: int, *, weights_digest: str
+    config: Mapping[str, object],
+    header: SafetensorsHeader,
+    base: BaseShapes,
+    max_rank: int,
+    *,
+    weights_digest: str,
+    stored: Form = BF16,
 ) -> AdapterSpec:
     """Check config and header against the base; `scan_data` checks the values.
 
@@ -70,7 +77,7 @@ def validate_adapter(
     adapter_config = read_adapter_config(config, problems, max_names(base))
     matched = match_modules(header, base, adapter_config, max_rank, problems)
     problems.raise_if_any()
-    return make_spec(matched.modules, header, weights_digest)
+    return make_spec(matched.modules, header, weights_digest, stored)
 
 
 def check_adapter(
@@ -81,6 +88,8 @@ def check_adapter(
     max_rank: int,
     *,
     allow_partial: bool = False,
+    stored: Form = BF16,
+    allow_drift: bool = False,
 ) -> CheckedAdapter:
     """Check one file completely, read once from its start; `spec.weights_digest` is that of the bytes read.
 
@@ -91,9 +100,11 @@ def check_adapter(
         base: shapes that the adapter must fit.
         max_rank: highest rank accepted.
         allow_partial: accept a config that names more modules than there are tensors for.
+        stored: the form to keep it in. For "int8", the matrices are read a second time, to measure the drift.
+        allow_drift: accept any drift.
 
     Raises:
-        AdapterInvalid: with every problem of config, header, names, shapes and values.
+        AdapterInvalid: with every problem of config, header, names, shapes and values; then those of the form.
     """
     problems = ProblemList()
     adapter_config = read_adapter_config(config, problems, max_names(base))
@@ -112,16 +123,21 @@ def check_adapter(
     problems.raise_if_any()
     assert header is not None
     assert adapter_config is not None
-    spec = make_spec(matched.modules, header, hasher.hexdigest())
-    return CheckedAdapter(spec, build_report(spec, adapter_config, base, facts, header, missing, matched.notices))
+    drift = None
+    if stored == INT8:
+        drift = measure_drift(file, header, matched.modules, base, problems, allow_drift=allow_drift)
+        problems.raise_if_any()
+    spec = make_spec(matched.modules, header, hasher.hexdigest(), stored)
+    report = build_report(spec, adapter_config, base, facts, header, missing, matched.notices, drift)
+    return CheckedAdapter(spec, report)
 
 
 def check_files(
-    config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int, *, allow_partial: bool = False
+    config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int, **terms: Any
 ) -> CheckedAdapter:
-    """Check a file by its path, for the offline check."""
+    """Check a file by its path, for the offline check; `terms` are the keyword arguments of `check_adapter`."""
     with weights.open("rb") as file:
-        return check_adapter(config, file, weights.stat().st_size, base, max_rank, allow_partial=allow_partial)
+        return check_adapter(config, file, weights.stat().st_size, base, max_rank, **terms)
 
 
 def _check_modules(
@@ -267,25 +283,29 @@ def _check_rank(
     return scaling
 
 
-def make_spec(modules: tuple[LoraModule, ...], header: SafetensorsHeader, weights_digest: str) -> AdapterSpec:
+def make_spec(
+    modules: tuple[LoraModule, ...], header: SafetensorsHeader, weights_digest: str, stored: Form
+) -> AdapterSpec:
     """Return the spec of validated modules, with its key."""
     dtypes = {info.dtype for info in header.tensors.values()}
     return AdapterSpec(
-        key=adapter_key(modules, weights_digest),
+        key=adapter_key(modules, weights_digest, stored),
         weights_digest=weights_digest,
         modules=modules,
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
         weights_bytes=header.data_bytes,
+        stored=stored,
     )
 
 
-def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str) -> AdapterKey:
-    """Return the SHA-256 over the resolved config and the weights' digest.
+def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str, stored: Form) -> AdapterKey:
+    """Return the SHA-256 over the resolved config, the weights' digest and the form, unless that is "bf16".
 
     r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, and every other field
     changes nothing or is refused; so two configs of equal meaning have one key. The scaling is written as an exact
     hexadecimal float.
     """
     resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]
-    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest}
+    form = {} if stored == BF16 else {"stored": stored}
+    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest, **form}
     return AdapterKey(hashlib.sha256(canonical_json(content).encode()).hexdigest())

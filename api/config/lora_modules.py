@@ -112,8 +112,8 @@ def _older_version(
     # Stored weights were validated as a whole; config and header identify the content.
     weights.seek(0)
     header = read_header(weights, os.fstat(weights.fileno()).st_size, header_cap_bytes(store.base))
-    key = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest).key
-    found = [version.version for version in record.versions if version.key == key]
+    spec = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest, stored=store.form)
+    found = [version.version for version in record.versions if version.key == spec.key]
     return record.ref(found[-1]) if found and record.current_version not in found else None
 
 

@@ -68,6 +68,8 @@ async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONR
         alias=body.alias or None,
         if_match=if_match,
         allow_partial=body.allow_partial,
+        stored=body.stored,
+        allow_drift=body.allow_drift,
     )
     content = {
         "object": "adapter",
@@ -75,6 +77,7 @@ async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONR
         "version": done.ref.version,
         "digest": f"sha256:{done.ref.key}",
         "created": done.created,
+        "stored": done.report.stored,
         "report": done.report.to_dict(),
     }
     if body.alias:

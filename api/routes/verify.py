@@ -84,6 +84,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
         config=peft.config,
         weights=peft.weights_path.absolute(),
         weights_digest=spec.weights_digest,
+        stored=spec.stored,
         prompts=_prompts(services, body, min(MAX_PROMPT_TOKENS, services.engine.max_model_len - new_tokens)),
         new_tokens=new_tokens,
     )

@@ -4,7 +4,7 @@ Bodies below /v1/adapters refuse unknown fields, which can only be typing errors
 send others.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,8 @@ _Count = Annotated[int, Field(le=MAX_INT)]
 class AdapterBody(ClosedBody):
     """Register uploaded weights: an id, the parsed adapter_config.json, and the weights' digest.
 
-    `alias` is moved to the new version.
+    `alias` is moved to the new version. `stored` is the form that it is kept in, by default the server's
+    (`--adapter-storage`); with `allow_drift` int8 is accepted however much it changes the adapter.
     """
 
     id: str
@@ -35,6 +36,8 @@ class AdapterBody(ClosedBody):
     weights: str
     if_not_exists: bool = False
     allow_partial: bool = False
+    stored: Literal["bf16", "int8"] | None = None
+    allow_drift: bool = False
     alias: str | None = None
     defaults: dict[str, Any] | None = None
 

@@ -137,6 +137,7 @@ _VERSION: Json = {
     "created": _CREATED,
     "rank": 8,
     "bytes": 1859584,
+    "stored": "bf16",
     "corrupt": False,
 }
 _ADAPTER: Json = {
@@ -166,6 +167,8 @@ _REPORT: Json = {
     "warnings": [],
     "norm_b": 12.9,
     "notices": [],
+    "stored": "bf16",
+    "drift": None,
 }
 _REGISTERED: Json = {
     "object": "adapter",
@@ -271,7 +274,13 @@ _VERDICT: Json = {
         "num_wrong": 0,
         "limit": 0.01,
     },
-    "computed_with": {"model": _BASE, "quantization": "int4", "dtype": "bfloat16", "kernels": "numba"},
+    "computed_with": {
+        "model": _BASE,
+        "quantization": "int4",
+        "dtype": "bfloat16",
+        "stored": "bf16",
+        "kernels": "numba",
+    },
     "prompts": 4,
     "new_tokens": 8,
     "seconds": 35.2,

@@ -119,6 +119,7 @@ def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict
             "created": int(v.created_s),
             "rank": v.rank_max,
             "bytes": v.bytes,
+            "stored": v.stored,
             "corrupt": v.key in corrupt,
         }
         for v in record.versions

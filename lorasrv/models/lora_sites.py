@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from adapter_store.spec import AdapterSpec, BaseShapes
+from adapter_store.spec import INT8, AdapterSpec, BaseShapes
 from lorasrv.models.spec import ModelSpec
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, LayerRanks, SiteDims
+from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout, LayerRanks, SiteDims
 
 if TYPE_CHECKING:
     from lorasrv.models.loader.checkpoint import Checkpoint
@@ -43,11 +43,16 @@ def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
 
 
 def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> AdapterLayout:
-    """Return the layout of a validated adapter in the pool, from its ranks alone, before weights are read."""
+    """Return the layout of a validated adapter in the pool, from its ranks and form alone, before weights are read.
+
+    Args:
+        itemsize: bytes of a weight in the adapter dtype.
+    """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     sites = spec.sites()
 
     def layer_ranks(layer: int) -> LayerRanks:
         return tuple(tuple(ranks.get((layer, module), 0) for module in site.modules) for site in sites)
 
-    return AdapterLayout(site_dims(spec), tuple(layer_ranks(layer) for layer in range(spec.num_layers)), itemsize)
+    size = CODE_BYTES if adapter.stored == INT8 else itemsize
+    return AdapterLayout(site_dims(spec), tuple(layer_ranks(layer) for layer in range(spec.num_layers)), size)

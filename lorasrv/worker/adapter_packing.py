@@ -3,6 +3,7 @@ pages."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SitePanels
@@ -35,7 +37,7 @@ class PackedAdapter:
 
 
 def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
-    """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`.
+    """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`, or to int8 if it is so stored.
 
     In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
     interpreter.
@@ -45,22 +47,42 @@ def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights
         offsets = layout.packed_offsets[layer].tolist()
         for site, panels in zip(spec.sites(), layout.panels[layer], strict=True):
             if panels.total_rank:
-                tensors = [weights.get((layer, module)) for module in site.modules]
-                _pack_site(data[layer], offsets, panels, tensors, dtype)
+                modules = [weights.get((layer, module)) for module in site.modules]
+                pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
+                packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
+                _pack_site(data[layer], offsets, panels, packed)
     return PackedAdapter(layout, torch.from_numpy(data))
 
 
-def _pack_site(
-    row: Bytes, offsets: list[int], panels: SitePanels, tensors: list[LoraTensors | None], dtype: torch.dtype
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """Hold one module's matrices as they are stored: factors [rank] or one, a [rank, in], b [rank, out]."""
+
+    rank: int
+    factors: Array | float
+    a: Array
+    b: Array
+
+
+def _rounded(tensors: LoraTensors, _: str, dtype: torch.dtype) -> _Module:
+    a, b = (_converted(matrix, dtype) for matrix in (tensors.a, tensors.b))
+    return _Module(tensors.rank, tensors.scaling, a, b.T)
+
+
+def _coded(tensors: LoraTensors, stored: str) -> _Module:
+    coded = CodedTensors(tensors, stored)
+    return _Module(tensors.rank, coded.factors, coded.a, coded.b)
+
+
+def _pack_site(row: Bytes, offsets: list[int], panels: SitePanels, modules: list[_Module | None]) -> None:
     scales = _target(row, offsets[panels.scale], (panels.total_rank,), np.dtype("<f4"))
     first = 0
-    for slice_panels, tensor in zip(panels.b, tensors, strict=True):
-        if tensor is not None:
-            last = first + tensor.rank
-            scales[first:last] = tensor.scaling
-            _write_panels(row, offsets, panels.a, first, _converted(tensor.a, dtype))
-            _write_panels(row, offsets, slice_panels, 0, _converted(tensor.b, dtype).T)
+    for slice_panels, module in zip(panels.b, modules, strict=True):
+        if module is not None:
+            last = first + module.rank
+            scales[first:last] = module.factors
+            _write_panels(row, offsets, panels.a, first, module.a)
+            _write_panels(row, offsets, slice_panels, 0, module.b)
             first = last
 
 

@@ -172,10 +172,9 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     start = plane * (PARTS * STEPS * BLOCK_K)
     x_tile = x + rows[:, None] * K + k[None, :]
     if tl.load(chunk + 3) == 0:
-        a_tile = (panels + units * UNIT + in_panel)[None, :] + k[:, None]
         sums = _sums(
             x_tile,
-            a_tile,
+            (panels + units * UNIT + in_panel)[None, :] + k[:, None],
             row_ok,
             rank_ok,
             k,
@@ -191,10 +190,9 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
             PRECISION,
         )
     else:
-        a_tile = (codes + units * _CODE_UNIT + in_panel)[None, :] + k[:, None]
         sums = _sums(
             x_tile,
-            a_tile,
+            (codes + units * _CODE_UNIT + in_panel)[None, :] + k[:, None],
             row_ok,
             rank_ok,
             k,

@@ -7,10 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
+from adapter_store.spec import BF16
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.formatting import (
     DirectoryArgument,
+    DriftOption,
     PartialOption,
+    StoredOption,
     _count,
     found_facts,
     found_lines,
@@ -69,6 +72,8 @@ def upload(
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
     alias: Annotated[str | None, typer.Option(help="Also move this alias of the id, or of each id, to it.")] = None,
     allow_partial: PartialOption = False,
+    stored: StoredOption = None,
+    allow_drift: DriftOption = False,
     every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
     slugify: Annotated[
@@ -89,9 +94,10 @@ def upload(
     if every:
         tree = bulk_upload.Tree(directory, prefix, slugify)
         if dry_run:
-            bulk_upload.check_all(tree, model, allow_partial, as_json)
+            terms = {"allow_partial": allow_partial, "stored": stored or BF16, "allow_drift": allow_drift}
+            bulk_upload.check_all(tree, model, terms, as_json)
         else:
-            how = bulk_upload.How(if_not_exists, alias, allow_partial)
+            how = bulk_upload.How(if_not_exists, alias, allow_partial, stored, allow_drift)
             bulk_upload.upload_all(tree, server, how, as_json)
         return
     adapter_id = bulk_upload.adapter_id_of(adapter_id or directory, slugify)
@@ -105,6 +111,8 @@ def upload(
                 if_not_exists=if_not_exists,
                 alias=alias,
                 allow_partial=allow_partial,
+                stored=stored,
+                allow_drift=allow_drift,
                 progress=step,
             )
     if as_json:
@@ -129,7 +137,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
         return
     from rich.table import Table
 
-    table = Table("id", "version", "digest", "rank", "size", box=None)
+    table = Table("id", "version", "digest", "rank", "stored", "size", box=None)
     for adapter in adapters:
         table.add_row(*_cells(adapter))
     out().print(table if adapters else "no adapters; add one with: lorasrv upload DIR")
@@ -156,7 +164,8 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     say(f"  {limits_line(adapter['limits'])}")
     for version in adapter["versions"]:
         corrupt = ", damaged on the disk: upload it again" if version["corrupt"] else ""
-        say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}{corrupt}")
+        facts = f"{short_digest(version['digest'])}, {size(version['bytes'])}, {version['stored']}"
+        say(f"  version {version['version']}: {facts}{corrupt}")
     for alias, target in adapter["aliases"].items():
         say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
     say(f"  {verdict_line(adapter['verified'])}")
@@ -216,5 +225,6 @@ def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:
         str(adapter["version"]),
         short_digest(adapter["digest"]),
         str(current["rank"]),
+        current["stored"],
         size(current["bytes"]),
     )

@@ -17,7 +17,7 @@ from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
 from adapter_store.registry.references import VERBS, check_adapter_id, suggest_id
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import BaseShapes, Form
 from adapter_store.validation.validate import check_files
 from api.cli.commands import check
 from api.cli.common.options import connected
@@ -116,6 +116,8 @@ class How:
     if_not_exists: bool = False
     alias: str | None = None
     allow_partial: bool = False
+    stored: Form | None = None
+    allow_drift: bool = False
 
 
 def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
@@ -135,8 +137,8 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
     _end(outcomes, "are in the server")
 
 
-def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> None:
-    """Validate each adapter locally as a server with this base would, and list its id.
+def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool) -> None:
+    """Validate each adapter locally as a server with this base would, and list its id; `terms` as of `check_files`.
 
     Raises:
         CliError: some would be refused.
@@ -145,7 +147,7 @@ def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> Non
     base = check.shapes_of(model)
     outcomes = []
     for one in found:
-        outcomes.append(_checked(one, base, allow_partial))
+        outcomes.append(_checked(one, base, terms))
         if as_json:
             print_json(outcomes[-1].to_dict())
         elif not outcomes[-1].reasons:
@@ -266,11 +268,11 @@ def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             waited += pause
 
 
-def _checked(one: FoundAdapter, base: BaseShapes, allow_partial: bool) -> UploadOutcome:
+def _checked(one: FoundAdapter, base: BaseShapes, terms: Mapping[str, Any]) -> UploadOutcome:
     rank = MemoryOptions().max_lora_rank
     try:
         with open_adapter_dir(one.folder) as peft:
-            report = check_files(peft.config, peft.weights_path, base, rank, allow_partial=allow_partial).report
+            report = check_files(peft.config, peft.weights_path, base, rank, **terms).report
     except (AdapterInvalid, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))
     return UploadOutcome(one, {"report": report.to_dict()})

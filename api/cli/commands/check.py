@@ -7,11 +7,13 @@ import typer
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.adapter_dir import open_adapter_dir
-from adapter_store.spec import AdapterKey, BaseShapes
+from adapter_store.spec import BF16, AdapterKey, BaseShapes
 from api.cli.common.formatting import (
     ClosedStoreOption,
     DirectoryArgument,
+    DriftOption,
     PartialOption,
+    StoredOption,
     found_facts,
     found_lines,
     report_lines,
@@ -29,6 +31,8 @@ def check(
     model: Annotated[str, typer.Option(help="Base that the adapter must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     allow_partial: PartialOption = False,
+    stored: StoredOption = None,
+    allow_drift: DriftOption = False,
     store: ClosedStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +47,8 @@ def check(
     versions = _versions(store.expanduser(), base) if store is not None else None
     try:
         with open_adapter_dir(directory) as peft:
-            checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, allow_partial=allow_partial)
+            terms = {"allow_partial": allow_partial, "stored": stored or BF16, "allow_drift": allow_drift}
+            checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, **terms)
     except AdapterInvalid as error:
         if as_json:
             print_json({"ok": False, "problems": [problem.to_dict() for problem in error.problems]})

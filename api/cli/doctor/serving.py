@@ -185,13 +185,15 @@ def _quantization(settings: ServerSettings) -> str:
 
 
 def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int]:
-    """Return pages and packed bytes of an adapter of this rank on every linear."""
+    """Return pages and packed bytes of an adapter of this rank on every linear, in the form that is the default."""
+    from adapter_store.spec import INT8
     from lorasrv.models.lora_sites import site_dims
-    from sgmv_kernels.formats.adapter_panels import AdapterLayout
+    from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout
     from sgmv_kernels.formats.kv_format import get_kv_format
 
     spec = shape.spec
-    itemsize = 4 if settings.dtype == "float32" else 2
+    plain = 4 if settings.dtype == "float32" else 2
+    itemsize = CODE_BYTES if settings.adapter_storage == INT8 else plain
     kv_format = get_kv_format(settings.kv_cache_dtype, settings.dtype)
     page = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     sites = site_dims(spec)

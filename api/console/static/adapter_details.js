@@ -79,6 +79,7 @@ function versions(shown) {
       el("td", {}, moment(version.created)),
       el("td", { class: "number" }, String(version.rank)),
       el("td", { class: "number" }, bytes(version.bytes)),
+      el("td", {}, version.stored),
       el("td", {}, version.corrupt ? "damaged" : "whole"),
       el(
         "td",
@@ -96,7 +97,7 @@ function versions(shown) {
       ),
     ),
   );
-  const names = ["Version", "Digest", "Created", "Rank", "Size", "State", "Actions"];
+  const names = ["Version", "Digest", "Created", "Rank", "Size", "Stored", "State", "Actions"];
   const head = names.map((name) =>
     el("th", { scope: "col", class: ["Rank", "Size"].includes(name) ? "number" : null }, name),
   );
@@ -121,6 +122,9 @@ async function removeVersion(shown, version) {
   }
 }
 
+const percent = (share) => `${(100 * share).toFixed(2)} %`;
+const drifted = ({ worst, worst_module: module }) => `${percent(worst)} at most (${module})`;
+
 /** The report of an upload: figures, then warnings and notices as lists. */
 export function reportParts(report) {
   const range = (least, most) => (least === most ? String(least) : `${least} to ${most}`);
@@ -131,6 +135,7 @@ export function reportParts(report) {
     ["Scaling", range(round(report.scaling_min), round(report.scaling_max))],
     ["Type", report.dtype],
     ["Weights", bytes(report.weights_bytes)],
+    ["Stored", report.drift ? `int8: ${percent(report.drift.rms)} changed, ${drifted(report.drift)}` : "bf16"],
     ["Norm of B", report.norm_b === null || report.norm_b === undefined ? null : String(round(report.norm_b))],
   ]);
   const listed = [];

@@ -60,7 +60,9 @@ async function send() {
   }
   busy(true);
   try {
-    const done = await upload(chosen, byId("upload-id").value, byId("upload-alias").value.trim());
+    const stored = byId("upload-stored").value;
+    const wanted = { id: byId("upload-id").value, alias: byId("upload-alias").value.trim(), stored };
+    const done = await upload(chosen, wanted);
     byId("upload-result").replaceChildren(...accepted(done));
     document.dispatchEvent(new Event("adapterschange"));
   } catch (problem) {
@@ -83,7 +85,7 @@ function step(text, share) {
   else byId("upload-bar").value = share;
 }
 
-async function upload({ config, weights }, id, alias) {
+async function upload({ config, weights }, { id, alias, stored }) {
   const { signal } = abort;
   step("Reading adapter_config.json", null);
   const parsed = await readConfig(config);
@@ -94,7 +96,8 @@ async function upload({ config, weights }, id, alias) {
     step(share < 1 ? "Sending the weights" : "The server stores them", share),
   );
   step("The server checks every tensor", null);
-  const body = { id, config: parsed, weights: `sha256:${hash}`, ...(alias ? { alias } : {}) };
+  const chosenOnly = { ...(alias ? { alias } : {}), ...(stored ? { stored } : {}) };
+  const body = { id, config: parsed, weights: `sha256:${hash}`, ...chosenOnly };
   return askJson("POST", "/v1/adapters", { body, signal });
 }
 

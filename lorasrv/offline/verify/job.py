@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adapter_store.spec import AdapterKey
+from adapter_store.spec import AdapterKey, Form
 from lorasrv.config import ModelOptions
 
 NEW_TOKENS = 8
@@ -37,6 +37,8 @@ class VerifyJob:
     # Path of the adapter's weights, and their SHA-256.
     weights: Path
     weights_digest: str
+    # The form of the content.
+    stored: Form
     # Token ids.
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int = NEW_TOKENS

@@ -6,10 +6,11 @@ No other module imports these packages, and only the worker process imports this
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import transformers
@@ -18,8 +19,10 @@ from torch import Tensor
 from transformers import initialization
 
 from adapter_store.formats.adapter_config import FIELD_RULES, Decision
+from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
-from adapter_store.formats.weights import AdapterWeights
+from adapter_store.formats.weights import AdapterWeights, Array
+from adapter_store.spec import INT8
 from lorasrv.models.loader import Checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.offline.verify.hf_config import config_from_spec
@@ -108,7 +111,8 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
 
 
 def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:
-    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names.
+    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names or its form is
+    int8; then the matrices that the codes stand for.
 
     The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
     expressions, which may take exponential time to match; here they are the modules that have weights.
@@ -120,8 +124,21 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> Non
     for m in adapter.spec.modules:
         stem = f"{PREFIX}{m.layer}.{m.module}"
         names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
+    if adapter.spec.stored == INT8:
+        save_file(
+            {names[name]: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}, folder / WEIGHTS_NAME
+        )
+        return
     if all(own == wanted for own, wanted in names.items()):
         os.symlink(job.weights.absolute(), folder / WEIGHTS_NAME)
         return
     tensors = load_file(job.weights)
     save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)
+
+
+def _dequantized(adapter: AdapterWeights) -> Iterator[tuple[str, Array]]:
+    """Yield the name and fp32 matrix of every tensor that the codes stand for."""
+    for m in adapter.spec.modules:
+        a, b = CodedTensors(adapter[m.layer, m.module], adapter.dtype).dequantized()
+        yield m.a_name, a
+        yield m.b_name, np.ascontiguousarray(b)

@@ -53,7 +53,9 @@ def read_adapter(job: VerifyJob, base: BaseShapes) -> AdapterWeights:
     with job.weights.open("rb") as file:
         data = read_verified(file, job.weights_digest)
     header = parse_header(data, header_cap_bytes(base))
-    spec = validate_adapter(job.config, header, base, job.max_lora_rank, weights_digest=job.weights_digest)
+    spec = validate_adapter(
+        job.config, header, base, job.max_lora_rank, weights_digest=job.weights_digest, stored=job.stored
+    )
     if spec.key != job.key:
         raise AdapterCorrupt("the stored adapter is not what its name says; upload it again")
     return weights_from_bytes(data, header, spec)

@@ -66,6 +66,7 @@ class _Events:
             "model": Path(job.model.model).name,
             "quantization": done.quantization,
             "dtype": job.model.dtype,
+            "stored": job.stored,
             "kernels": done.kernels,
         }
         prompts = {"prompts": len(job.prompts), "new_tokens": job.new_tokens}

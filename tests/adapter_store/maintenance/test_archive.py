@@ -106,6 +106,20 @@ class TestArchive:
         with AdapterStore(tmp_path / "new", BASE) as store:
             assert "partial: 2 of 6" in store.version_history.report(store.resolve("mia")).warnings[0]
 
+    def test_both_forms_of_one_content(self, tmp_path: Path, take: Any) -> None:
+        with AdapterStore(tmp_path / "both", BASE) as store:
+            digest = put(store, build.file())
+            done = [store.register("mia", build.config(), digest, stored=form) for form in ("int8", "bf16")]
+        data = exported(tmp_path / "both")
+        for wrong, says in (("int4", "stored"), ("bf16", "does not match")):
+            with pytest.raises(InvalidArchive, match=says):
+                take(rebuilt(data, lambda m, to=wrong: m["contents"][done[0].ref.key].update(stored=to)))
+        assert take(data) == ArchiveSummary(1, 2, 1, len(build.file()))
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            assert [version.stored for version in store.get("mia").versions] == ["int8", "bf16"]
+            assert [store.version_history.report(d.ref) for d in done] == [d.report for d in done]
+            assert [store.load(d.ref.key).spec.stored for d in done] == ["int8", "bf16"]
+
     def test_versions_of_one_content_keep_what_is_their_own(self, tmp_path: Path, take: Any) -> None:
         configs = {
             "ann": build.config(base_model_name_or_path="acme/secret-13b"),
@@ -210,7 +224,7 @@ class TestArchive:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda m: m.update(format=3), "has format 3; this lorasrv reads 2 and older"),
+            (lambda m: m.update(format=4), "has format 4; this lorasrv reads 3 and older"),
             (lambda m: m.update(format=True, kind="x"), "not an archive of an adapter store"),
             (lambda m: m.pop("contents"), "contents of the archive's manifest"),
             (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),

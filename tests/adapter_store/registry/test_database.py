@@ -49,13 +49,33 @@ CREATE TABLE verdicts (
     key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
 ) STRICT;
 """
-LAYOUTS = {1: LAYOUT_1, 2: LAYOUT_1 + LAYOUT_2, 3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3}
-TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: (*TABLES_1, "adapter_limits", "aliases", "owners")}
+# Layout 4, word for word.
+LAYOUT_4 = f"""
+CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
+CREATE TABLE contents (
+    key TEXT PRIMARY KEY, weights_digest TEXT NOT NULL, config TEXT NOT NULL, created_s REAL NOT NULL
+) STRICT;
+{LAYOUT_1[LAYOUT_1.index("CREATE INDEX contents_by_digest") :]}
+{LAYOUT_2}
+{LAYOUT_3[: LAYOUT_3.index("CREATE TABLE verdicts")]}
+CREATE TABLE uploads (
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, report TEXT NOT NULL, config TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
+) STRICT;
+CREATE TABLE verdicts (
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, verdict TEXT NOT NULL, created_s REAL NOT NULL,
+    PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
+) STRICT;
+"""
+LAYOUTS = {1: LAYOUT_1, 2: LAYOUT_1 + LAYOUT_2, 3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3, 4: LAYOUT_4}
+TABLES_3 = (*TABLES_1, "adapter_limits", "aliases", "owners")
+TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: TABLES_3, 4: (*TABLES_3, "uploads")}
 # A content had the config and the report of its first uploader.
 CONTENTS = """
 SELECT key, weights_digest, uploads.config, report, contents.created_s FROM contents JOIN versions USING (key)
 JOIN uploads USING (adapter_id, version) WHERE versions.created_s = contents.created_s
 """
+CONTENTS_4 = "SELECT key, weights_digest, config, created_s FROM contents"
 
 
 @pytest.fixture
@@ -77,7 +97,7 @@ def make_layout(version: int, root: Path) -> None:
     path = root / "index.sqlite3"
     with database(root) as db:
         rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES[version]}
-        rows["contents"] = db.execute(CONTENTS).fetchall()
+        rows["contents"] = db.execute(CONTENTS if version < 4 else CONTENTS_4).fetchall()
     for file in root.glob("index.sqlite3*"):
         file.unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
@@ -90,7 +110,7 @@ def make_layout(version: int, root: Path) -> None:
         db.execute(f"PRAGMA user_version = {version}")
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3])
+@pytest.mark.parametrize("layout", [1, 2, 3, 4])
 def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, layout: int) -> None:
     with AdapterStore(root, BASE) as store:
         if layout >= 2:

@@ -57,8 +57,8 @@ class TestExpectedState:
         """Another client changes the id while an upload is being checked."""
         check, etag = store._content_reader.check, store.get("mia").etag
 
-        def slow_check(*arguments: Any) -> Any:
-            checked = check(*arguments)
+        def slow_check(*arguments: Any, **terms: Any) -> Any:
+            checked = check(*arguments, **terms)
             store.change("mia", Change(version=1))
             return checked
 

@@ -41,9 +41,9 @@ def test_weights_being_registered_are_not_removed_by_others(
     store.register("old", build.config(), digest)
     check = store._content_reader.check
 
-    def slow_check(*arguments: Any) -> Any:
+    def slow_check(*arguments: Any, **terms: Any) -> Any:
         monkeypatch.setattr(store._content_reader, "check", check)
-        checked = check(*arguments)
+        checked = check(*arguments, **terms)
         store.delete("old")
         if action == "invalid":
             with pytest.raises(AdapterInvalid):

@@ -22,7 +22,8 @@ def test_a_good_adapter() -> None:
     assert report.to_dict() == {
         "modules_matched": 4, "modules_expected": 4, "layers": 2, "rank_min": 4, "rank_max": 4, "scaling_min": 2.0,
         "scaling_max": 2.0, "dtype": "F32", "weights_bytes": spec.weights_bytes, "digest": spec.key, "warnings": [],
-        "norm_b": pytest.approx(norm_of_b(build.tensors())), "notices": []
+        "norm_b": pytest.approx(norm_of_b(build.tensors())), "notices": [],
+        "stored": "bf16", "drift": None
     }  # fmt: skip
     assert type(report).from_dict(report.to_dict()) == report
     header = parse_header(data, 1 << 20)

@@ -190,7 +190,7 @@ class TestTables:
         with terminal("list", "--server", server.url) as seen:
             assert seen.end() == 0
             title, mia, tom = seen.lines[:3]
-            assert title.split() == ["id", "version", "digest", "rank", "size"]
+            assert title.split() == ["id", "version", "digest", "rank", "stored", "size"]
             assert [line.split()[:2] for line in (mia, tom)] == [["mia", "1"], ["tom", "1"]]
             assert mia.index("1") == tom.index("1") == title.index("version")
             assert "\t" not in seen.raw.decode()

@@ -59,6 +59,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "max_adapters": ("7", 7, ""),
     "store_bytes": ("3GiB", 3 << 30, ""),
     "max_lora_rank": ("8", 8, "memory.max_lora_rank"),
+    "adapter_storage": ("int8", "int8", ""),
     "lora_modules": ("mia=/mia", (MIA,), ""),
     "lora_import_root": ("/usr", Path("/usr"), ""),
     "accept_base_change": ("true", True, ""),

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import engine_config
 
 from adapter_store.errors import AdapterInvalid
+from adapter_store.formats.int8_codes import CodedTensors
+from adapter_store.formats.weights import LoraTensors
 from lorasrv.llm import LLM
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.model_runner import ModelRunner
@@ -173,6 +175,31 @@ def test_a_partial_adapter_is_the_same_content_allowed_or_not(
     prompt = list(range(20, 40))
     for logits in served.first_logits([prompt, prompt], ["mia", "more"]):
         torch.testing.assert_close(logits, last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_int8_is_peft_with_the_matrices_of_the_codes(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
+    """Both forms of one content, and the base, in one batch and alone."""
+    directory = tiny_hf_checkpoints["llama"]()
+    served = serve(directory)
+    model = peft_adapter(directory, tmp_path / "mia", r=5, lora_alpha=6, use_rslora=True)
+    kept = served.llm.add_adapter("mia", tmp_path / "mia")
+    coded = served.llm.add_adapter("mia", tmp_path / "mia", stored="int8")
+    assert (coded.version, coded.key == kept.key) == (2, False)
+    prompt = list(range(20, 40))
+    names = ["mia@2", "mia@1", None, "mia@2", "mia@1"]
+    logits = served.first_logits([prompt] * 5, names)
+    for name, together in zip(names, logits, strict=True):
+        [alone] = served.first_logits([prompt], [name])
+        torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[1], last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+    for module in model.modules():
+        if getattr(module, "lora_A", None):
+            a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            codes = CodedTensors(LoraTensors(5, 1.0, a.numpy(), b.numpy()), "F32").dequantized()
+            for weight, replaced in zip((a, b), codes, strict=True):
+                weight.copy_(torch.from_numpy(replaced))
+    torch.testing.assert_close(logits[0], last_logits(model, prompt), rtol=1e-4, atol=1e-4)
+    assert (logits[0] - logits[1]).abs().max() > 5e-3
 
 
 def test_fan_in_fan_out_is_refused_and_means_nothing_here(

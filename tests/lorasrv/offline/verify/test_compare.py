@@ -75,12 +75,13 @@ def job_of(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) 
         changes: Mapping[str, Any] = MappingProxyType({}),
         source: Path | None = None,
         trained: bool = True,
+        stored: str = "bf16",
         **options: Any,
     ) -> VerifyJob:
         folder = tiny_hf_checkpoints[family](**changes)
         source, model = source or adapter(folder, trained), file(folder)
         config, weights = json.loads((source / "adapter_config.json").read_text()), source / "adapter_model.safetensors"
-        checked = check_files(config, weights, shapes(model), 64)
+        checked = check_files(config, weights, shapes(model), 64, stored=stored)
         return VerifyJob(
             model=ModelOptions(model=str(model), device="cpu", **{"kernels": "torch", **EXACT, **options}),
             kv_dtype="auto",
@@ -89,6 +90,7 @@ def job_of(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) 
             config=config,
             weights=weights,
             weights_digest=checked.spec.weights_digest,
+            stored=checked.spec.stored,
             prompts=PROMPTS,
             new_tokens=4,
         )
@@ -160,6 +162,10 @@ class TestRight:
         done = expect(ComparisonOutcome.WITHIN, asked)
         assert (done.quantization, done.kernels) == (quantization, kernels)
         assert done.verdict.figures.adapter.rms > 0
+
+    @pytest.mark.parametrize("kernels", ["torch", "numba"])
+    def test_int8_is_peft_with_the_matrices_of_the_codes(self, job_of, kernels: str) -> None:
+        expect(ComparisonOutcome.EXACT, job_of(stored="int8", kernels=kernels))
 
     def test_an_untrained_adapter_is_told(self, job_of) -> None:
         verdict = expect(ComparisonOutcome.EXACT, job_of(trained=False)).verdict
