@@ -176,6 +176,7 @@ _REGISTERED: Json = {
     "version": 1,
     "digest": _DIGEST,
     "created": True,
+    "stored": "bf16",
     "report": _REPORT,
     "alias": "prod",
 }
