@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from adapter_store.quota import StoreQuota
-from adapter_store.spec import BF16
+from adapter_store.spec import BF16, Form
 from api.asgi.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
 from api.asgi.limits import ConnectionLimits
 from api.config.lora_module_path import LoraModulePath, parse_modules
@@ -169,10 +169,7 @@ class ServerSettings(BaseModel):
         ByteSize | None, _adapters("Maximum size of the adapter weights in the store, e.g. 20GiB", default=_NO_LIMIT)
     ] = None
     max_lora_rank: Annotated[int, _adapters("Maximum rank of an adapter")] = _MEMORY.max_lora_rank
-    adapter_storage: Annotated[
-        Literal["bf16", "int8"],
-        _adapters("Form in which new adapters are kept, unless their upload names one; bf16 means as --dtype"),
-    ] = BF16
+    adapter_storage: Annotated[Form, _adapters("Form of new adapters whose upload names none; bf16: as --dtype")] = BF16
     lora_modules: Annotated[
         tuple[LoraModulePath, ...],
         _adapters("Adapters to register at the start: name=folder ..., or JSON as in vLLM", metavar="NAME=FOLDER"),
