@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
-from lorasrv.speculation_params import DRAFTERS
+from lorasrv.speculation_params import ACCEPT, DRAFTERS, SAME_DRAW
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PARALLEL_LOADS = 8
@@ -229,6 +229,7 @@ class SpeculationOptions:
         drafters: of `DRAFTERS`, those that are asked.
         corpus_bytes: memory for past answers, from which `corpus` drafts.
         draft_model: base of the same vocabulary, from which `model` drafts; as `ModelOptions.model`.
+        accept: how draft tokens are accepted; "rejection" only of requests without a seed.
         draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
     """
 
@@ -237,6 +238,7 @@ class SpeculationOptions:
     corpus_bytes: int = 64 << 20
     draft_model: str | None = None
     draft_layers: int | None = None
+    accept: str = SAME_DRAW
 
     def __post_init__(self) -> None:
         _one_of("--speculation", self.speculation, SPECULATION)
@@ -244,6 +246,7 @@ class SpeculationOptions:
             _one_of("--drafters", name, DRAFTERS)
         if self.corpus_bytes < 0:
             raise ConfigError(f"--corpus-bytes must not be negative, not {self.corpus_bytes}; 0 keeps no answers")
+        _one_of("--accept", self.accept, ACCEPT)
         _positive("--draft-layers", self.draft_layers)
         for option, value, drafter in (
             ("--draft-model", self.draft_model, "model"),

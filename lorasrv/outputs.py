@@ -82,6 +82,8 @@ class RequestTiming:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # How draft tokens were accepted, where the server has more ways than one.
+    accept: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,6 +270,7 @@ class Request:
             num_steps=self.num_steps,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            accept=self.message.accept,
         )
 
 
@@ -318,3 +319,5 @@ class EngineCoreRequest:
     speculation: SpeculationParams = ANY_SPECULATION
     # Text that the client expects as the answer.
     prediction_token_ids: tuple[int, ...] = ()
+    # How draft tokens are accepted, where the server has more ways than one.
+    accept: str | None = None

@@ -12,6 +12,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState, Request
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation_params import REJECTION
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 _NO_ROWS = range(0)
@@ -100,8 +101,9 @@ class DrafterOutput:
 class PlannedDrafts(NamedTuple):
     """Plan what a step verifies of an answer, and what is drafted for the next one."""
 
-    # A chain that continues the known tokens, or a tree with `parents`.
+    # A chain that continues the known tokens, or a tree with `parents`, and who has proposed it.
     token_ids: tuple[int, ...] = ()
+    drafter: str = ""
     # The model on the worker that is asked for `num_asked` tokens behind those that the step will have said.
     asked: str = ""
     num_asked: int = 0
@@ -136,6 +138,8 @@ class ScheduledRequest:
     # Name by which the adapter was asked for; "" for the base.
     adapter_id: str = ""
     drafts: PlannedDrafts = NO_DRAFTS
+    # Whether draft tokens are accepted by rejection sampling.
+    by_rejection: bool = False
 
     @classmethod
     def of(
@@ -159,6 +163,7 @@ class ScheduledRequest:
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
             adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
             drafts=drafts,
+            by_rejection=request.message.accept == REJECTION,
         )
 
     @property

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from lorasrv.errors import InvalidRequest
 
 DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "model", "layers")
+SAME_DRAW, REJECTION = ACCEPT = ("same-draw", "rejection")
+"""How draft tokens are accepted: the token that plain decoding would draw, or any of its distribution."""
 MODEL_DRAFTERS = ("model", "layers")
 """Those that are models on the worker."""
 MAX_DRAFT_TOKENS = 16

@@ -5,7 +5,7 @@ configuration file (`api.config.sources`), and the field of the engine's configu
 """
 
 import re
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
@@ -17,6 +17,7 @@ from adapter_store.spec import BF16, Form
 from api.asgi.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
 from api.asgi.limits import ConnectionLimits
 from api.config.lora_module_path import LoraModulePath, parse_modules
+from api.config.option_spec import OptionSpec
 from lorasrv.config import (
     BF16_LINEARS,
     BUILTIN_MODEL,
@@ -43,7 +44,7 @@ from lorasrv.config import (
 )
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
-from lorasrv.speculation_params import DRAFTERS
+from lorasrv.speculation_params import ACCEPT, DRAFTERS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 if TYPE_CHECKING:
@@ -52,29 +53,6 @@ if TYPE_CHECKING:
 DEFAULT_WATCHDOG_S = 60.0
 DEFAULT_DRAIN_S = 25.0
 """Below the 30 s after which orchestrators kill a process by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionSpec:
-    """Describe the spelling, help and use of an option."""
-
-    # One phrase without the full stop, and optionally a note after "; ". The help inserts choices after the phrase and
-    # the default at the end.
-    help: str
-    # Heading of the option in the help.
-    panel: str
-    # Shown instead of the default's value.
-    default: str = ""
-    # Placeholder of the value; by default from the type and the unit in the name.
-    metavar: str = ""
-    # Older names, accepted wherever the field's name is.
-    aliases: tuple[str, ...] = ()
-    # Allowed values, if the type does not list them.
-    choices: tuple[str, ...] = ()
-    # Path in EngineConfig, if its last part is not the field's name.
-    engine: str = ""
-    # Whether the flag takes text, because words are allowed besides numbers.
-    takes_text: bool = False
 
 
 _model = partial(OptionSpec, panel="Model")
@@ -291,6 +269,14 @@ class ServerSettings(BaseModel):
         int | None,
         _speculation("Number of the base's own layers that draft for all of them, with the adapters", default="none"),
     ] = _SPECULATION.draft_layers
+    accept: Annotated[
+        str,
+        _speculation(
+            "How draft tokens are accepted: if they are what would be drawn anyway, or, in requests without a seed, by "
+            "rejection sampling",
+            choices=ACCEPT,
+        ),
+    ] = _SPECULATION.accept
 
     max_num_queued_seqs: Annotated[
         _AtLeastOne, _limits("Maximum number of requests that wait for their first step", aliases=("max_queued",))

@@ -301,11 +301,13 @@ class ResponseBuilder:
 def _speculation(choices: ChoiceStream) -> Json:
     """Return the steps that the choices took, and how many draft tokens these verified and accepted."""
     timings = [output.timing for output in choices.latest.values()]
-    return {
+    counts = {
         "steps": sum(timing.num_steps for timing in timings),
         "drafted": sum(timing.num_draft_tokens for timing in timings),
         "accepted": sum(timing.num_accepted_tokens for timing in timings),
     }
+    accept = next((timing.accept for timing in timings if timing.accept is not None), None)
+    return counts if accept is None else {**counts, "accept": accept}
 
 
 def _fallback(choices: ChoiceStream) -> str | None:

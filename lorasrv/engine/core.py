@@ -64,6 +64,8 @@ class EngineParts:
     pool_bytes: int
     eos_token_ids: frozenset[int] = frozenset()
     watermark: Watermark | None = None
+    # Whether requests without a seed are accepted by rejection sampling.
+    may_reject: bool = False
 
 
 @dataclass(frozen=True, slots=True)

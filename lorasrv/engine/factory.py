@@ -24,6 +24,7 @@ from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafter import Drafter
 from lorasrv.speculation.drafters import draft_layers, make_drafters, model_names
 from lorasrv.speculation.speculator import Speculator
+from lorasrv.speculation_params import REJECTION
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
@@ -76,6 +77,7 @@ class BuiltModel:
             poison=poison,
             queue_timeout_s=queue_timeout_s,
             load_timeout_s=load_timeout_s,
+            may_reject=self.parts.may_reject,
         )
 
 
@@ -132,6 +134,7 @@ def build(
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     models = model_names(config.speculation)
     layers = draft_layers(spec.num_layers, config.speculation.draft_layers)
+    may_reject = config.speculation.accept == REJECTION
     runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers)
     executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
     runner.warm_up(config.memory.max_lora_rank, progress or silent)
@@ -156,6 +159,7 @@ def build(
         pool_bytes=device_pool.nbytes + (0 if draft_model is None else draft_model.memory.nbytes),
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
+        may_reject=may_reject,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable

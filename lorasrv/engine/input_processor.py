@@ -23,7 +23,7 @@ from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
-from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
+from lorasrv.speculation_params import ANY_SPECULATION, REJECTION, SAME_DRAW, SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -97,6 +97,7 @@ class InputProcessor:
         poison: PoisonGuard | None = None,
         queue_timeout_s: float | None = None,
         load_timeout_s: float | None = None,
+        may_reject: bool = False,
     ) -> None:
         self._memory = memory
         self._source = source
@@ -107,6 +108,7 @@ class InputProcessor:
         self._watermark = watermark or Watermark()
         self._poison = poison or PoisonGuard()
         self._queue_timeout_s = queue_timeout_s
+        self._may_reject = may_reject
         # Starts threads on first use: never offline.
         self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
@@ -177,6 +179,7 @@ class InputProcessor:
             beams=beams,
             speculation=speculation,
             prediction_token_ids=self._prediction_token_ids(speculation.prediction),
+            accept=self._accept(sampling, constraint),
         )
         self._poison.check(request)
         return request
@@ -293,6 +296,13 @@ class InputProcessor:
         assert self._tokenizer is not None, "predictions are texts"
         check_could_fit([text], self._tokenizer, self._max_model_len, param="prediction")
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
+        """Return how drafts of a request are accepted: with a seed its text depends on nothing else, and a grammar
+        would cut its drafts where they are wrong."""
+        if not self._may_reject:
+            return None
+        return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
 
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """Return sampling with the values that only the server knows."""

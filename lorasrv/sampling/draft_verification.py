@@ -5,24 +5,34 @@ history, by the same draw of the same seed. While it is the draft token that sta
 are those of the text so far, and the next token is drawn from them; at the first draft that is wrong the step has said
 all that it can. So the answer does not depend on the drafts, only the number of steps does (speculative decoding's
 acceptance for a drafter that proposes single tokens, Leviathan et al. 2023, with the draw shared).
+
+With `--accept rejection` requests without a seed are accepted by rejection sampling instead: the distribution of their
+answers does not depend on the drafts, but each answer does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState
 from lorasrv.sampling.logits_processors import SamplingMetadata
-from lorasrv.sampling.sampler import likeliest_finite, sample_finite
+from lorasrv.sampling.rejection import DrawnToken, Probabilities, accept_or_draw
+from lorasrv.sampling.sampler import distribution, likeliest_finite, sample_finite
 from lorasrv.scheduler_output import ScheduledRequest
 
+DrawnFrom = Callable[[ScheduledRequest, int], Probabilities | None]
 
-def choose_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
+
+def choose_tokens(
+    logits: Tensor, shares: Sequence[ScheduledRequest], drawn_from: DrawnFrom = lambda share, at: None
+) -> dict[RequestId, tuple[int, ...]]:
     """Choose the next tokens of each share; a share whose first row is no numbers has none.
 
     Args:
         logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
+        drawn_from: what the draft token at a place of a share that is accepted by rejection was drawn from.
     """
     if not any(share.draft_token_ids for share in shares):
         tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares])
@@ -38,16 +48,26 @@ def choose_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[Re
             if path.takes_likeliest:
                 path.follow(likeliest)
     while left:
-        tokens = _sampled(logits, left)
+        tokens = _sampled(logits, left, drawn_from)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
     return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
 
 
-def _sampled(logits: Tensor, paths: Sequence["_Path"]) -> list[int | None]:
+def _sampled(logits: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:
     """Return the token of each path's current row: from a GPU of all rows at once, on a CPU without copying them."""
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" and not any(path.is_rejecting for path in paths):
         return sample_finite(logits[[path.row for path in paths]], [path.sampling_row() for path in paths])
-    return [sample_finite(logits[path.row : path.row + 1], [path.sampling_row()])[0] for path in paths]
+    return [_accepted(logits[path.row], path, drawn_from) for path in paths]
+
+
+def _accepted(logits: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | None:
+    row = path.sampling_row()
+    if not path.is_rejecting or not torch.isfinite(logits.sum()):
+        return sample_finite(logits[None], [row])[0]
+    assert row.params.seed is not None, "a random request gets a seed at admission"
+    at = len(path.tokens)
+    drawn = DrawnToken(path.share.draft_token_ids[at], drawn_from(path.share, at))
+    return accept_or_draw(distribution(logits, row), [drawn], row.params.seed, row.num_generated)
 
 
 class _Path:
@@ -66,6 +86,11 @@ class _Path:
         """Take the tokens of the highest logits as far as the drafts are right."""
         while self.goes_on_with(likeliest[self.row]):
             pass
+
+    @property
+    def is_rejecting(self) -> bool:
+        """Whether the current row's draft token is accepted by rejection sampling."""
+        return self.share.by_rejection and len(self.tokens) < len(self.share.draft_token_ids)
 
     @property
     def row(self) -> int:

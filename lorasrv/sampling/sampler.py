@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -155,9 +156,33 @@ def _sorted(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return (top >> 32).int().view(torch.float32), vocab - 1 - (top & 0xFFFFFFFF)
 
 
+def distribution(logits: Tensor, row: SamplingMetadata) -> npt.NDArray[np.float64]:
+    """Return the probabilities [V] that a row's token is drawn from, after all adjustments.
+
+    Args:
+        logits: [V] fp32, finite.
+    """
+    logits = logits.cpu()
+    if row.changes_logits:
+        logits = adjusted_rows(logits[None].clone(), [row])[0]
+    probs, candidates = _filtered(logits, row)
+    dense = np.zeros(logits.numel())
+    dense[slice(None) if candidates is None else candidates.numpy()] = probs.numpy()
+    dense /= dense.sum()
+    return dense
+
+
 def _draw(logits: Tensor, row: SamplingMetadata) -> int:
-    """Draw a token of one row: temperature, top-k, top-p over the rest, min-p relative to the likeliest, then
-    typical.
+    """Draw a token of one row."""
+    probs, candidates = _filtered(logits, row)
+    tokens = None if candidates is None else candidates.numpy()
+    at = race(probs.numpy(), race_keys([_draw_of(row)]), tokens)
+    return at if tokens is None else int(tokens[at])
+
+
+def _filtered(logits: Tensor, row: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities of one row, and their tokens if these are not all: temperature, top-k, top-p over the
+    rest, min-p relative to the likeliest, then typical.
     """
     p = row.params
     probs = torch.softmax(logits / p.temperature, dim=-1)
@@ -171,9 +196,7 @@ def _draw(logits: Tensor, row: SamplingMetadata) -> int:
         probs = torch.where(probs >= p.min_p * probs.max(), probs, 0.0)
     if p.typical_p < 1.0:
         probs = torch.where(typical(probs, p.typical_p), probs, 0.0)
-    tokens = None if candidates is None else candidates.numpy()
-    at = race(probs.numpy(), race_keys([_draw_of(row)]), tokens)
-    return at if tokens is None else int(tokens[at])
+    return probs, candidates
 
 
 def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:

@@ -196,7 +196,7 @@ class StepPlanner:
             count = self._allocator.extend_for_drafts(ask.request, wanted, keep_free) if wanted else 0
             if count > 0:
                 tokens = proposal.token_ids[: min(count, length)]
-                drafts[ask.request.request_id] = PlannedDrafts(tokens, model, count - len(tokens))
+                drafts[ask.request.request_id] = PlannedDrafts(tokens, proposal.drafter, model, count - len(tokens))
         return drafts
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:

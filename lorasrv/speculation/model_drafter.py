@@ -70,7 +70,7 @@ class ModelDrafter:
 
     def observe_depth(self, request: Request, draw: str, depth: int, *, was_right: bool) -> None:
         """Enter whether the token `depth` of a draft was right; those before it were."""
-        self._survival.observe(self.name, request.adapter_key, (draw, "depth", depth), was_right=was_right)
+        self._survival.observe(self.name, request.adapter_key, (draw, ("depth", depth)), was_right=was_right)
 
     def observe(self, output: DrafterOutput) -> None:
         """Enter how long drafting took."""
@@ -81,7 +81,7 @@ class ModelDrafter:
     def _chances(self, request: Request, draw: str, most: int) -> list[float]:
         chances, chance = [], 1.0
         for depth in range(most):
-            chance *= self._survival.estimate(self.name, request.adapter_key, (draw, "depth", depth))
+            chance *= self._survival.estimate(self.name, request.adapter_key, (draw, ("depth", depth)))
             chances.append(chance)
         return chances
 
@@ -99,12 +99,16 @@ class ModelDrafter:
         return tried
 
 
-def as_draft(token_ids: Sequence[int], confidence: Sequence[float]) -> Draft:
-    """Return a model's draft; the evidence of a token is how sure the model was of it and of those before it.
+def as_draft(token_ids: Sequence[int], confidence: Sequence[float], *, sees_tokens: bool) -> Draft:
+    """Return a model's draft.
 
     Args:
         confidence: probability that the model gave to each token.
+        sees_tokens: the evidence of a token is how sure the model was of it and of those before it; else only its
+            place, for rejection sampling, where which tokens are tried must not depend on the tokens.
     """
+    if not sees_tokens:
+        return Draft(tuple(token_ids), tuple(("depth", depth) for depth in range(len(token_ids))))
     evidence, product = [], 1.0
     for share in confidence:
         product *= share

@@ -18,6 +18,7 @@ from lorasrv.speculation.draft_lengths import PlainStep
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
 from lorasrv.speculation.survival import SurvivalTable
+from lorasrv.speculation_params import REJECTION
 
 _LOG = logging.getLogger(__name__)
 ASKED_TOGETHER = 2
@@ -33,6 +34,7 @@ class Proposal:
     token_ids: tuple[int, ...] = ()
     # Chance of each token that it and those before it are right.
     survival: tuple[float, ...] = ()
+    drafter: str = ""
 
 
 NO_PROPOSAL = Proposal()
@@ -149,8 +151,12 @@ class Speculator:
         for name, output in drafted.items():
             self._models[name].observe(output)
             for request_id, draft in output.drafts.items():
-                if request_id in live and draft.token_ids:
-                    self._trails.setdefault(request_id, {})[name] = _Trail(as_draft(*draft))
+                if (request := live.get(request_id)) is not None:
+                    trails = self._trails.setdefault(request_id, {})
+                    trails.pop(name, None)  # the model knows only the last one that it has drawn
+                    if draft.token_ids:
+                        by_rejection = request.message.accept == REJECTION
+                        trails[name] = _Trail(as_draft(*draft, sees_tokens=not by_rejection))
 
     def observe(self, request: Request, new_token_ids: Sequence[int], num_drafts: int) -> None:
         """Tell the drafters a request's new tokens, and learn which of their drafts were right.
@@ -214,10 +220,10 @@ class Speculator:
         for name, trail in self._trails.get(request.request_id, {}).items():
             survival = self._chances(name, trail, ask)
             if sum(survival) > sum(best.survival):
-                best = Proposal(trail.tokens[: len(survival)], survival)
+                best = Proposal(trail.tokens[: len(survival)], survival, name)
                 self._proposed_by[request.request_id] = name
         tokens = self._valid(request, best.token_ids)
-        return best if len(tokens) == len(best.token_ids) else Proposal(tokens, best.survival[: len(tokens)])
+        return Proposal(tokens, best.survival[: len(tokens)], best.drafter)
 
     def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
         """Return the chance of each token of a draft that pays, that it and those before it are right."""

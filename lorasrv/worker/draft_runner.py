@@ -7,7 +7,7 @@ same seed, so that the two agree wherever they nearly agree about the probabilit
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from lorasrv.outputs import RequestId
 from lorasrv.sampling.draft_verification import choose_tokens
+from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling.rejection import Probabilities
+from lorasrv.sampling.sampler import distribution
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ModelDraft, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.forward_batch import ForwardBatch
@@ -46,10 +49,13 @@ class _Row:
     num_computed: int
     confidence: list[float]
     product: float = 1.0
+    # What the draft was drawn from, for rejection sampling.
+    drawn_from: list[Probabilities] = field(default_factory=list)
 
     @property
     def has_next(self) -> bool:
-        return len(self.confidence) < self.share.drafts.num_asked and self.product >= MIN_CONFIDENCE
+        is_sure = self.product >= MIN_CONFIDENCE or self.share.by_rejection
+        return is_sure and len(self.confidence) < self.share.drafts.num_asked
 
     def take(self, token: int, confidence: float) -> None:
         self.num_computed = len(self.token_ids)
@@ -76,6 +82,8 @@ class DraftRunner:
         self._has_own_cache = has_own_cache
         # Of the requests drafted last, the tokens whose keys and values the cache holds, and the pages where.
         self._cached: LRUCache[RequestId, _Cached] = LRUCache(2 * limits.max_samples)
+        # Of the same requests, the place of the first draft token, and what it and the others were drawn from.
+        self._drawn: LRUCache[RequestId, tuple[int, list[Probabilities]]] = LRUCache(2 * limits.max_samples)
 
     def draft(
         self, step: SchedulerOutput, asking: Sequence[ScheduledRequest], said: Mapping[RequestId, Sequence[int]]
@@ -93,11 +101,18 @@ class DraftRunner:
             active = self._pass(step, active)
         for row in rows:
             self._cached[row.share.request_id] = _Cached(row.token_ids[: row.num_computed], row.share.page_table)
+            self._drawn[row.share.request_id] = (row.num_known, row.drawn_from)
         drafts = {
             row.share.request_id: ModelDraft(tuple(row.token_ids[row.num_known :]), tuple(row.confidence))
             for row in rows
         }
         return DrafterOutput(drafts, time.perf_counter() - begun, num_passes)
+
+    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities:
+        """Return the probabilities [V] that draft token `at` of a share, which this model has drafted, was drawn
+        from."""
+        first, drawn = self._drawn[share.request_id]
+        return drawn[len(share.history) + at - first]
 
     def _begin(self, share: ScheduledRequest, said: Sequence[int]) -> _Row:
         tokens = [*share.history, *said]
@@ -135,6 +150,9 @@ class DraftRunner:
         shares_of_one = (picked - some.logsumexp(dim=-1)).exp().tolist()
         for row, token, confidence in zip(going, tokens, shares_of_one, strict=True):
             row.take(token, confidence)
+            if row.share.by_rejection:
+                number = at[row.share.request_id]
+                row.drawn_from.append(distribution(logits[number], SamplingMetadata.of(sampled[number])))
         return [row for row in going if row.has_next]
 
     def _forward(
@@ -155,6 +173,7 @@ class DraftRunner:
             history=row.token_ids,
             constraint=None,
             prompt_rows=range(0),
+            by_rejection=False,
             drafts=NO_DRAFTS,
         )
 

@@ -14,6 +14,7 @@ from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.sampling.draft_verification import choose_tokens
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
+from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import launch_sampling
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
@@ -197,11 +198,16 @@ class ModelRunner:
         self, logits: Tensor, sampled: tuple[ScheduledRequest, ...], asked: tuple[ScheduledRequest, ...]
     ) -> ModelRunnerOutput:
         # One adapter's weights may overflow: its requests fail, the others of the step do not.
-        chosen = choose_tokens(logits, sampled)
+        chosen = choose_tokens(logits, sampled, self._drawn_from)
         num_rows = sum(share.num_logit_rows for share in sampled)
         return ModelRunnerOutput(
             chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
         )
+
+    def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+        """Return what a draft token was drawn from; None if it was found, not drawn."""
+        model = self._models.get(share.drafts.drafter)
+        return None if model is None else model.drawn_from(share, at)
 
     def _with_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Ask the models for the drafts that the step plans. One that raises is never asked again; answers go on

@@ -85,6 +85,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "corpus_bytes": ("2MiB", 2 << 20, "speculation.corpus_bytes"),
     "draft_model": ("smollm2-135m", "smollm2-135m", "speculation.draft_model"),
     "draft_layers": ("7", 7, "speculation.draft_layers"),
+    "accept": ("rejection", "rejection", "speculation.accept"),
     "max_num_queued_seqs": ("11", 11, "scheduler.max_num_queued_seqs"),
     "max_num_queued_tokens": ("12", 12, "scheduler.max_num_queued_tokens"),
     "max_running_per_adapter": ("2", 2, ADAPTER + "max_running"),

@@ -115,6 +115,36 @@ def test_the_served_model_drafts_what_it_says(
         assert drafting.steps <= 12
 
 
+@pytest.fixture(scope="module", params=["model", "two layers"])
+def rejecting(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    speculation = replace(options(model, request.param.split()[-1], 2), accept="rejection")
+    with closing(started(model, library, speculation)) as drafted:
+        yield drafted
+
+
+class TestRejection:
+    """`--accept rejection`: requests without a seed."""
+
+    def test_what_has_a_seed_or_is_greedy_or_constrained_is_drawn_as_without(
+        self, plain: Drafted, rejecting: Drafted
+    ) -> None:
+        rng, grammars = random.Random(8), make_grammars(plain)
+        for _ in range(4):
+            same_answers(plain, rejecting, any_asks(plain, rng, grammars))
+        free = replace(RANDOM, seed=None, ignore_eos=False)
+        asks = [Ask(PROMPT, free, constraint=grammar) for grammar in (None, *grammars[:1])]
+        accepts = [group[0].accept for group in rejecting.messages([*asks, Ask(PROMPT, RANDOM)], "")]
+        assert accepts == ["rejection", "same-draw", "same-draw"]
+        assert plain.messages(asks, "")[0][0].accept is None
+
+    def test_what_has_none_is_drafted(self, rejecting: Drafted) -> None:
+        asks = [Ask(PROMPT, replace(RANDOM, seed=None), adapter) for adapter in (None, "one", "two")]
+        before = sum(counts.accepted for counts in rejecting.scheduler.draft_counts.values())
+        said = rejecting.run(asks)
+        assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
+        assert sum(counts.accepted for counts in rejecting.scheduler.draft_counts.values()) > before + 20
+
+
 def test_a_model_without_the_adapter_is_wrong_about_it(plain: Drafted, model: Path, library: AdapterStore) -> None:
     with closing(started(model, library, speculation=options(model, "model"))) as drafting:
         same_answers(plain, drafting, [Ask(PROMPT, GREEDY, "one")])

@@ -1,0 +1,127 @@
+"""Rejection sampling: whatever the drafts, tokens come as often as without them; a wrong rule is noticed."""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from lorasrv.outputs import RequestId
+from lorasrv.sampling import rejection
+from lorasrv.sampling.draft_verification import choose_tokens
+from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling.rejection import DrawnToken, accept_or_draw
+from lorasrv.sampling.sampler import distribution
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import PlannedDrafts, ScheduledRequest
+
+VOCAB, DRAWS = 12, 20_000
+MIX = np.random.default_rng(5)
+P, Q = MIX.dirichlet(np.ones(VOCAB)), MIX.dirichlet(np.ones(VOCAB))
+Floats = npt.NDArray[np.float64]
+
+
+def deviation(counts: Floats, probs: Floats) -> float:
+    """Chi-square as standard deviations of a normal number; cells of fewer than ten draws are put together."""
+    wanted, cells, want, got = counts.sum() * probs.ravel(), [], 0.0, 0.0
+    for expected, count in zip(wanted, counts.ravel(), strict=True):
+        want, got = want + expected, got + count
+        if want >= 10:
+            cells.append((got - want) ** 2 / want)
+            want = got = 0.0
+    freedom = len(cells) - 1
+    return ((sum(cells) / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def draws(width: int, drafted: Floats | None) -> Floats:
+    """How often each token comes, with so many drafts drawn one after the other; None: chosen ones."""
+    rng, counts = np.random.default_rng(1), np.zeros(VOCAB)
+    for number in range(DRAWS):
+        tokens = np.arange(width) if drafted is None else rng.choice(VOCAB, width, replace=False, p=drafted)
+        counts[accept_or_draw(P, [DrawnToken(int(t), drafted) for t in tokens], number, 3)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("drafted", [Q, P, None], ids=["another model", "the same", "chosen"])
+@pytest.mark.parametrize("width", [0, 1, 2, 4])
+def test_the_result_is_distributed_as_the_model_says(width: int, drafted: Floats | None) -> None:
+    assert abs(deviation(draws(width, drafted), P)) < 4
+
+
+def test_a_draft_of_the_same_distribution_is_always_taken() -> None:
+    for number in range(300):
+        token = int(MIX.choice(VOCAB, p=P))
+        assert accept_or_draw(P, [DrawnToken(token, P)], number, 0) == token
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_drawing_again_from_all_is_noticed(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule that is often written down: after a refusal draw from p, not from what q did not cover."""
+    monkeypatch.setattr(rejection.np, "maximum", lambda left, zero: np.where(left == 0.0, 0.0, P))
+    assert abs(deviation(draws(width, Q), P)) > 4
+
+
+# Chains of two drafts and the token behind them, through the sampler: a model that knows only the last token.
+
+NEXT_P, NEXT_Q = (torch.tensor(MIX.dirichlet(np.full(VOCAB, 0.7), VOCAB)).log().float() for _ in range(2))
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5, "temperature": 1.4},
+    {"top_p": 0.7},
+    {"min_p": 0.1, "typical_p": 0.8},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": ((3, 2.0),)},
+]
+
+
+def chain(seed: int, sampling: SamplingParams, model: torch.Tensor) -> tuple[list[int], list[Floats]]:
+    """Two tokens drawn from a model after token 0."""
+    rng, tokens, dists = np.random.default_rng(seed), [0], []
+    for count in range(2):
+        row = SamplingMetadata(sampling, count, tuple(tokens))
+        dists.append(distribution(model[tokens[-1]], row))
+        tokens.append(int(rng.choice(VOCAB, p=dists[-1])))
+    return tokens[1:], dists
+
+
+def verified(seed: int, sampling: SamplingParams, drafted_by: torch.Tensor) -> tuple[int, ...]:
+    tokens, dists = chain(seed, sampling, drafted_by)
+    share = ScheduledRequest(
+        RequestId("r"), (0, *tokens), 0, (0,), None, True, sampling, 0, (0,), drafts=PlannedDrafts(tuple(tokens)),
+        by_rejection=True,
+    )  # fmt: skip
+    said = choose_tokens(NEXT_P[[0, *tokens]], [share], lambda _, at: dists[at])
+    return said[RequestId("r")]
+
+
+def joint(sampling: SamplingParams) -> Floats:
+    """Of the first two tokens, as plain decoding draws them."""
+    first = distribution(NEXT_P[0], SamplingMetadata(sampling, 0, (0,)))
+    then = [distribution(NEXT_P[one], SamplingMetadata(sampling, 1, (0, one))) for one in range(VOCAB)]
+    return first[:, None] * np.array(then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", SAMPLINGS, ids=str)
+def test_two_tokens_are_jointly_distributed_as_without_drafts(fields: dict[str, Any]) -> None:
+    counts, num_accepted = np.zeros((VOCAB, VOCAB)), 0
+    for seed in range(6000):
+        sampling = SamplingParams(seed=seed + (1 << 40), **fields)
+        said = verified(seed, sampling, NEXT_Q)
+        num_accepted += len(said) - 1
+        if len(said) == 1:
+            # The next step draws the second token without drafts.
+            row = SamplingMetadata(sampling, 1, (0, said[0]))
+            rng = np.random.default_rng(seed + (1 << 50))
+            said = (*said, int(rng.choice(VOCAB, p=distribution(NEXT_P[said[0]], row))))
+        counts[said[:2]] += 1
+    assert abs(deviation(counts, joint(SamplingParams(seed=0, **fields)))) < 4
+    assert num_accepted > 300
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    for seed in range(200):
+        sampling = SamplingParams(seed=seed, temperature=1.3)
+        tokens, _ = chain(seed, sampling, NEXT_P)
+        assert verified(seed, sampling, NEXT_P)[:2] == tuple(tokens)
