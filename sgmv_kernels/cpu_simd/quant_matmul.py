@@ -240,15 +240,18 @@ class Codes(NamedTuple):
         size = 4 if self.factors == types.float32 else 2
         return size * TILE * (2 if self.minima in (MINIMA, ZEROS) else 1)
 
-    def load_factors(self, emit: Emitter, factors: Value, lane: int) -> tuple[Value, Value]:
-        """Load the scales and minima of the outputs of a tile from `lane` on."""
-        scale = emit.load_kind(factors, c64(lane), self.factors)
+    def load_scale(self, emit: Emitter, factors: Value, lane: int) -> Value:
+        """Load the scales of the outputs of a tile from `lane` on."""
+        return emit.load_kind(factors, c64(lane), self.factors)
+
+    def load_minimum(self, emit: Emitter, factors: Value, lane: int, scale: Value) -> Value:
+        """Load the minima of the outputs of a tile from `lane` on, whose scales are loaded."""
         if self.minima not in (MINIMA, ZEROS):
-            return scale, emit.b.fmul(scale, emit.const(-self.shift))
+            return emit.b.fmul(scale, emit.const(-self.shift))
         stored = emit.load_kind(factors, c64(TILE + lane), self.factors)
         if self.minima == MINIMA:
-            return scale, stored
-        return scale, emit.b.fmul(scale, emit.b.fsub(emit.const(-self.shift), stored))
+            return stored
+        return emit.b.fmul(scale, emit.b.fsub(emit.const(-self.shift), stored))
 
 
 def _nibbles(b: Any, value: Value, is_second: bool) -> Value:
@@ -326,17 +329,20 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 count = c64(num_stored) if in_registers else lines
                 whole = loop_of(b, c64(0), count, 1, [dot.begin() for _ in places], add_line)
                 factors = [b.add(start, stored) for start in starts]
-                loaded = [codes.load_factors(emit, factors[tile], v * LANES) for tile, v in vectors]
+                scales = [codes.load_scale(emit, factors[tile], v * LANES) for tile, v in vectors]
+                minima = [
+                    codes.load_minimum(emit, factors[tile], v * LANES, scale)
+                    for (tile, v), scale in zip(vectors, scales, strict=True)
+                ]
                 units = b.add(u, b.mul(block, c64(UNITS)))
                 results = []
                 for p, (i, k, place) in enumerate(places):
                     unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
                     before = state[p] if in_registers else emit.load(sums, place)
                     products = b.sitofp(dot.end(b, whole[p]), emit.float)
-                    scale, minimum = loaded[k]
-                    total = emit.fma(unit, b.fmul(products, scale), before)
+                    total = emit.fma(unit, b.fmul(products, scales[k]), before)
                     if codes.minima != NO_MINIMA:
-                        total = emit.fma(unit_sum, minimum, total)
+                        total = emit.fma(unit_sum, minima[k], total)
                     results.append(total)
                     if not in_registers:
                         emit.store(total, out, place)
