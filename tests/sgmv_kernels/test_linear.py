@@ -232,6 +232,17 @@ def test_without_the_processors_own_products(
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_bytes_as_words(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors whose products of bytes may overflow."""
+    monkeypatch.setattr(linear_cpu, "needs_words", lambda: True)
+    codes, x = random_codes(INT8_LEVELS, 32, 40, 256), rows(5, 256)
+    if dtype is not None:
+        codes = random_packed(INT8_LEVELS, 32, 40, 256, dtype=dtype, ordered=True)
+    packed = linear_cpu.pack_linear_cpu(codes, None, None)
+    assert error(linear_cpu.linear_cpu(x, packed), linear_reference(x, codes, None, rounded=True)) < 1e-6
+
+
 def test_stacked_codes() -> None:
     parts = [random_codes(INT4_LEVELS, 32, n, 64, seed=n) for n in (16, 5)]
     stacked = stack_codes(parts)

@@ -1,0 +1,101 @@
+"""Quantized checkpoints behind the real command line: served with an adapter, verified, or refused in one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cli_process import run
+from packed_checkpoints import Tensors, committed, dense, read_awq, with_config
+from peft_adapters import peft_adapter
+from safetensors.torch import load_file, save_file
+from served import lorasrv, serve
+
+from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
+
+pytestmark = pytest.mark.long
+PROMPT = [5, 9, 60, 33, 120, 7]
+NEW = 12
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return committed("autoawq-gemm", tmp_path / "tiny-awq")
+
+
+def greedy(model: torch.nn.Module) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(NEW):
+        with torch.inference_mode():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def test_the_base_and_an_adapter_say_what_transformers_and_peft_say(folder: Path, tmp_path: Path) -> None:
+    floats = dense(folder, tmp_path / "dense", lambda m, t: read_awq(t, 32) if "qweight" in t else None)
+    adapted = peft_adapter(floats, tmp_path / "mia", r=6)
+    vocabulary = TokenizerJson((folder / "tokenizer.json").read_text("utf-8"))
+    tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary, None, (2,), 1))
+    flags = ("--model", folder, "--quantize", "awq", "--kernels", "torch", "--dtype", "float32")
+    with serve(*flags, "--pool-bytes", "16MiB", adapters={"mia": tmp_path / "mia"}) as served:
+        cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
+        held = {"format": "awq", "method": "awq", "bits": [4], "exact": True}
+        assert cards["tiny-awq"]["weights"] == cards["mia"]["weights"] == held
+        assert served.log.count("weights: awq, 4 bits, 14 linears: kept exactly as the file has them") == 1
+        texts = {}
+        for name in ("mia", "tiny-awq"):
+            body = {"model": name, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+            texts[name] = served.post("/v1/completions", **body).json()["choices"][0]["text"]
+        assert texts["mia"] == tokenizer.decode(greedy(adapted))
+        with adapted.disable_adapter():
+            assert texts["tiny-awq"] == tokenizer.decode(greedy(adapted))
+        done = lorasrv("verify", "mia", "--server", served.url)
+        assert (done.returncode, "exact" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def damaged(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+SCALES = "model.layers.1.mlp.down_proj.scales"
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "says"),
+    [
+        (damaged(lambda t: t[SCALES].fill_(torch.nan)), (), f"{SCALES} holds what is no number"),
+        (damaged(lambda t: t.pop(SCALES)), (), f"the checkpoint lacks {SCALES}"),
+        (
+            lambda folder: with_config(folder, quantization_config={"quant_method": "exl2"}),
+            (),
+            "this checkpoint is quantized by 'exl2' (config.json), which is not supported; supported: gptq, awq, "
+            "compressed-tensors. Give one of these, or the original weights",
+        ),
+        (
+            lambda folder: with_config(folder, quantization_config=AWQ | {"version": "gemv_fast"}),
+            (),
+            "AWQ in version 'gemv_fast' is not supported, only gemm and gemv",
+        ),
+        (
+            lambda folder: None,
+            ("--quantize", "gptq"),
+            "--quantization gptq: this is no GPTQ checkpoint; choose auto, int8, int4 or none",
+        ),
+    ],
+)
+def test_what_cannot_be_served_ends_with_one_line(
+    folder: Path, tmp_path: Path, change: Callable[[Path], None], flags: tuple[str, ...], says: str
+) -> None:
+    change(folder)
+    where = ("--model", folder, "--store", tmp_path / "store", "--port", "0", "--kernels", "torch")
+    done = run("serve", *where, *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("lorasrv: ")]
+    assert errors == [f"lorasrv: {says}"]
+    assert "Traceback" not in done.stderr
