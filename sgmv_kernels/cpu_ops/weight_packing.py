@@ -27,6 +27,8 @@ _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
 _QUAD = 4
 _HALF = CODE_BLOCK // 2 // _QUAD
 """Lines of half a block."""
+_CHUNK_BYTES = 1 << 19
+"""Bytes of codes that are packed at a time."""
 
 
 class Factors(StrEnum):
@@ -123,7 +125,6 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     """
     check_codes(weight)
     tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
-    codes = _tiled(weight.codes, tiles).view(tiles, TILE, groups, -1, _QUAD).permute(0, 2, 3, 1, 4)
     order = weight.order
     if order is not None and not torch.equal(order.sort().values, torch.arange(weight.in_features, dtype=torch.int32)):
         raise KernelArgumentError("order must have every input once")
@@ -132,7 +133,17 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
         _tiled(held, tiles).view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8)
         for held in _factors(weight, factors)
     ]
-    data = torch.cat([_pack_lines(codes, weight.levels).flatten(2), *stacked], dim=-1)
+    code_bytes = TILE * weight.group * _BYTES_OF_64[weight.levels] // 64
+    data = torch.empty((tiles, groups, code_bytes + sum(held.shape[-1] for held in stacked)), dtype=torch.uint8)
+    data[..., code_bytes:] = torch.cat(stacked, dim=-1)
+    # A few tiles at a time, which stay in a cache. Quads change places as int32, ten times as fast as byte by byte.
+    step = max(1, _CHUNK_BYTES // (TILE * weight.in_features))
+    for first in range(0, tiles, step):
+        part = data[first : first + step]
+        rows = _tiled(weight.codes[first * TILE : (first + step) * TILE], len(part))
+        quads = rows.view(torch.int32).view(len(part), TILE, -1).transpose(1, 2).contiguous()
+        lines = quads.view(torch.uint8).view(len(part), groups, -1, TILE, _QUAD)
+        part[..., :code_bytes] = _pack_lines(lines, weight.levels).flatten(2)
     return CodeTiles(data, weight.out_features, weight.in_features, weight.levels, factors, order)
 
 
@@ -157,9 +168,9 @@ def _tiled(values: Tensor, tiles: int) -> Tensor:
 
 
 def _pack_lines(lines: Tensor, levels: int) -> Tensor:
-    """Pack codes [tiles, G, lines, TILE, 4] into fewer lines of uint8."""
+    """Pack codes [tiles, G, lines, TILE, 4] uint8 into fewer lines."""
     if levels == INT8_LEVELS:
-        return lines.contiguous().view(torch.uint8)
+        return lines
     if levels == INT4_LEVELS:
         first, second = _split(lines, 2, 2, _HALF).unbind(3)
         return (first | second << 4).flatten(2, 3)

@@ -62,7 +62,7 @@ class AwqModules:
         words = self._tensors.read(f"{module}.qweight", _WORDS, (inputs, outputs // FIELDS))
         zeros = self._tensors.read(f"{module}.qzeros", _WORDS, (groups, outputs // FIELDS))
         scales = self._tensors.read(f"{module}.scales", FLOATS, (groups, outputs))
-        return _in_order(words).T, _in_order(zeros).T, scales.T
+        return _by_output(words), _by_output(zeros), scales.T
 
     def _read_gemv(self, module: str, outputs: int, inputs: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return fields [O, H], zeros [O, G] and scales [O, G]."""
@@ -75,7 +75,11 @@ class AwqModules:
         return unpack_fields(words, BITS), unpack_fields(zeros, BITS)[:, :groups], scales[:, :groups]
 
 
-def _in_order(words: Tensor) -> Tensor:
-    """Unpack words [N, O / 8] to fields [N, O] in the order of the outputs."""
-    fields = unpack_fields(words, BITS).view(*words.shape, FIELDS)
-    return fields[..., torch.tensor(OUTPUTS).argsort()].flatten(-2)
+def _by_output(words: Tensor) -> Tensor:
+    """Unpack words [N, O / 8] to the fields of every output, [O, N] uint8."""
+    stream = words.T.contiguous().view(torch.uint8).view(words.shape[1], words.shape[0], FIELDS // 2)
+    fields = torch.empty((words.shape[1], FIELDS, words.shape[0]), dtype=torch.uint8)
+    for i in range(0, FIELDS, 2):
+        two = stream[..., i // 2].contiguous()
+        fields[:, OUTPUTS[i]], fields[:, OUTPUTS[i + 1]] = two & 15, two >> 4
+    return fields.flatten(0, 1)

@@ -172,5 +172,5 @@ def _fields_of(words: Tensor, fields: int, bits: int, *, is_dense: bool) -> Tens
 
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:
-    """Add 2^(b-1) to int8 values; returns uint8."""
-    return (values.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
+    """Add 2^(b-1) to int8 values; returns uint8, which wraps."""
+    return values.view(torch.uint8) + (1 << bits - 1)
