@@ -17,7 +17,7 @@ from torch import Tensor
 from lorasrv.errors import UnsupportedModel
 from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.stored_tensors import FLOATS, StoredTensors
-from lorasrv.models.loader.packed.unpacking import exact_scales, group_codes, unpack_fields
+from lorasrv.models.loader.packed.unpacking import byte_stream, exact_scales, group_codes, unpack_fields
 from sgmv_kernels.ops import GroupQuantizedWeight
 
 VERSIONS = ("gemm", "gemv")
@@ -77,7 +77,7 @@ class AwqModules:
 
 def _by_output(words: Tensor) -> Tensor:
     """Unpack words [N, O / 8] to the fields of every output, [O, N] uint8."""
-    stream = words.T.contiguous().view(torch.uint8).view(words.shape[1], words.shape[0], FIELDS // 2)
+    stream = byte_stream(words.T).view(words.shape[1], words.shape[0], FIELDS // 2)
     fields = torch.empty((words.shape[1], FIELDS, words.shape[0]), dtype=torch.uint8)
     for i in range(0, FIELDS, 2):
         two = stream[..., i // 2].contiguous()

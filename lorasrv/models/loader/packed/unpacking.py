@@ -22,7 +22,7 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
         bits: of a field.
     Returns: [..., N * width // bits] uint8; of 3, 5, 6 and 7 bits, fields may lie in two words.
     """
-    stream = words.contiguous().view(torch.uint8)
+    stream = byte_stream(words)
     if bits == 8:
         return stream
     if bits in (2, 4):
@@ -37,6 +37,12 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
     for i in range(8):
         fields[..., i] = joined >> bits * i & (1 << bits) - 1
     return fields.flatten(-2)
+
+
+def byte_stream(words: Tensor) -> Tensor:
+    """Return the bytes of words [..., N], [..., N * their size] uint8."""
+    # A dimension of 1 may have any stride, which a view of other elements does not take.
+    return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.itemsize)
 
 
 def _spread_bytes(stream: Tensor, bits: int) -> Tensor:
