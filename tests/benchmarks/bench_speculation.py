@@ -1,6 +1,7 @@
 """Measure what drafts are worth to users: the same requests to a server with `--speculation auto` and one without.
 
     python tests/benchmarks/bench_speculation.py [--cases copy,json,personas] [--rounds 3]
+        [--auto "--draft-layers 15"]
 
 Both servers run all the time and are asked by turns, over HTTP. Every answer must be the same from both; a speed-up is
 the median of the rounds, by the time that all requests of a round take. Before it is measured a persona has answered
@@ -8,6 +9,7 @@ the questions of `heldout.jsonl`; it is measured on those of `fresh.jsonl`, whic
 """
 
 import json
+import shlex
 import statistics
 import tempfile
 import time
@@ -154,12 +156,15 @@ def main() -> None:
         __doc__,
         cases=(("copy", "json", "personas", "mixed", "chat"), "kinds of requests"),
         rounds=(3, "rounds of each case"),
+        both=("", "options of both servers, as one text"),
+        auto=("", "further options of the server with drafts"),
     )
+    both = shlex.split(a.both)
     adapters = [BOTS / "adapters" / persona for persona in PERSONAS]
     with (
         tempfile.TemporaryDirectory() as folder,
-        lorasrv_server(Path(folder, "off"), "--speculation", "off", adapters=adapters) as off,
-        lorasrv_server(Path(folder, "auto"), adapters=adapters) as auto,
+        lorasrv_server(Path(folder, "off"), "--speculation", "off", *both, adapters=adapters) as off,
+        lorasrv_server(Path(folder, "auto"), *both, *shlex.split(a.auto), adapters=adapters) as auto,
         httpx2.Client(base_url=off.url, timeout=600, trust_env=False) as to_off,
         httpx2.Client(base_url=auto.url, timeout=600, trust_env=False) as to_auto,
     ):
