@@ -230,6 +230,7 @@ class SpeculationOptions:
         corpus_bytes: memory for past answers, from which `corpus` drafts.
         draft_model: base of the same vocabulary, from which `model` drafts; as `ModelOptions.model`.
         accept: how draft tokens are accepted; "rejection" only of requests without a seed.
+        draft_trees: whether drafts of several drafters are verified together, as a tree.
         draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
     """
 
@@ -239,6 +240,7 @@ class SpeculationOptions:
     draft_model: str | None = None
     draft_layers: int | None = None
     accept: str = SAME_DRAW
+    draft_trees: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--speculation", self.speculation, SPECULATION)

@@ -14,6 +14,7 @@ from lorasrv.request import ConstraintState, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import REJECTION
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.metadata.draft_trees import ROOT
 
 _NO_ROWS = range(0)
 PENDING = -1
@@ -221,6 +222,27 @@ class ScheduledRequest:
             replace(self, token_ids=self.token_ids[:count], samples=False, prompt_rows=first),
             replace(self, token_ids=self.token_ids[count:], start=self.start + count, prompt_rows=then),
         )
+
+
+def path_along(token_ids: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
+    """Return the indices of the draft tokens that an answer has said, from a child of the root down.
+
+    Args:
+        parents: of the draft tokens; empty for a chain.
+    """
+    nodes = children(token_ids, parents)
+    path, node = list[int](), ROOT
+    for token in said:
+        if (child := nodes.get((node, token))) is None:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+def children(token_ids: Sequence[int], parents: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return the index of each draft token by its parent and itself."""
+    return {key: at for at, key in enumerate(zip(parents or range(ROOT, len(token_ids)), token_ids, strict=False))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,9 @@ class ServerSettings(BaseModel):
             choices=ACCEPT,
         ),
     ] = _SPECULATION.accept
+    draft_trees: Annotated[
+        bool, _speculation("Verify drafts of several drafters together, as a tree; the last bits of logits may differ")
+    ] = _SPECULATION.draft_trees
 
     max_num_queued_seqs: Annotated[
         _AtLeastOne, _limits("Maximum number of requests that wait for their first step", aliases=("max_queued",))

@@ -149,6 +149,7 @@ def build(
                 make_drafters(config.speculation) if drafters is None else drafters,
                 spec.vocab_size,
                 models=models,
+                makes_trees=config.speculation.draft_trees,
             ),
         ),
         executor=executor,

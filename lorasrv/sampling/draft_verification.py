@@ -20,7 +20,8 @@ from lorasrv.request import ConstraintState
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.rejection import DrawnToken, Probabilities, accept_or_draw
 from lorasrv.sampling.sampler import distribution, likeliest_finite, sample_finite
-from lorasrv.scheduler_output import ScheduledRequest
+from lorasrv.scheduler_output import ScheduledRequest, children
+from sgmv_kernels.metadata.draft_trees import ROOT
 
 DrawnFrom = Callable[[ScheduledRequest, int], Probabilities | None]
 
@@ -65,9 +66,8 @@ def _accepted(logits: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | Non
     if not path.is_rejecting or not torch.isfinite(logits.sum()):
         return sample_finite(logits[None], [row])[0]
     assert row.params.seed is not None, "a random request gets a seed at admission"
-    at = len(path.tokens)
-    drawn = DrawnToken(path.share.draft_token_ids[at], drawn_from(path.share, at))
-    return accept_or_draw(distribution(logits, row), [drawn], row.params.seed, row.num_generated)
+    drawn = [DrawnToken(path.share.draft_token_ids[at], drawn_from(path.share, at)) for at in path.drafts]
+    return accept_or_draw(distribution(logits, row), drawn, row.params.seed, row.num_generated)
 
 
 class _Path:
@@ -77,6 +77,9 @@ class _Path:
         self.share = share
         self.tokens: list[int] = []
         self._first_row = first_row
+        self._children = children(share.draft_token_ids, share.draft_parents)
+        # The draft token that was said last.
+        self._node = ROOT
         # The scheduler's own state follows only what is said; a step may be computed twice.
         self._ahead: ConstraintState | None = None
         # Whether all its tokens are those of the highest logits, as they are.
@@ -90,11 +93,16 @@ class _Path:
     @property
     def is_rejecting(self) -> bool:
         """Whether the current row's draft token is accepted by rejection sampling."""
-        return self.share.by_rejection and len(self.tokens) < len(self.share.draft_token_ids)
+        return self.share.by_rejection and bool(self.drafts)
+
+    @property
+    def drafts(self) -> list[int]:
+        """The places of the drafts of the current row's token."""
+        return [at for (parent, _), at in self._children.items() if parent == self._node]
 
     @property
     def row(self) -> int:
-        return self._first_row + len(self.tokens)
+        return self._first_row + 1 + self._node
 
     def sampling_row(self) -> SamplingMetadata:
         return (
@@ -108,10 +116,11 @@ class _Path:
         if token is None or (self._ahead is not None and self._ahead.error is not None):
             # What is wrong here is found, and told, by the next step.
             return False
-        at = len(self.tokens)
         self.tokens.append(token)
-        if at >= len(self.share.draft_token_ids) or token != self.share.draft_token_ids[at]:
+        child = self._children.get((self._node, token))
+        if child is None:
             return False
+        self._node = child
         return self._follows_constraint(token)
 
     def _follows_constraint(self, token: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.outputs import RequestId, TokenLogprobs
-from lorasrv.scheduler_output import ScheduledRequest
+from lorasrv.scheduler_output import ScheduledRequest, path_along
 
 ROWS_AT_ONCE = 16
 """Rows ranked at a time; ranking takes 8 bytes a token beside the logits."""
@@ -22,7 +22,7 @@ def chosen_logprobs(
 
     Args:
         logits: [at least S, V], the `num_logit_rows` of each share first.
-        chosen: tokens of the first of these rows.
+        chosen: tokens of the first of these rows, and of those of the accepted draft tokens.
     """
     rows: list[int] = []
     tokens: list[int] = []
@@ -30,7 +30,8 @@ def chosen_logprobs(
     first = 0
     for share in shares:
         if share.sampling.logprobs is not None and (said := chosen.get(share.request_id)):
-            rows += range(first, first + len(said))
+            path = path_along(share.draft_token_ids, share.draft_parents, said[:-1])
+            rows += [first, *(first + 1 + at for at in path)]
             tokens += said
             tops += [share.sampling.logprobs] * len(said)
         first += share.num_logit_rows

@@ -195,8 +195,15 @@ class StepPlanner:
             wanted = length + num_asked
             count = self._allocator.extend_for_drafts(ask.request, wanted, keep_free) if wanted else 0
             if count > 0:
-                tokens = proposal.token_ids[: min(count, length)]
-                drafts[ask.request.request_id] = PlannedDrafts(tokens, proposal.drafter, model, count - len(tokens))
+                taken = proposal.first(min(count, length))
+                num_asked = count - len(taken.token_ids)
+                drafts[ask.request.request_id] = PlannedDrafts(
+                    taken.token_ids,
+                    "".join(taken.drafters[:1]),
+                    model,
+                    num_asked,
+                    () if taken.is_chain else taken.parents,
+                )
         return drafts
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:

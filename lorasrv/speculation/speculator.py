@@ -13,10 +13,11 @@ from functools import partial
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.scheduler_output import DrafterOutput
+from lorasrv.scheduler_output import DrafterOutput, path_along
 from lorasrv.speculation.draft_lengths import PlainStep
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
+from lorasrv.speculation.proposal import Chain, Proposal
 from lorasrv.speculation.survival import SurvivalTable
 from lorasrv.speculation_params import REJECTION
 
@@ -25,16 +26,6 @@ ASKED_TOGETHER = 2
 """Requests for which drafters are asked at a time."""
 MAX_MODEL_DRAFT = 8
 """Most tokens that a model drafts at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Propose tokens for one answer."""
-
-    token_ids: tuple[int, ...] = ()
-    # Chance of each token that it and those before it are right.
-    survival: tuple[float, ...] = ()
-    drafter: str = ""
 
 
 NO_PROPOSAL = Proposal()
@@ -72,6 +63,7 @@ class Speculator:
     Args:
         drafters: in the order in which equally likely drafts are preferred.
         models: names of the models on the worker that may be asked.
+        makes_trees: whether drafts of several drafters are verified together, as a tree.
         vocab_size: valid token ids are below it.
         clock: seconds, for the time that proposing may take.
     """
@@ -82,6 +74,8 @@ class Speculator:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         models: Sequence[str] = (),
+        *,
+        makes_trees: bool = False,
     ) -> None:
         self._drafters = list(drafters)
         self._vocab_size = vocab_size
@@ -92,8 +86,9 @@ class Speculator:
         self._trails: dict[RequestId, dict[str, _Trail]] = {}
         self._num_asked = 0
         self._counts = {name: DraftCounts() for name in (*(drafter.name for drafter in drafters), *models)}
-        # Of requests, the drafter of the last proposal.
-        self._proposed_by: dict[RequestId, str] = {}
+        self._makes_trees = makes_trees
+        # The last one of each request.
+        self._proposed: dict[RequestId, Proposal] = {}
 
     @property
     def is_active(self) -> bool:
@@ -131,7 +126,7 @@ class Speculator:
         asked = [("", 0)] * len(asks)
         for name, model in self._models.items():
             numbers = [number for number, ask in enumerate(asks) if not asked[number][1] and self._may_ask(name, ask)]
-            numbers = [n for n in numbers if not lengths[n] or self._proposed_by[asks[n].request.request_id] == name]
+            numbers = [n for n in numbers if self._is_left_to(name, asks[n].request, lengths[n])]
             if not numbers:
                 continue
             # Tokens that the step may yet say are none of the answer's next drafts.
@@ -142,6 +137,10 @@ class Speculator:
             for number, length in zip(numbers, found, strict=True):
                 asked[number] = (name, length) if length > 0 else asked[number]
         return asked
+
+    def _is_left_to(self, model: str, request: Request, num_drafts: int) -> bool:
+        """Return whether a step verifies no drafts of others."""
+        return set(self._proposed[request.request_id].drafters[:num_drafts]) <= {model}
 
     def _may_ask(self, name: str, ask: DraftAsk) -> bool:
         return ask.request.message.speculation.allows(name)
@@ -165,9 +164,11 @@ class Speculator:
             num_drafts: draft tokens that the step has verified.
         """
         if num_drafts:
-            counts = self._counts[self._proposed_by[request.request_id]]
-            counts.drafted += num_drafts
-            counts.accepted += len(new_token_ids) - 1
+            verified = self._proposed[request.request_id].first(num_drafts)
+            for name in verified.drafters:
+                self._counts[name].drafted += 1
+            for at in path_along(verified.token_ids, verified.parents, new_token_ids[:-1]):
+                self._counts[verified.drafters[at]].accepted += 1
         trails = self._trails.get(request.request_id, {})
         for name, trail in list(trails.items()):
             if not self._follow(trail, name, request, new_token_ids):
@@ -178,7 +179,7 @@ class Speculator:
     def forget(self, request: Request) -> None:
         """Tell the drafters that a request has finished."""
         self._trails.pop(request.request_id, None)
-        self._proposed_by.pop(request.request_id, None)
+        self._proposed.pop(request.request_id, None)
         for drafter in tuple(self._drafters):
             self._guard(drafter, partial(drafter.forget, request))
 
@@ -214,16 +215,16 @@ class Speculator:
         return not has_draft and request.message.speculation.allows(name)
 
     def _proposal(self, ask: DraftAsk) -> Proposal:
-        """Return the draft that is expected to yield the most tokens."""
-        request = ask.request
-        best = NO_PROPOSAL
+        """Return the draft that is expected to yield the most tokens, or a tree of all."""
+        request, chains = ask.request, list[Chain]()
         for name, trail in self._trails.get(request.request_id, {}).items():
             survival = self._chances(name, trail, ask)
-            if sum(survival) > sum(best.survival):
-                best = Proposal(trail.tokens[: len(survival)], survival, name)
-                self._proposed_by[request.request_id] = name
-        tokens = self._valid(request, best.token_ids)
-        return Proposal(tokens, best.survival[: len(tokens)], best.drafter)
+            tokens = self._valid(request, trail.tokens[: len(survival)])
+            chains.append(Chain(name, tokens, survival[: len(tokens)]))
+        if len(chains) > 1 and not (self._makes_trees and request.message.accept != REJECTION):
+            chains = [max(chains, key=lambda chain: sum(chain.survival))]
+        found = self._proposed[request.request_id] = Proposal.merged(chains).first(ask.max_tokens)
+        return found
 
     def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
         """Return the chance of each token of a draft that pays, that it and those before it are right."""

@@ -16,7 +16,7 @@ from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import launch_sampling
-from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
@@ -199,10 +199,21 @@ class ModelRunner:
     ) -> ModelRunnerOutput:
         # One adapter's weights may overflow: its requests fail, the others of the step do not.
         chosen = choose_tokens(logits, sampled, self._drawn_from)
+        self._bring_together(sampled, chosen)
         num_rows = sum(share.num_logit_rows for share in sampled)
         return ModelRunnerOutput(
             chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
         )
+
+    def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:
+        """Move the keys and values of accepted draft tokens of trees behind those of the known tokens."""
+        trees = [share for share in sampled if share.draft_parents and share.request_id in chosen]
+        moves = [
+            share.moves_along(path_along(share.draft_token_ids, share.draft_parents, chosen[share.request_id]))
+            for share in trees
+        ]
+        if any(move.sources for move in moves):
+            self._memory.copy_slots(moves, self._ops)
 
     def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from; None if it was found, not drawn."""

@@ -42,9 +42,8 @@ Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
 class ScriptedDrafter(Drafter):
     """Proposes what its script makes of the right answers; without a script nothing."""
 
-    name = "scripted"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "scripted") -> None:
+        self.name = name
         self.script: Script | None = None
         self.answers: dict[RequestId, list[int]] = {}
         self.rng = random.Random(0)

@@ -86,6 +86,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "draft_model": ("smollm2-135m", "smollm2-135m", "speculation.draft_model"),
     "draft_layers": ("7", 7, "speculation.draft_layers"),
     "accept": ("rejection", "rejection", "speculation.accept"),
+    "draft_trees": ("true", True, "speculation.draft_trees"),
     "max_num_queued_seqs": ("11", 11, "scheduler.max_num_queued_seqs"),
     "max_num_queued_tokens": ("12", 12, "scheduler.max_num_queued_tokens"),
     "max_running_per_adapter": ("2", 2, ADAPTER + "max_running"),

@@ -262,6 +262,6 @@ def test_nothing_is_kept_of_finished_requests() -> None:
         proposal(speculator, request)
         say(speculator, request, 14, 99, num_drafts=1)
         finished(speculator, request, RequestStatus.FINISHED_ABORTED)
-    kept = (speculator._trails, speculator._proposed_by, lookup._texts, prediction._texts)
+    kept = (speculator._trails, speculator._proposed, lookup._texts, prediction._texts)
     assert not any(kept)
     assert not speculator.kept_bytes
