@@ -105,7 +105,7 @@ class ServerSettings(BaseModel):
         _Name,
         _model(
             "Format of the base weights: none, int8, int4, q3h, fp8, or auto (that of a quantized file, else int8); "
-            "gptq, awq or compressed-tensors: the checkpoint must be one",
+            "gptq, awq, compressed-tensors or bitsandbytes: the checkpoint must be one",
             aliases=("quantize",),
             metavar="FORMAT",
         ),

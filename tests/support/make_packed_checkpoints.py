@@ -3,10 +3,11 @@
     python tests/support/make_packed_checkpoints.py LIBRARIES
 
 LIBRARIES is a folder into which these were unpacked, without their dependencies: the wheels of auto-gptq 0.7.1,
-compressed-tensors 0.20.0 and loguru 0.7.3, and the source of autoawq 0.2.9. With transformers 5 the packages of
-AutoGPTQ and AutoAWQ cannot be imported, so the files that pack are loaded alone, beside stand-ins for their packages.
-GPTQModel has no wheel and was not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other words) are
-written by `packed_checkpoints.py` from their description. Written with torch 2.13.0 and transformers 5.23.0.
+compressed-tensors 0.20.0, loguru 0.7.3 and bitsandbytes 0.50.2, and the source of autoawq 0.2.9. With transformers 5
+the packages of AutoGPTQ and AutoAWQ cannot be imported, so the files that pack are loaded alone, beside stand-ins for
+their packages. GPTQModel has no wheel and was not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic,
+other words) are written by `packed_checkpoints.py` from their description. Written with torch 2.13.0 and transformers
+5.23.0.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_checkpoints import DATA, Quantized, Tensors, base, convert
+from packed_checkpoints import DATA, Quantized, Tensors, base, convert, read_bitsandbytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -114,6 +115,43 @@ def by_compressed_tensors(libraries: Path, schemes: Mapping[str, Mapping[str, An
     return tensors_of
 
 
+def by_bitsandbytes(libraries: Path, source: Path) -> None:
+    """As transformers saves it; what the library dequantizes is what the tests' reading gives, in its fp16."""
+    sys.path.insert(0, str(libraries))
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    kinds = {
+        "int8": {"load_in_8bit": True},
+        "nf4": four | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        "fp4": four | {"bnb_4bit_quant_type": "fp4", "llm_int8_skip_modules": ["model.layers.1.self_attn.v_proj"]},
+    }
+    for kind, fields in kinds.items():
+        target = DATA / f"bitsandbytes-{kind}"
+        shutil.rmtree(target, ignore_errors=True)
+        config = BitsAndBytesConfig(**fields)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=config, device_map="cpu", dtype=torch.float16
+        )
+        model.save_pretrained(target)
+        tidy(target)
+        if kind != "int8":
+            module = "model.layers.0.mlp.down_proj"
+            held, stored = model.get_submodule(module).weight, load_file(target / "model.safetensors")
+            parts = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
+            assert torch.equal(dequantize_4bit(held.data, held.quant_state), read_bitsandbytes(parts).half())
+
+
+def tidy(folder: Path) -> None:
+    """Keep what a checkpoint needs, less the tokenizer; the configuration in lines."""
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    text = json.dumps(json.loads((folder / "config.json").read_text()), indent=1)
+    (folder / "config.json").write_text(text + "\n")
+
+
 def group_of(fields: Mapping[str, Any], targets: list[str]) -> dict[str, Any]:
     weights = {key: value for key, value in fields.items() if key != "input_activations"}
     return {"targets": targets, "weights": weights, "input_activations": fields.get("input_activations")}
@@ -157,11 +195,8 @@ def main(libraries: Path) -> None:
             tensors = load_file(made / "model.safetensors")
             kept = {n: t.bfloat16() if t.dtype == torch.float32 and "proj" not in n else t for n, t in tensors.items()}
             save_file(kept, made / "model.safetensors", {"format": "pt"})
-            for file in made.iterdir():
-                if file.name not in ("config.json", "model.safetensors"):
-                    file.unlink()
-            text = json.dumps(json.loads((made / "config.json").read_text()), indent=1)
-            (made / "config.json").write_text(text + "\n")
+            tidy(made)
+        by_bitsandbytes(libraries, source)
 
 
 if __name__ == "__main__":

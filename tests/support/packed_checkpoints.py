@@ -174,6 +174,25 @@ def read_compressed(stored: Mapping[str, Tensor], bits: int) -> Tensor:
     return (values - zeros[:, groups_of]).float() * scales[:, groups_of]
 
 
+def read_bitsandbytes(stored: Mapping[str, Tensor]) -> Tensor:
+    """The weight [O, H] fp32 of a module, from its tensors by what follows the module's name."""
+    weight = stored["weight"]
+    if "SCB" in stored:
+        return weight.float() * stored["SCB"][:, None] / 127
+    state = json.loads(bytes(next(t for name, t in stored.items() if "quant_state" in name).tolist()))
+    raw, table = weight.view(-1).view(torch.uint8).tolist(), stored["weight.quant_map"].tolist()
+    absmax = stored["weight.absmax"]
+    if "nested_blocksize" in state:
+        which = torch.arange(len(absmax)) // state["nested_blocksize"]
+        absmax = stored["weight.nested_quant_map"][absmax.long()] * stored["weight.nested_absmax"][which]
+        absmax = absmax + state["nested_offset"]
+    values = []
+    for i in range(state["shape"][0] * state["shape"][1]):
+        code = raw[i // 2] >> 4 if i % 2 == 0 else raw[i // 2] & 15
+        values.append(torch.tensor(table[code]) * absmax[i // state["blocksize"]])
+    return torch.stack(values).view(*state["shape"])
+
+
 def on_the_8_bit_grid(table: Tensor) -> Tensor:
     """A table [V, H] like this one that rounding to int8 in groups of 32 leaves as it is."""
     whole = (table.float() * 300).round().clamp(-126, 126)

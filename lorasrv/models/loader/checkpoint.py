@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 class StoredPacking:
     """Describe the quantization that a checkpoint came with."""
 
-    # As its configuration calls it: gptq, awq or compressed-tensors.
+    # As its configuration calls it: gptq, awq, compressed-tensors, bitsandbytes or fp8.
     method: str
     # Distinct numbers of bits of its linears, ascending.
     bits: tuple[int, ...]
-    # Mean bits of a weight of the layers' linears, without scales.
+    # Mean bits of a weight of the layers' linears as codes, without scales.
     mean_bits: float
+    # How the codes differ from the file's weights; "" if they do not.
+    rounding: str = ""
 
 
 class Checkpoint(Protocol):

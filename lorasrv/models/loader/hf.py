@@ -62,16 +62,21 @@ class HfCheckpoint:
         return tensor_shapes(self.spec).keys()
 
     def tensor(self, name: str) -> "Tensor":
-        if (codes := self.codes(name)) is not None:
-            return codes.dequantize()
+        module = self._quantized_module(name)
+        if module is not None and self._packed is not None:
+            return self._packed.weight(module)
         weight: Tensor = self._readers[name].get_tensor(name)
         return weight
 
     def codes(self, name: str) -> "GroupQuantizedWeight | None":
+        module = self._quantized_module(name)
+        return None if module is None or self._packed is None else self._packed.codes(module)
+
+    def _quantized_module(self, name: str) -> str | None:
+        """Return the module whose weight has this name, if it is quantized."""
         module = name.removesuffix(".weight")
-        if self._packed is None or module == name or module not in self._packed.bits:
-            return None
-        return self._packed.codes(module)
+        is_packed = self._packed is not None and module != name and module in self._packed.bits
+        return module if is_packed else None
 
     def tokenizer_source(self) -> TokenizerSource:
         return hf_tokenizer_source(self._path, self.spec)
@@ -134,8 +139,10 @@ class HfCheckpoint:
         sizes = {module: math.prod(shapes[name]) for module in bits if (name := f"{module}.weight") in shapes}
         if not sizes:
             return None
-        mean = sum(bits[module] * size for module, size in sizes.items()) / sum(sizes.values())
-        return StoredPacking(method, tuple(sorted({bits[module] for module in sizes})), mean)
+        rounding = "" if self._packed is None else self._packed.rounding
+        held = {module: 8 if rounding else bits[module] for module in sizes}
+        mean = sum(held[module] * size for module, size in sizes.items()) / sum(sizes.values())
+        return StoredPacking(method, tuple(sorted({bits[module] for module in sizes})), mean, rounding)
 
     def _check_biases(self) -> None:
         """Check that quantized modules have no bias that the family does not know; some exports have zeros."""

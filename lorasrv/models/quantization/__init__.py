@@ -7,7 +7,7 @@ from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.fp8 import Fp8Format
 from lorasrv.models.quantization.grouped import INT8_GROUP, Int4Format, Int8Format, Q3hFormat
-from lorasrv.models.quantization.stored import AwqFormat, CompressedTensorsFormat, GptqFormat
+from lorasrv.models.quantization.stored import AwqFormat, BitsAndBytesFormat, CompressedTensorsFormat, GptqFormat
 from lorasrv.models.quantization.unquantized import NoneFormat
 from sgmv_kernels.ops import Ops
 
@@ -24,7 +24,7 @@ __all__ = [
     "get_format",
     "select_format",
 ]
-_STORED = (GptqFormat, AwqFormat, CompressedTensorsFormat)
+_STORED = (GptqFormat, AwqFormat, CompressedTensorsFormat, BitsAndBytesFormat)
 _ALL: tuple[type[QuantFormat], ...] = (NoneFormat, Int8Format, Int4Format, Q3hFormat, Fp8Format, *_STORED)
 FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 """Every format by its name, which `--quantization` takes."""

@@ -21,7 +21,7 @@ class ServedWeights:
     @property
     def is_exact(self) -> bool:
         """Return whether every quantized linear of a layer has the values that the file gives."""
-        return self.remade == 0
+        return self.remade == 0 and (self.packing is None or not self.packing.rounding)
 
     def line(self) -> str:
         """Describe a quantized file and its use in one line; "" for other files."""
@@ -31,6 +31,8 @@ class ServedWeights:
         what = f"weights: {self.packing.method}, {bits} bits, {self.kept + self.remade} linears"
         if self.is_exact:
             return f"{what}: kept exactly as the file has them (--quantization {self.format})"
+        if not self.remade:
+            return f"{what}: {self.packing.rounding} (--quantization {self.format})"
         return (
             f"{what}: {self.remade} of them dequantized and stored as {self.format}, which adds an error of rounding "
             "to the file's; --quantization auto keeps them"

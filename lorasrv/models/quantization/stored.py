@@ -1,7 +1,8 @@
-"""Serve checkpoints that are quantized already as they are: GPTQ, AWQ, compressed-tensors.
+"""Serve checkpoints that are quantized already as they are: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8.
 
-Linears keep the codes, scales and zeros of the file, and linears that the file holds as floats stay floats. Embedding
-and head keep 8 bits, as in the formats that round, unless the file has the head as codes.
+Linears keep the codes, scales and zeros of the file, or what its loader makes of values that no codes give; linears
+that the file holds as floats stay floats. Embedding and head keep 8 bits, as in the formats that round, unless the file
+has the head as codes.
 """
 
 from collections.abc import Sequence
@@ -106,3 +107,9 @@ class CompressedTensorsFormat(StoredFormat):
     """Keep `--quantization compressed-tensors`."""
 
     name, title = "compressed-tensors", "compressed-tensors"
+
+
+class BitsAndBytesFormat(StoredFormat):
+    """Keep `--quantization bitsandbytes`."""
+
+    name, title = "bitsandbytes", "bitsandbytes"

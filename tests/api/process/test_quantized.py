@@ -75,7 +75,7 @@ SCALES = "model.layers.1.mlp.down_proj.scales"
             lambda folder: with_config(folder, quantization_config={"quant_method": "exl2"}),
             (),
             "this checkpoint is quantized by 'exl2' (config.json), which is not supported; supported: gptq, awq, "
-            "compressed-tensors. Give one of these, or the original weights",
+            "compressed-tensors, bitsandbytes, fp8. Give one of these, or the original weights",
         ),
         (
             lambda folder: with_config(folder, quantization_config=AWQ | {"version": "gemv_fast"}),

@@ -33,6 +33,8 @@ class AwqModules:
         CorruptModel, UnsupportedModel: as `open_modules`.
     """
 
+    rounding = ""
+
     def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
         self._settings, self._tensors = settings, tensors
         self._version = settings.text("version", settings.text("format", "gemm"))
@@ -47,6 +49,9 @@ class AwqModules:
     def shape(self, module: str) -> tuple[int, int]:
         rows, words = self._tensors.shape(f"{module}.qweight", 2)
         return (FIELDS * words, rows) if self._version == "gemm" else (rows, FIELDS * words)
+
+    def weight(self, module: str) -> Tensor:
+        return self.codes(module).dequantize()
 
     def codes(self, module: str) -> GroupQuantizedWeight:
         outputs, inputs = self.shape(module)

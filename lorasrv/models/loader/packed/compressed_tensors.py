@@ -45,13 +45,11 @@ class CompressedModules:
         CorruptModel, UnsupportedModel: as `open_modules`.
     """
 
+    rounding = ""
+
     def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
         self._settings, self._tensors = settings, tensors
-        if settings.table("transform_config"):
-            raise UnsupportedModel("compressed-tensors with transform_config (rotations) is not supported")
-        sparsity = settings.inner("sparsity_config", settings.table("sparsity_config")).text("format", "dense")
-        if sparsity != "dense":
-            raise UnsupportedModel(f"compressed-tensors with sparsity {sparsity!r:.60} is not supported")
+        check_plain(settings)
         self._schemes = [
             settings.inner(f"config_groups {name!r:.60}", group)
             for name, group in settings.table("config_groups").items()
@@ -70,6 +68,9 @@ class CompressedModules:
         outputs, inputs = self._tensors.read(f"{module}.weight_shape", ("I64", "I32"), (2,)).tolist()
         return outputs, inputs
 
+    def weight(self, module: str) -> Tensor:
+        return self.codes(module).dequantize()
+
     def codes(self, module: str) -> GroupQuantizedWeight:
         (outputs, inputs), bits = self.shape(module), self.bits[module]
         scales = self._scales(module, outputs)
@@ -83,7 +84,7 @@ class CompressedModules:
     @staticmethod
     def _check_format(stored: str) -> None:
         if stored not in _FORMATS:
-            known = "pack-quantized and int-quantized"
+            known = "pack-quantized, int-quantized and float-quantized"
             raise UnsupportedModel(f"compressed-tensors in format {stored!r:.60} is not supported, only {known}")
 
     def _scheme(self, module: str) -> QuantizationSettings:
@@ -162,6 +163,19 @@ class CompressedModules:
         groups_of = self._tensors.read(name, ("I32", "I64"), (inputs,))
         # A file that was made without an order of activations has -1.
         return None if bool((groups_of == -1).all()) else sorted_inputs(name, groups_of, groups)
+
+
+def check_plain(settings: QuantizationSettings) -> None:
+    """Check that weights are neither rotated nor sparse.
+
+    Raises:
+        UnsupportedModel: they are.
+    """
+    if settings.table("transform_config"):
+        raise UnsupportedModel("compressed-tensors with transform_config (rotations) is not supported")
+    sparsity = settings.inner("sparsity_config", settings.table("sparsity_config")).text("format", "dense")
+    if sparsity != "dense":
+        raise UnsupportedModel(f"compressed-tensors with sparsity {sparsity!r:.60} is not supported")
 
 
 def _fields_of(words: Tensor, fields: int, bits: int, *, is_dense: bool) -> Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8")
+_SAME = {"fbgemm-fp8": "fp8"}
+"""Other names of a method."""
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which AutoGPTQ and AutoAWQ describe what config.json does not, and the method where they name none."""
 _KEYS = ("quantization_config", "compression_config")
@@ -47,6 +49,13 @@ class QuantizationSettings:
         found = [] if self.values.get(key) is None else self._checked(key, list, "a list of strings")
         if not all(isinstance(entry, str) for entry in found):
             raise CorruptModel(f"{self.file}: quantization: {key} must be a list of strings")
+        return found
+
+    def wholes(self, key: str) -> list[int]:
+        """Return a list of whole numbers; an empty one where there is none, or null."""
+        found = [] if self.values.get(key) is None else self._checked(key, list, "a list of whole numbers")
+        if not all(type(entry) is int for entry in found):
+            raise CorruptModel(f"{self.file}: quantization: {key} must be a list of whole numbers")
         return found
 
     def inner(self, key: str, values: object) -> "QuantizationSettings":
@@ -95,6 +104,7 @@ def _settings(file: str, table: object, default: str | None) -> QuantizationSett
         raise CorruptModel(f"{file}: the quantization must be a table, not {table!r:.60}")
     named = table.get("quant_method", default)
     method = str(named).lower().replace("_", "-")
+    method = _SAME.get(method, method)
     if method not in METHODS:
         raise UnsupportedModel(
             f"this checkpoint is quantized by {named!r:.60} ({file}), which is not supported; supported: "

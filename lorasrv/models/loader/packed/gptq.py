@@ -38,6 +38,8 @@ class GptqModules:
         CorruptModel, UnsupportedModel: as `open_modules`.
     """
 
+    rounding = ""
+
     def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
         self._settings, self._tensors = settings, tensors
         stored = settings.text("checkpoint_format", settings.text("format", "gptq"))
@@ -52,6 +54,9 @@ class GptqModules:
     def shape(self, module: str) -> tuple[int, int]:
         rows, outputs = self._tensors.shape(f"{module}.qweight", 2)
         return outputs, rows * self._word(module) // self.bits[module]
+
+    def weight(self, module: str) -> Tensor:
+        return self.codes(module).dequantize()
 
     def codes(self, module: str) -> GroupQuantizedWeight:
         (outputs, inputs), bits, word = self.shape(module), self.bits[module], self._word(module)

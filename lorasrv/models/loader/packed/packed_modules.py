@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from torch import Tensor
+
 from lorasrv.models.loader.packed.awq import AwqModules
-from lorasrv.models.loader.packed.compressed_tensors import CompressedModules
+from lorasrv.models.loader.packed.bitsandbytes import BitsAndBytesModules
+from lorasrv.models.loader.packed.compressed_tensors import CompressedModules, check_plain
 from lorasrv.models.loader.packed.config import QuantizationSettings
+from lorasrv.models.loader.packed.fp8 import Fp8Modules
 from lorasrv.models.loader.packed.gptq import GptqModules
 from lorasrv.models.loader.packed.stored_tensors import StoredTensors
 from sgmv_kernels.ops import GroupQuantizedWeight
@@ -27,8 +31,21 @@ class PackedModules(Protocol):
         """
         ...
 
+    @property
+    def rounding(self) -> str:
+        """Say how codes differ from the file's weights; "" if they do not."""
+        ...
+
+    def weight(self, module: str) -> Tensor:
+        """Read the weight of a module exactly, [O, H] fp32.
+
+        Raises:
+            CorruptModel, UnsupportedModel: as `codes`.
+        """
+        ...
+
     def codes(self, module: str) -> GroupQuantizedWeight:
-        """Read the weight of a module.
+        """Read the weight of a module as codes.
 
         Raises:
             CorruptModel: a tensor is missing, or has a wrong dtype, shape or value.
@@ -48,5 +65,12 @@ def open_modules(settings: QuantizationSettings, tensors: StoredTensors) -> Pack
             return GptqModules(settings, tensors)
         case "awq":
             return AwqModules(settings, tensors)
+        case "bitsandbytes":
+            return BitsAndBytesModules(settings, tensors)
+        case "fp8":
+            return Fp8Modules(settings, tensors)
+        case _ if settings.text("format", "") == "float-quantized":
+            check_plain(settings)
+            return Fp8Modules(settings, tensors)
         case _:
             return CompressedModules(settings, tensors)

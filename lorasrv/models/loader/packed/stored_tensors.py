@@ -25,6 +25,18 @@ class StoredTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._readers
 
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+        return self._readers.keys()
+
+    def any_shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor.
+
+        Raises:
+            CorruptModel: there is no such tensor.
+        """
+        return list(self._slice(name).get_shape())
+
     def modules(self, kind: str) -> list[str]:
         """Return the modules that have a tensor of this kind, such as qweight."""
         return [name.removesuffix(f".{kind}") for name in self._readers if name.endswith(f".{kind}")]
@@ -43,7 +55,7 @@ class StoredTensors:
         Raises:
             CorruptModel: there is no such tensor, or it has another number of dimensions.
         """
-        found = list(self._slice(name).get_shape())
+        found = self.any_shape(name)
         if len(found) != dimensions:
             raise CorruptModel(f"{name} is {found}, which are not {dimensions} dimensions")
         return found

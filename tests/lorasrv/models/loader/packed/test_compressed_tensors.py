@@ -156,7 +156,10 @@ def weights_are(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"format": "float-quantized"}, "in format 'float-quantized' is not supported, only pack-quantized and int"),
+        (
+            {"format": "marlin-24"},
+            "in format 'marlin-24' is not supported, only pack-quantized, int-quantized and float",
+        ),
         ({"format": "nvfp4-pack-quantized"}, "in format 'nvfp4-pack-quantized'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, r"transform_config \(rotations\) is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity 'sparse-24-bitmask'"),

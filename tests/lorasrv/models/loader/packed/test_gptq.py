@@ -199,8 +199,8 @@ def test_modules_with_settings_of_their_own_and_a_quantized_head(floats: Path, t
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes' .*supported: gptq, awq, compressed-tensors"),
-        ({"quant_method": "fp8"}, "quantized by 'fp8'"),
+        ({"quant_method": "aqlm"}, "quantized by 'aqlm' .*supported: gptq, awq, compressed-tensors, bitsandbytes, fp8"),
+        ({"quant_method": None}, "quantized by None"),
         ({"checkpoint_format": "marlin"}, "GPTQ in format 'marlin' is not supported, only gptq and gptq_v2"),
         ({"is_marlin_format": True}, "GPTQ in format 'marlin'"),
         ({"checkpoint_format": "gptq_p"}, "GPTQ in format 'gptq_p'"),

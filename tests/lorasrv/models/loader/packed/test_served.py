@@ -23,6 +23,7 @@ from packed_checkpoints import (
     dense,
     gptq_tensors,
     read_awq,
+    read_bitsandbytes,
     read_compressed,
     read_gptq,
 )
@@ -42,6 +43,8 @@ MAX_KL = {"torch": 1e-6, "numba": 2e-3}
 
 
 def read(kind: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    if "SCB" in tensors:
+        return read_bitsandbytes(tensors)
     if "weight_scale" in tensors:
         return read_compressed(tensors, 3 if "mlp" in module and "weight_packed" in tensors else READ_BITS[kind])
     if "qweight" not in tensors:
@@ -52,7 +55,7 @@ def read(kind: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None
 
 
 READ_BITS = {"compressed-tensors-mixed": 4, "compressed-tensors-w8a8": 8}
-COMMITTED = ("autogptq", "autoawq-gemm", "autoawq-gemv", *READ_BITS)
+COMMITTED = ("autogptq", "autoawq-gemm", "autoawq-gemv", "bitsandbytes-int8", *READ_BITS)
 KINDS = (*COMMITTED, "gptq-act-order", "gptq-mixed")
 
 
@@ -110,7 +113,8 @@ def kl(want: Tensor, got: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_and_peft(checkpoint, tmp_path: Path, kind: str, kernels: str) -> None:
     folder, floats, adapter = checkpoint(kind)
-    method = "awq" if "awq" in kind else "compressed-tensors" if kind in READ_BITS else "gptq"
+    methods = {"autoawq": "awq", "compressed": "compressed-tensors", "bitsandbytes": "bitsandbytes"}
+    method = methods.get(kind.partition("-")[0], "gptq")
     served = HandDecoder(folder, {"mia": adapter}, tmp_path / "store", kernels, weights=method)
     ids = [PROMPTS[0] * 3, PROMPTS[1] * 4]
     shares = [
@@ -173,6 +177,20 @@ def test_what_is_served_is_said(checkpoint, caplog: pytest.LogCaptureFixture) ->
     again, line = served("int8")
     assert again == exact | {"format": "int8", "exact": False}
     assert line.startswith("weights: awq, 4 bits, 14 linears: 14 of them dequantized and stored as int8, which adds")
+
+
+def test_what_is_rounded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = committed("bitsandbytes-nf4", tmp_path / "nf4")
+    with caplog.at_level("INFO", "lorasrv"), offline_engine(folder, quantization="auto") as llm:
+        assert llm.weights.to_dict() == {
+            "format": "bitsandbytes",
+            "method": "bitsandbytes",
+            "bits": [4],
+            "exact": False,
+        }
+    (line,) = [record.message for record in caplog.records if record.message.startswith("weights:")]
+    said = "stored in 8 bits, with a scale for every 32 inputs, which changes weights by about 0.6 % (rms)"
+    assert line == f"weights: bitsandbytes, 4 bits, 14 linears: {said} (--quantization bitsandbytes)"
 
 
 def test_a_format_of_files_wants_such_a_file(checkpoint, model: Path) -> None:

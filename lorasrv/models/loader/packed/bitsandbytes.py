@@ -1,0 +1,107 @@
+"""Read checkpoints that transformers has quantized with bitsandbytes: LLM.int8, NF4 and FP4.
+
+Tensors of a module, O outputs, H inputs:
+
+    int8    weight [O, H] int8, SCB [O] fp32; a weight is q * SCB / 127
+    4 bits  weight, bytes of any dtype, two codes each, the first in the upper half, over the flattened [O, H]; absmax
+            of every block; quant_map [16]; a JSON text as bytes in quant_state.bitsandbytes__nf4 or __fp4. A weight is
+            quant_map[q] * absmax. Nested absmax is uint8: nested_quant_map[absmax] * nested_absmax + nested_offset
+
+The 16 values of NF4 and FP4 lie on no line: weights of 4 bits are rounded to 8 bits, with a scale for every 32.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.models.loader.packed.config import QuantizationSettings
+from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
+from lorasrv.models.loader.packed.stored_tensors import StoredTensors
+from lorasrv.models.loader.packed.unpacking import exact_scales, group_codes
+from sgmv_kernels.ops import GroupQuantizedWeight
+
+_STATE = ".weight.quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+_ANY = ("U8", "I8", "F16", "BF16", "F32")
+"""Dtypes that the bytes of codes may be stored as."""
+
+
+class BitsAndBytesModules:
+    """Hold the modules of a bitsandbytes checkpoint; see `PackedModules`.
+
+    Raises:
+        CorruptModel, UnsupportedModel: as `open_modules`.
+    """
+
+    def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
+        del settings
+        self._tensors = tensors
+        self._states = {name.partition(_STATE)[0]: name for name in tensors.names() if _STATE in name}
+        whole = dict.fromkeys(tensors.modules("SCB"), 8)
+        self.bits: Mapping[str, int] = whole | dict.fromkeys(self._states, 4)
+        self.rounding = ROUNDED if self._states else ""
+
+    def shape(self, module: str) -> tuple[int, int]:
+        if module not in self._states:
+            outputs, inputs = self._tensors.shape(f"{module}.weight", 2)
+        else:
+            outputs, inputs = self._state(module)["shape"]
+        return outputs, inputs
+
+    def codes(self, module: str) -> GroupQuantizedWeight:
+        if module in self._states:
+            return round_to_bytes(f"{module}.weight", self.weight(module))
+        outputs, inputs = self.shape(module)
+        values = self._tensors.read(f"{module}.weight", ("I8",), (outputs, inputs))
+        scales = exact_scales(f"{module}.SCB", self._tensors.read(f"{module}.SCB", ("F32",), (outputs,)) / 127)
+        return group_codes(values.view(torch.uint8) + 128, scales[:, None], None, 8)
+
+    def weight(self, module: str) -> Tensor:
+        if module not in self._states:
+            return self.codes(module).dequantize()
+        state, name = self._state(module), f"{module}.weight"
+        (outputs, inputs), size = state["shape"], state["blocksize"]
+        count = outputs * inputs
+        stored = self._tensors.shape(name, 2)
+        raw = self._tensors.read(name, _ANY, stored).view(-1).view(torch.uint8)
+        if len(raw) != -(-count // 2):
+            raise CorruptModel(f"{name} has {len(raw)} bytes, not {-(-count // 2)}")
+        codes = torch.stack((raw >> 4, raw & 15), dim=-1).view(-1)[:count].int()
+        table = self._tensors.read(f"{name}.quant_map", ("F32",), (16,))
+        absmax = self._absmax(name, state, -(-count // size))
+        values = table.index_select(0, codes) * absmax.repeat_interleave(size)[:count]
+        if not values.isfinite().all():
+            raise CorruptModel(f"{name}.absmax holds what is no number")
+        return values.view(outputs, inputs)
+
+    def _absmax(self, name: str, state: Mapping[str, Any], blocks: int) -> Tensor:
+        if "nested_blocksize" not in state:
+            return self._tensors.read(f"{name}.absmax", ("F32",), (blocks,))
+        size = state["nested_blocksize"]
+        nested = self._tensors.read(f"{name}.absmax", ("U8",), (blocks,))
+        table = self._tensors.read(f"{name}.nested_quant_map", ("F32",), (256,))
+        scales = self._tensors.read(f"{name}.nested_absmax", ("F32",), (-(-blocks // size),))
+        spread = scales.repeat_interleave(size)[:blocks]
+        return table.index_select(0, nested.int()) * spread + float(state["nested_offset"])
+
+    def _state(self, module: str) -> Mapping[str, Any]:
+        """Return the JSON text of a module, checked."""
+        name = self._states[module]
+        (length,) = self._tensors.shape(name, 1)
+        raw = bytes(self._tensors.read(name, ("U8",), (length,)).tolist())
+        try:
+            state = json.loads(raw)
+        except ValueError:
+            raise CorruptModel(f"{name} is not valid JSON") from None
+        if not isinstance(state, dict) or state.get("quant_type") not in _KINDS:
+            raise UnsupportedModel(f"{name} is not of a known kind: {', '.join(_KINDS)}")
+        shape, sizes = state.get("shape"), [state.get("blocksize"), state.get("nested_blocksize", 1)]
+        has_shape = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
+        has_offset = "nested_blocksize" not in state or isinstance(state.get("nested_offset"), float)
+        if not has_shape or not all(type(n) is int and n > 0 for n in sizes) or not has_offset:
+            raise CorruptModel(f"{name} lacks shape, blocksize or nested_offset")
+        return state
