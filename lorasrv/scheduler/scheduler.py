@@ -297,6 +297,9 @@ class Scheduler:
             if request is None:
                 continue  # it has finished while the step was in flight
             no_token = share.samples and share.request_id not in sampled
+            if no_token and share.draft_token_ids:
+                self._bar_drafts(request)
+                continue
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
                 self._count_computed(request, share, int(share.samples))
                 self.fail(
@@ -358,6 +361,13 @@ class Scheduler:
         assert in_flight == +Counter(held), "tokens in flight differ from the steps in flight"
         held = {r.request_id: r.num_pending_tokens for r in holders}
         assert +expected == +Counter(held), "pending tokens differ from the steps in flight"
+
+    def _bar_drafts(self, request: Request) -> None:
+        """Leave a request's last token to the next step, without drafts: the numbers of a draft token that are none
+        spoil the rows that are computed with it."""
+        self._allocator.truncate_drafts(request)
+        speculation = replace(request.message.speculation, max_draft=0)
+        request.message = replace(request.message, speculation=speculation)
 
     def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
         """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens

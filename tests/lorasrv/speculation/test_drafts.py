@@ -289,6 +289,25 @@ class TestFaults:
         assert sum(map(bool, parts)) == 11
         assert wide.engine.metrics.snapshot().requests_failed_total == failed
 
+    @pytest.mark.parametrize("num_failing", [1, 4])
+    def test_a_request_without_a_token_is_computed_without_drafts_first(
+        self, wide: Drafted, monkeypatch: pytest.MonkeyPatch, num_failing: int
+    ) -> None:
+        """A draft token whose numbers are NaN spoils the row of the last known token too."""
+        run, steps = wide.runner.run, []
+
+        def failing(step: Any) -> Any:
+            output = run(step)
+            spoilt = [s.request_id for s in step.scheduled if s.draft_token_ids][:num_failing]
+            steps.append(len(spoilt))
+            return replace(output, sampled={rid: t for rid, t in output.sampled.items() if rid not in spoilt})
+
+        monkeypatch.setattr(wide.runner, "run", failing)
+        failed = wide.engine.metrics.snapshot().requests_failed_total
+        wide.compare([Ask(PROMPT, GREEDY, adapter) for adapter in NAMES], oracle)
+        assert sum(steps) == 4, "each request once: it has no drafts any more"
+        assert wide.engine.metrics.snapshot().requests_failed_total == failed
+
     def test_no_memory_for_drafts(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
         run = wide.runner.run
 
