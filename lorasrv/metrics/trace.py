@@ -43,6 +43,10 @@ class TraceRequest:
     queue_ms: float | None = None
     load_ms: float | None = None
     tier: AdapterTier | None = None
+    # Steps that gave it tokens, draft tokens that these verified, and those of them that it said.
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     # Finish reason.
     finish: str | None = None
 
@@ -112,6 +116,10 @@ def _check_together(request: TraceRequest, where: str) -> None:
         raise InvalidTrace(
             f"{where}: cached_tokens is {request.cached_tokens}, more than prompt_tokens, {request.prompt_tokens}"
         )
+    if request.accepted_tokens > request.drafted_tokens:
+        raise InvalidTrace(
+            f"{where}: accepted_tokens is {request.accepted_tokens}, more than drafted_tokens, {request.drafted_tokens}"
+        )
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
@@ -159,6 +167,7 @@ def _is_text(value: object) -> bool:
 
 
 _POSITIVE = (_integer(1, MAX_TOKENS), "a positive integer")
+_COUNT = (_integer(0, MAX_TOKENS), "an integer, 0 or more")
 _MEASURED = (_number(0.0, 1e12), "a number of milliseconds, 0 or more")
 _TIERS = tuple(tier.value for tier in AdapterTier)
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -167,7 +176,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "output_tokens": _POSITIVE,
     "adapter": (_is_text, "a name, or null for the base"),
     "max_tokens": _POSITIVE,
-    "cached_tokens": (_integer(0, MAX_TOKENS), "an integer, 0 or more"),
+    "cached_tokens": _COUNT,
     "priority": (_integer(-1000, 1000), "an integer between -1000 and 1000"),
     "timeout_s": (_number(0.0, 86400.0, above=True), "above 0 and at most 86400"),
     "key": (_is_text, "a string that is not empty"),
@@ -177,5 +186,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "queue_ms": _MEASURED,
     "load_ms": _MEASURED,
     "tier": (_one_of(_TIERS), f"one of {', '.join(_TIERS)}"),
+    "steps": _COUNT,
+    "drafted_tokens": _COUNT,
+    "accepted_tokens": _COUNT,
     "finish": (_is_text, "a string that is not empty"),
 }

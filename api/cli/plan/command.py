@@ -194,7 +194,9 @@ def _server(
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(options, spec, itemsize, trace)
-    return SimServer(layout, memory, options.config.scheduler, costs, layout_of, spec.max_position), source
+    has_drafts = options.config.speculation.speculation != "off"
+    server = SimServer(layout, memory, options.config.scheduler, costs, layout_of, spec.max_position, has_drafts)
+    return server, source
 
 
 def _layouts(

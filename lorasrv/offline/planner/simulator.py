@@ -2,8 +2,8 @@
 
 Each round does what a server does between two steps, in the same order: take loader reports, `Scheduler.schedule`,
 issue orders, compute the step, `update_from_output`. Only the work is simulated: a step takes what `StepCosts` predicts
-for its shape, a load takes what its bytes take, and an answer has as many tokens as recorded. Queueing, chunking and
-eviction are the scheduler's own.
+for its shape, a load takes what its bytes take, and an answer has as many tokens as recorded, drafted as recorded.
+Queueing, chunking, eviction and the choice of drafts are the scheduler's own.
 
 Prompts have the recorded lengths and share tokens where the recorded ones did. A trace tells how many tokens of a
 prompt were cached, but not which. Here the requests of one adapter begin with the same tokens, as many as were cached;
@@ -27,16 +27,18 @@ from lorasrv.memory.cost_model import StepShape
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.machine_profile import MachineProfile
+from lorasrv.offline.planner.sim_drafter import RecordedDrafts
 from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestTiming
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut
+from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut, path_along
+from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
-EOS, OTHER_TOKEN, SHARED_TOKEN = 0, 1, 2
-FIRST_OWN_TOKEN = 3
+EOS, OTHER_TOKEN, SHARED_TOKEN, WRONG_TOKEN = 0, 1, 2, 3
+FIRST_OWN_TOKEN = 4
 VOCABULARY = 1 << 62
 
 
@@ -80,6 +82,8 @@ class SimServer:
     # Adapter name -> its layout in the pool.
     layout_of: Callable[[str], AdapterLayout]
     max_model_len: int = 1 << 30
+    # Whether answers are drafted as recorded.
+    has_drafts: bool = True
 
 
 @dataclass(slots=True)
@@ -145,7 +149,10 @@ class Simulator:
             self._costs.model(_typical_bytes(self._layouts)),
         )
         self._step_costs = self.memory.costs.step
-        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host)
+        drafter = RecordedDrafts(lambda rid: self._live[rid].request, OTHER_TOKEN, WRONG_TOKEN)
+        drafters = [drafter] if server.has_drafts and any(request.accepted_tokens for request in trace) else []
+        speculator = Speculator(drafters, VOCABULARY, lambda: self.now)
+        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host, speculator)
         self._loader = SimLoader(self._costs, self.cache, lambda key: self._layouts[key].nbytes)
         self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
         self._prompts = SimulatedPrompts(self._trace)
@@ -295,13 +302,16 @@ class Simulator:
         except InvalidRequest:
             return None
 
-    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int]]:
-        """Sample the end token as an answer's last token, unless its length ends it."""
+    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int, ...]]:
+        """Sample the end token as an answer's last token, unless its length ends it, and others as far as drafts are
+        right."""
         tokens = {}
         for share in step.scheduled:
             if share.samples:
-                is_last = share.num_generated + 1 >= self._live[share.request_id].request.output_tokens
-                tokens[share.request_id] = (EOS if is_last else OTHER_TOKEN,)
+                left = self._live[share.request_id].request.output_tokens - share.num_generated
+                right = (OTHER_TOKEN,) * max(0, left - 1) + (EOS,)
+                num_right = len(path_along(share.draft_token_ids, share.draft_parents, right))
+                tokens[share.request_id] = right[: num_right + 1]
         return tokens
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> None:

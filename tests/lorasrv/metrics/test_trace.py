@@ -37,6 +37,7 @@ def _file(folder: Path, *lines: object) -> Path:
         ({**GOOD, "adapter": 3}, "adapter must be a name, or null for the base, not 3"),
         ({**GOOD, "adapter": ""}, "adapter must be"),
         ({**GOOD, "cached_tokens": -1}, "cached_tokens must be an integer, 0 or more, not -1"),
+        ({**GOOD, "accepted_tokens": 1}, "accepted_tokens is 1, more than drafted_tokens, 0"),
         ({**GOOD, "cached_tokens": 8}, "cached_tokens is 8, more than prompt_tokens, 7"),
         ({**GOOD, "max_tokens": 2}, "max_tokens is 2, less than output_tokens, 3"),
         ({**GOOD, "priority": "high"}, "priority must be an integer between -1000 and 1000"),
@@ -80,7 +81,7 @@ def test_unknown_fields_are_ignored_and_arrivals_sorted(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     full = TraceRequest(
-        0.25, 7, 3, "mia", 9, 4, -2, 30.0, "key", 460800, 1.5, 20.0, 0.5, 0.25, AdapterTier.DISK, "stop"
+        0.25, 7, 3, "mia", 9, 4, -2, 30.0, "key", 460800, 1.5, 20.0, 0.5, 0.25, AdapterTier.DISK, 3, 5, 2, "stop"
     )
     write_trace(tmp_path / "t", [full, TraceRequest(1.0, 1, 1)])
     assert read_trace(tmp_path / "t") == (full, TraceRequest(1.0, 1, 1))

@@ -81,6 +81,17 @@ def test_the_same_seed_gives_the_same() -> None:
     assert first == second
 
 
+def test_drafts_are_right_as_often_as_recorded_where_there_is_time() -> None:
+    """Half of the steps; all of them where a token costs nearly as much as a step."""
+    dear = replace(COSTS, step={**STEP, "token": 2e-2})
+    quiet = [TraceRequest(10.0 * n, 20, 61, "a", steps=30, drafted_tokens=45, accepted_tokens=31) for n in range(8)]
+    plain = [replace(request, accepted_tokens=0) for request in quiet]
+    for costs, least, most in ((COSTS, 0.45, 0.65), (dear, 0.99, 1.01)):
+        with_drafts, without = (_check(_server(costs=costs), trace).steps for trace in (quiet, plain))
+        assert least < with_drafts / without < most
+    assert _check(replace(_server(), has_drafts=False), quiet).steps == _check(_server(), plain).steps
+
+
 requests = st.builds(
     TraceRequest,
     arrival_s=st.floats(0, 3),
@@ -88,6 +99,9 @@ requests = st.builds(
     output_tokens=st.integers(1, 20),
     adapter=st.none() | st.sampled_from("abcdef"),
     priority=st.integers(-2, 2),
+    steps=st.integers(0, 9),
+    drafted_tokens=st.integers(9, 30),
+    accepted_tokens=st.integers(0, 9),
     timeout_s=st.none() | st.floats(0.05, 5),
     key=st.none() | st.sampled_from("xy"),
 )
