@@ -1,11 +1,12 @@
 """Time a decode step in this process by kernels: rows with adapters of rank 16 on all linears, default base.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_step.py --work 1/0,1/1,16/0,16/16,32/32 --kernels numba,torch
+    python tests/benchmarks/bench_step.py --kernels numba --stored bf16,int8 --work 16/16,32/32
     python tests/benchmarks/bench_step.py --kernels numba --versus ../other-checkout --pairs 5
 
-16/4 means 16 rows over 4 adapters. The median leaves out the few steps that hold prefill. Kernels take turns, and the
-better of two rounds counts. --versus runs this script and the one of another checkout alternately, each in a process
-of its own, and compares their tables.
+16/4 means 16 rows over 4 adapters. The median leaves out the few steps that hold prefill. Kernels and forms of the
+adapters take turns, and the best round counts. --versus runs this script and the one of another checkout
+alternately, each in a process of its own, and compares their tables.
 """
 
 import re
@@ -19,19 +20,22 @@ from pathlib import Path
 import torch
 from harness import adapter_folders, arguments, environment, table, versus
 
-from lorasrv.config import EngineConfig, ModelOptions
+from adapter_store.spec import BF16, Form
+from lorasrv.config import EngineConfig, ModelOptions, SpeculationOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 
-NEW_TOKENS, PROMPT_TOKENS, ROUNDS = 24, 64, 2
+NEW_TOKENS, PROMPT_TOKENS = 24, 64
 
 
-def step_ms(kernels: str, work: list[tuple[int, int]], folders: list[Path]) -> list[float]:
+def step_ms(kernels: str, stored: Form, work: list[tuple[int, int]], folders: list[Path]) -> list[float]:
     """Return the median milliseconds of a step for every (rows, adapters)."""
-    with LLM(config=EngineConfig(model=ModelOptions(kernels=kernels))) as llm:
+    # Drafts would make the steps of one answer wider than those of another.
+    alone = SpeculationOptions(speculation="off")
+    with LLM(config=EngineConfig(model=ModelOptions(kernels=kernels), speculation=alone)) as llm:
         for folder in folders:
-            llm.add_adapter(folder.name, folder)
+            llm.add_adapter(folder.name, folder, stored=stored)
         medians = []
         for rows, adapters in work:
             names = [folders[i % adapters].name if adapters else None for i in range(rows)]
@@ -75,6 +79,8 @@ def main() -> None:
         __doc__,
         work=(("1/0", "1/1", "16/0", "16/16", "32/32"), "rows/adapters"),
         kernels=(("numba", "torch"), "to compare"),
+        stored=((BF16,), "forms of the adapters, to compare"),
+        rounds=(2, "times that each of them has its turn"),
         threads=(torch.get_num_threads(), "that compute"),
         versus=(Path, "another checkout of this project, measured alternately"),
         pairs=(5, "runs of each checkout"),
@@ -86,13 +92,16 @@ def main() -> None:
     torch.set_num_threads(a.threads)
     work = [(int(rows), int(adapters)) for rows, adapters in (item.split("/") for item in a.work)]
     folders = adapter_folders(max(adapters for _, adapters in work))
-    rounds = [{name: step_ms(name, work, folders) for name in a.kernels} for _ in range(ROUNDS)]
-    best = {name: [min(times) for times in zip(*(done[name] for done in rounds), strict=True)] for name in a.kernels}
+    ways = {
+        kernels if form == BF16 else f"{kernels}_{form}": (kernels, form) for kernels in a.kernels for form in a.stored
+    }
+    rounds = [{name: step_ms(*way, work, folders) for name, way in ways.items()} for _ in range(a.rounds)]
+    best = {name: [min(times) for times in zip(*(done[name] for done in rounds), strict=True)] for name in ways}
     rows = [
-        (item, *(cell for name in a.kernels for cell in (f"{best[name][i]:.2f}", f"{1e3 * n / best[name][i]:.0f}")))
+        (item, *(cell for name in ways for cell in (f"{best[name][i]:.2f}", f"{1e3 * n / best[name][i]:.0f}")))
         for i, (item, (n, _)) in enumerate(zip(a.work, work, strict=True))
     ]
-    table(("rows/adapters", *(title for name in a.kernels for title in (f"{name} ms", "tok/s"))), rows)
+    table(("rows/adapters", *(title for name in ways for title in (f"{name} ms", "tok/s"))), rows)
 
 
 if __name__ == "__main__":

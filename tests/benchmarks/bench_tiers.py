@@ -6,6 +6,7 @@
     python tests/benchmarks/bench_tiers.py ttft [--streams 8]      # first token by tier, idle or beside streams
     python tests/benchmarks/bench_tiers.py itl                     # streams while other adapters load
     python tests/benchmarks/bench_tiers.py uploads --rates 0,1,4   # streams while adapters are uploaded
+    python tests/benchmarks/bench_tiers.py forms                   # adapters in a pool, and their loads, by form
 
 Adapters: rank 4 on q_proj and v_proj of the built-in base in bf16, 460 KB each, written straight into a store folder.
 Markdown tables; what is compared takes turns within one run. Traffic: prompts of 48 words that no cache has seen,
@@ -53,6 +54,7 @@ from harness import (
 from flood import Outcome, call
 from process_watch import held_by
 
+from adapter_store.spec import FORMS
 from api.cli.bench.workload import Law
 from api.client import Client
 
@@ -64,6 +66,7 @@ ADAPTER_PAGES = 2
 PROMPT_WORDS, PROMPT_TOKENS = 48, 80
 MAX_STREAM_TOKENS = 400
 TRIES = 5
+MANY, MANY_POOL_MIB = 32, 128
 TIERS = ("resident", "host", "disk")
 DISK_LOADS, HOST_LOADS = (f'lorasrv_adapter_loads_total{{tier="{tier}"}}' for tier in ("disk", "host"))
 LOAD_SECONDS = 'lorasrv_adapter_load_seconds_sum{tier="disk"}'
@@ -491,6 +494,30 @@ async def _at_rate(
             group.create_task(timed(next(numbers)))
 
 
+# Forms.
+
+
+def forms(a: argparse.Namespace) -> None:
+    """Ask adapters of rank 16 on all linears once each, in turn; count those that a pool holds afterwards."""
+    folders, pool = adapter_folders(MANY), MANY_POOL_MIB << 20
+    print(f"\n{MANY} adapters, pool of {MANY_POOL_MIB} MiB", flush=True)
+    table(("form", "resident", "pages of one", "ms of a load from disk", "of a copy to the pool"))
+    for form in FORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ("--adapter-storage", form, "--pool-bytes", pool, *a.serve_flags.split())
+            with lorasrv_server(Path(folder), *flags, adapters=folders) as server, Client(server.url) as client:
+                asyncio.run(_ask_each(server.url, [folder.name for folder in folders]))
+                metrics, held = client.metrics(), client.pool()["adapters"]
+        seconds = [LOAD_SECONDS.replace("disk", tier) for tier in ("disk", "host")]
+        means = [f"{1e3 * metrics[name] / metrics[name.replace('_sum', '_count')]:.1f}" for name in seconds]
+        row(form, len(held), held[0]["pages"], *means)
+
+
+async def _ask_each(url: str, adapters: Sequence[str]) -> None:
+    async with connect(url) as caller:
+        complain([await caller.ask(completion(name, name, 2)) for name in adapters])
+
+
 # The command.
 
 
@@ -500,7 +527,15 @@ def make(a: argparse.Namespace) -> None:
     make_store(FOLDER, a.adapters)
 
 
-MEASURES = {"make": make, "startup": startup, "throughput": throughput, "ttft": ttft, "itl": itl, "uploads": uploads}
+MEASURES = {
+    "make": make,
+    "startup": startup,
+    "throughput": throughput,
+    "ttft": ttft,
+    "itl": itl,
+    "uploads": uploads,
+    "forms": forms,
+}
 QUICK = {"adapters": 200, "rounds": 1, "requests": 24, "warm_requests": 8, "max_tokens": 8, "count": 6}
 
 
