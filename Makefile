@@ -94,6 +94,7 @@ bench-peers: setup
 
 bench-kernels: setup
 	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py step
+	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py forms
 
 # On a machine with CUDA, torch, triton, numpy and pytest (PYTHON says which): what is not done yet, for at most 570 s. Where
 # there is a network, `make gpu-fetch` gets what else it needs into build/gpu: docs/gpu.md.
