@@ -9,7 +9,7 @@ left out: both sides are estimates, and handling it takes time too.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MARGIN = 1.15
+MARGIN = 1.3
 """How many times as much as it costs a draft token must bring."""
 
 

@@ -96,8 +96,8 @@ def mixed(streams: int) -> Callable[[str, int], list[Request]]:
 
 
 def plain(base: str, number: int) -> list[Request]:
-    """Chat of which nothing is remembered."""
-    forget = {"speculation": {"remember": False}}
+    """Chat of which nothing is remembered, and for which nothing that was said before is used."""
+    forget = {"speculation": {"remember": False, "drafters": ["lookup"]}}
     return [chat(f"{text} ({number})", base, **forget) for text in questions("fresh")[:8]]
 
 
