@@ -22,7 +22,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -322,10 +322,22 @@ def random_weight(levels: int) -> GroupQuantizedWeight:
     return GroupQuantizedWeight(codes, scales, None if signed else scales * -4, levels)
 
 
-def ours(levels: int, most: int) -> Run:
+def of_a_file(levels: int, *, wide: bool = False, ordered: bool = False) -> GroupQuantizedWeight:
+    """Return codes as quantized files have them: with zeros, fp32 scales (`wide`), inputs in another order."""
+    codes = random_weight(levels)
+    return replace(
+        codes,
+        scales=codes.scales.float() if wide else codes.scales,
+        minima=None,
+        zeros=torch.randint(0, 8, codes.scales.shape, dtype=torch.int16),
+        order=torch.randperm(WIDTH).int() if ordered else None,
+    )
+
+
+def ours(make: Callable[[], GroupQuantizedWeight], most: int) -> Run:
     """Return a recorded pass, as the server runs it."""
     ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(most, WIDTH)
-    packed = [ops.pack_linear(random_weight(levels), None) for _ in range(LAYERS)]
+    packed = [ops.pack_linear(make(), None) for _ in range(LAYERS)]
     with recording() as recorded:
         for layer in packed:
             ops.linear(x, layer)
@@ -375,7 +387,16 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def methods(most: int) -> Iterator[tuple[str, Run]]:
     for name, levels in (("int4", INT4_LEVELS), ("q3h", Q3H_LEVELS), ("int8", INT8_LEVELS)):
-        yield f"ours, {name}", ours(levels, most)
+        yield f"ours, {name}", ours(partial(random_weight, levels), most)
+    files = {
+        "int4 with zeros": partial(of_a_file, INT4_LEVELS),
+        "int4 with zeros, inputs in another order": partial(of_a_file, INT4_LEVELS, ordered=True),
+        "int4 with zeros, fp32 scales": partial(of_a_file, INT4_LEVELS, wide=True),
+        "q3h with zeros": partial(of_a_file, Q3H_LEVELS),
+        "int8 with zeros, fp32 scales": partial(of_a_file, INT8_LEVELS, wide=True),
+    }
+    for name, make in files.items():
+        yield f"ours, {name}", ours(make, most)
     for name in ("int4pack", "int8pack", "dynamic int8", "bf16", "fp32"):
         try:
             run = torchs(name, most)

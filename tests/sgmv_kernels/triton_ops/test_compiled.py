@@ -98,10 +98,14 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.softcap_(x, 30.0)
 
 
-def compile_linear(active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int) -> None:
+def compile_linear(
+    active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int, *, zeros: bool = False
+) -> None:
     scales = torch.zeros(out, width // group, dtype=torch.float16)
     stored, minima = (torch.int8, None) if levels == INT8_LEVELS else (torch.uint8, scales)
     codes = GroupQuantizedWeight(torch.zeros(out, width, dtype=stored), scales, minima, levels)
+    if zeros:
+        codes = replace(codes, minima=None, zeros=scales.to(torch.int16))
     packed = linear_triton.pack_linear(codes, torch.zeros(out))
     linear_triton.linear(torch.zeros(rows, width, dtype=active), packed)
     packed.rows(torch.zeros(2, dtype=torch.int64))
@@ -138,6 +142,8 @@ def compile_others(compiler: Compiler) -> None:
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
         compile_linear(FP32, 1, 576, 576, 64, levels)
         compile_linear(FP16, 9, 576, 576, 64, levels)
+    for levels, group in ((INT4_LEVELS, 32), (INT4_LEVELS, 64), (Q3H_LEVELS, 64)):
+        compile_linear(BF16, 1, 576, 576, group, levels, zeros=True)
 
 
 @pytest.mark.long
