@@ -97,6 +97,8 @@ class DrafterOutput:
     drafts: Mapping[RequestId, ModelDraft] = field(default_factory=dict)
     seconds: float = 0.0
     num_passes: int = 0
+    # The model will never draft again.
+    has_failed: bool = False
 
 
 class PlannedDrafts(NamedTuple):
@@ -285,6 +287,11 @@ class SchedulerOutput:
                 for share in self.scheduled
             ]
         )
+
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether drafts are verified or asked for."""
+        return any(share.drafts is not NO_DRAFTS for share in self.scheduled)
 
     def without_drafts(self) -> "SchedulerOutput":
         """Return the step without its drafts."""

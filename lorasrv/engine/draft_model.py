@@ -11,7 +11,9 @@ from lorasrv.worker.weights import ModelWeights, Progress, load_weights
 from sgmv_kernels.ops import Ops
 
 
-def open_draft_model(config: EngineConfig, tokenizer: Tokenizer, max_model_len: int) -> Checkpoint | None:
+def open_draft_model(
+    config: EngineConfig, tokenizer: Tokenizer, vocab_size: int, max_model_len: int
+) -> Checkpoint | None:
     """Open the draft model that the options name; None if they name none.
 
     Raises:
@@ -23,16 +25,20 @@ def open_draft_model(config: EngineConfig, tokenizer: Tokenizer, max_model_len: 
         return None
     checkpoint = open_checkpoint(model)
     try:
-        _check(checkpoint, model, tokenizer, max_model_len)
+        _check(checkpoint, model, tokenizer, vocab_size, max_model_len)
     except BaseException:
         checkpoint.close()
         raise
     return checkpoint
 
 
-def _check(checkpoint: Checkpoint, model: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+def _check(checkpoint: Checkpoint, model: str, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
     if not Tokenizer.from_source(checkpoint.tokenizer_source()).has_ids_of(tokenizer):
         raise ConfigError(f"--draft-model {model} has other token ids than --model; take a base of the same vocabulary")
+    if checkpoint.spec.vocab_size != vocab_size:
+        raise ConfigError(
+            f"--draft-model {model} has {checkpoint.spec.vocab_size} tokens, --model {vocab_size}: take one of as many"
+        )
     if checkpoint.spec.max_position < max_model_len:
         raise ConfigError(
             f"--draft-model {model} has a context of {checkpoint.spec.max_position} tokens, requests may have "

@@ -105,7 +105,7 @@ def build(
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
-    drafting = open_draft_model(config, tokenizer, max_model_len)
+    drafting = open_draft_model(config, tokenizer, spec.vocab_size, max_model_len)
     draft_spec = None if drafting is None else drafting.spec
     plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing, draft_spec)
     plan.check()

@@ -19,12 +19,14 @@ from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader import StoredPacking
 from lorasrv.models.quantization import FORMATS
 from lorasrv.models.spec import ModelSpec
+from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
+from lorasrv.speculation_params import REJECTION
 from lorasrv.worker.device import DeviceMemory, activation_dtype
 from lorasrv.worker.host_memory import free_bytes
 from sgmv_kernels.formats.kv_format import get_kv_format
 
 MIN_POOL_PAGES = 4
-_LOGIT_BYTES = 4
+_LOGIT_BYTES, _PROBABILITY_BYTES = 4, 8
 _FACTOR_BITS = 0.25
 """Bits of a weight that its group's factors take in a quantized file, about."""
 
@@ -112,6 +114,8 @@ class MemoryPlan:
         if draft is not None:
             base += base_bytes(draft, quantization, dtype)
             step += step_bytes(draft, config, activation_dtype(device, dtype))
+            if config.speculation.accept == REJECTION:
+                step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * draft.vocab_size * _PROBABILITY_BYTES
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),

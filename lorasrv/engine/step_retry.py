@@ -108,7 +108,7 @@ class StepRetrier:
                 caught = error.with_traceback(None)
             if not self._recover():
                 raise DeviceLost(f"the device cannot be used any more: {type(caught).__name__}") from caught
-            if part.num_draft_tokens:
+            if part.has_drafts:
                 # The drafts may be the cause, or too much; nothing is lost without them.
                 parts.insert(0, part.without_drafts())
                 continue

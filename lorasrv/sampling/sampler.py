@@ -166,7 +166,7 @@ def distribution(logits: Tensor, row: SamplingMetadata) -> npt.NDArray[np.float6
     if row.changes_logits:
         logits = adjusted_rows(logits[None].clone(), [row])[0]
     probs, candidates = _filtered(logits, row)
-    dense = np.zeros(logits.numel())
+    dense = np.zeros(logits.numel(), dtype=np.float64)
     dense[slice(None) if candidates is None else candidates.numpy()] = probs.numpy()
     dense /= dense.sum()
     return dense

@@ -229,7 +229,7 @@ class Scheduler:
             )
             for r in chosen
         )
-        runs_ahead = ahead and not self._speculator.is_active
+        runs_ahead = ahead and not drafts and not self._speculator.is_active
         self._num_steps += 1
         step = SchedulerOutput(
             scheduled=scheduled,

@@ -52,12 +52,12 @@ class ModelDrafter:
         """Return how many tokens to draft for each row.
 
         Args:
-            rows: answers, and the most tokens of each.
+            rows: answers, and the most tokens of each, at least 1.
             draws: how each chooses its tokens.
             token_s: seconds that verifying a token of each adds to a step.
             step: the step without drafts.
         """
-        pass_s = self._pass_s.get(len(rows).bit_length(), GUESSED_PASS_SHARE * step.seconds) / len(rows)
+        pass_s = self._expected_s(len(rows), step) / len(rows)
         drafts = [
             RowDraft(self._chances(request, draw, most), seconds + pass_s)
             for (request, most), draw, seconds in zip(rows, draws, token_s, strict=True)
@@ -77,6 +77,12 @@ class ModelDrafter:
         if output.num_passes:
             rows, seconds = len(output.drafts).bit_length(), output.seconds / output.num_passes
             self._pass_s[rows] = (1 - NEW_SHARE) * self._pass_s.get(rows, seconds) + NEW_SHARE * seconds
+
+    def _expected_s(self, num_rows: int, step: PlainStep) -> float:
+        """Return the seconds of a pass, as of the nearest number of rows that was measured."""
+        if not self._pass_s:
+            return GUESSED_PASS_SHARE * step.seconds
+        return self._pass_s[min(self._pass_s, key=lambda rows: abs(rows - num_rows.bit_length()))]
 
     def _chances(self, request: Request, draw: str, most: int) -> list[float]:
         chances, chance = [], 1.0

@@ -125,13 +125,15 @@ class Speculator:
         """
         asked = [("", 0)] * len(asks)
         for name, model in self._models.items():
-            numbers = [number for number, ask in enumerate(asks) if not asked[number][1] and self._may_ask(name, ask)]
-            numbers = [n for n in numbers if self._is_left_to(name, asks[n].request, lengths[n])]
-            if not numbers:
+            rows, numbers = list[tuple[Request, int]](), list[int]()
+            for number, (ask, length) in enumerate(zip(asks, lengths, strict=True)):
+                most = _most_behind(ask.request, length)
+                is_free = not asked[number][1] and self._is_left_to(name, ask.request, length)
+                if most > 0 and is_free and ask.request.message.speculation.allows(name):
+                    rows.append((ask.request, most))
+                    numbers.append(number)
+            if not rows:
                 continue
-            # Tokens that the step may yet say are none of the answer's next drafts.
-            most = [min(MAX_MODEL_DRAFT, max(0, asks[n].max_tokens - lengths[n] - 1)) for n in numbers]
-            rows = [(asks[n].request, count) for n, count in zip(numbers, most, strict=True)]
             draws = [_draw(request) for request, _ in rows]
             found = model.lengths(rows, draws, [token_s[n] for n in numbers], step)
             for number, length in zip(numbers, found, strict=True):
@@ -142,12 +144,12 @@ class Speculator:
         """Return whether a step verifies no drafts of others."""
         return set(self._proposed[request.request_id].drafters[:num_drafts]) <= {model}
 
-    def _may_ask(self, name: str, ask: DraftAsk) -> bool:
-        return ask.request.message.speculation.allows(name)
-
     def take_drafts(self, drafted: Mapping[str, DrafterOutput], live: Mapping[RequestId, Request]) -> None:
         """Take what models have drafted at the end of a step, for requests that have not finished in it."""
         for name, output in drafted.items():
+            if output.has_failed:
+                del self._models[name]
+                continue
             self._models[name].observe(output)
             for request_id, draft in output.drafts.items():
                 if (request := live.get(request_id)) is not None:
@@ -167,7 +169,7 @@ class Speculator:
             verified = self._proposed[request.request_id].first(num_drafts)
             for name in verified.drafters:
                 self._counts[name].drafted += 1
-            for at in path_along(verified.token_ids, verified.parents, new_token_ids[:-1]):
+            for at in path_along(verified.token_ids, verified.parents, new_token_ids):
                 self._counts[verified.drafters[at]].accepted += 1
         trails = self._trails.get(request.request_id, {})
         for name, trail in list(trails.items()):
@@ -251,7 +253,7 @@ class Speculator:
             was_right = trail.tokens[0] == token
             evidence = _draw(request), trail.evidence[0]
             self._survival.observe(name, request.adapter_key, evidence, was_right=was_right)
-            if name in self._models:
+            if name in self._models and request.message.accept != REJECTION:
                 self._models[name].observe_depth(request, evidence[0], trail.num_said, was_right=was_right)
             if not was_right:
                 return False
@@ -265,6 +267,13 @@ class Speculator:
         except Exception:
             _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
             self._drafters.remove(drafter)
+
+
+def _most_behind(request: Request, num_drafts: int) -> int:
+    """Return the most tokens that can be drafted behind a step that verifies `num_drafts`: all that may be left, but
+    for the one that comes with the last draft."""
+    left = request.message.max_tokens - request.num_generated_tokens - num_drafts - 2
+    return min(MAX_MODEL_DRAFT, request.message.speculation.max_draft, left)
 
 
 def _draw(request: Request) -> str:

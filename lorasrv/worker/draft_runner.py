@@ -2,7 +2,7 @@
 
 The model is another base with the same vocabulary, or some layers of the served one with each row's own adapter
 (self-speculation, Zhang et al. 2023, arXiv:2309.08168). It draws as the served model would, by the same race of the
-same seed, so that the two agree wherever they nearly agree about the probabilities. Only speed depends on a draft.
+same seed, so that the two agree wherever they nearly agree about the probabilities.
 """
 
 import time
@@ -83,7 +83,7 @@ class DraftRunner:
         # Of the requests drafted last, the tokens whose keys and values the cache holds, and the pages where.
         self._cached: LRUCache[RequestId, _Cached] = LRUCache(2 * limits.max_samples)
         # Of the same requests, the place of the first draft token, and what it and the others were drawn from.
-        self._drawn: LRUCache[RequestId, tuple[int, list[Probabilities]]] = LRUCache(2 * limits.max_samples)
+        self._drawn: LRUCache[RequestId, tuple[int, list[Probabilities]]] = LRUCache(limits.max_samples)
 
     def draft(
         self, step: SchedulerOutput, asking: Sequence[ScheduledRequest], said: Mapping[RequestId, Sequence[int]]
@@ -108,11 +108,12 @@ class DraftRunner:
         }
         return DrafterOutput(drafts, time.perf_counter() - begun, num_passes)
 
-    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities:
-        """Return the probabilities [V] that draft token `at` of a share, which this model has drafted, was drawn
-        from."""
-        first, drawn = self._drawn[share.request_id]
-        return drawn[len(share.history) + at - first]
+    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+        """Return the probabilities [V] that draft token `at` of a share, which this model has drafted, was drawn from;
+        None if that is not known any more: then it counts as chosen, which is right for any token."""
+        first, drawn = self._drawn.get(share.request_id, (0, []))
+        place = len(share.history) + at - first
+        return drawn[place] if 0 <= place < len(drawn) else None
 
     def _begin(self, share: ScheduledRequest, said: Sequence[int]) -> _Row:
         tokens = [*share.history, *said]

@@ -223,7 +223,7 @@ class ModelRunner:
     def _with_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Ask the models for the drafts that the step plans. One that raises is never asked again; answers go on
         without it."""
-        drafted = {}
+        drafted = dict[str, DrafterOutput]()
         for name, model in tuple(self._models.items()):
             asking = [share for share in step.scheduled if share.drafts.num_asked and share.drafts.asked == name]
             if asking:
@@ -233,6 +233,7 @@ class ModelRunner:
                 except Exception:
                     _LOG.exception("drafter %s failed; answers go on without it", name)
                     del self._models[name]
+                    drafted[name] = DrafterOutput(has_failed=True)
         return replace(output, drafted=drafted) if drafted else output
 
     def _logits(

@@ -36,8 +36,9 @@ class RecordedDrafts(Drafter):
         if not recorded.accepted_tokens or not recorded.steps:
             return NO_DRAFT
         rng = self._rngs.setdefault(rid, random.Random(rid))
-        num_right = _rounded(recorded.accepted_tokens / recorded.steps, rng)
-        count = max(num_right, _rounded(recorded.drafted_tokens / recorded.steps, rng))
+        draw = rng.random()
+        num_right = _rounded(recorded.accepted_tokens / recorded.steps, draw)
+        count = _rounded(recorded.drafted_tokens / recorded.steps, draw)
         tokens = ((self._right,) * num_right + (self._wrong,) * (count - num_right))[: ask.max_tokens]
         return Draft(tokens, tuple(range(len(tokens))))
 
@@ -45,6 +46,6 @@ class RecordedDrafts(Drafter):
         self._rngs.pop(request.request_id, None)
 
 
-def _rounded(mean: float, rng: random.Random) -> int:
-    """Return the whole number below or above a mean, so that many have this mean."""
-    return int(mean) + (rng.random() < mean % 1)
+def _rounded(mean: float, draw: float) -> int:
+    """Return the whole number below or above a mean, so that those of many draws between 0 and 1 have this mean."""
+    return int(mean) + (draw < mean % 1)

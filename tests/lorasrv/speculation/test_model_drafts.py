@@ -18,6 +18,7 @@ from lorasrv.config import SpeculationOptions
 from lorasrv.errors import ConfigError
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ModelDraft
+from lorasrv.speculation_params import SpeculationParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.draft_runner import DraftRunner
 
@@ -187,7 +188,19 @@ def test_a_model_that_fails_costs_no_answer(
         monkeypatch.setattr(DraftRunner, name, method)
         same_answers(plain, drafting, [Ask(PROMPT, GREEDY, count=2), Ask(PROMPT, RANDOM)])
         assert drafting.scheduler.draft_counts["model"].drafted == 0
-        assert len(drafting.runner._models) == (fault != "raises")
+        assert len(drafting.runner._models) == len(drafting.scheduler._speculator._models) == (fault != "raises")
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, 32), (4, 14), (16, 9)])
+def test_every_step_drafts_for_the_next(
+    model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch, most: int, steps: int
+) -> None:
+    """However few tokens a request lets be drafted: a model that is right adds so many to each step."""
+    monkeypatch.setattr("lorasrv.worker.draft_runner.MIN_CONFIDENCE", 0.0)
+    with closing(started(model, library, options(model, "model"))) as drafting:
+        ask = Ask(PROMPT, GREEDY, options={"speculation": SpeculationParams(max_draft=most)})
+        drafting.run([ask])
+        assert drafting.steps <= steps
 
 
 def test_other_vocabularies_and_shorter_contexts_are_refused(model: Path, library: AdapterStore) -> None:
