@@ -119,8 +119,8 @@ def build(
     weight_bytes = weights.nbytes + (0 if draft is None else draft.nbytes)
     plan = _measured(plan, config.memory, weight_bytes, device)
     plan.check()
-    page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    draft_bytes = plan.block - page_bytes * spec.num_layers
+    page_bytes = _page_bytes(spec, kv_format)
+    draft_bytes = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_layers
     geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers, draft_bytes)
     device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     draft_model = None
@@ -214,6 +214,10 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
         why = ": longrope is served within the original context only" if spec.rope.max_position else ""
         raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model supports{why}")
     return wanted or spec.max_position
+
+
+def _page_bytes(spec: ModelSpec, kv_format: KVFormat) -> int:
+    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
 
 
 def _measured(plan: MemoryPlan, options: MemoryOptions, weight_bytes: int, device: torch.device) -> MemoryPlan:

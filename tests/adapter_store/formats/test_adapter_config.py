@@ -35,6 +35,7 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.formats.weights import load_weights
 from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import CheckedAdapter, check_adapter, check_files, max_names
+from api.config.settings import ServerSettings, flag
 
 
 def refusals(config: Any) -> dict[str, str]:
@@ -445,6 +446,7 @@ def test_a_changed_table_is_noticed() -> None:
 def test_commands_on_the_page_exist() -> None:
     """Options that the page names are options that the command line has."""
     sources = "".join(path.read_text("utf-8") for path in (Path(PAGE).parents[1] / "api" / "cli").rglob("*.py"))
+    sources += "".join(f'"{flag(name)}"' for name in ServerSettings.model_fields)
     options = set(re.findall(r"--[a-z-]{3,}", re.sub(r"<!--.*?-->", "", PAGE.read_text("utf-8"))))
     assert len(options) >= 3
     assert [option for option in sorted(options) if f'"{option}"' not in sources] == []
