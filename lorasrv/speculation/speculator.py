@@ -28,9 +28,6 @@ MAX_MODEL_DRAFT = 8
 """Most tokens that a model drafts at a time."""
 
 
-NO_PROPOSAL = Proposal()
-
-
 @dataclass(slots=True)
 class DraftCounts:
     """Count draft tokens of one drafter."""

@@ -31,20 +31,11 @@ from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
 from lorasrv.text.structured_output.matcher import GrammarState
 from lorasrv.worker import forward_batch as batch
-from lorasrv.worker.device import compute_alone, compute_in_parallel
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 CASES = [20, pytest.param(100, marks=pytest.mark.long)]
 """Batches for each drafter, of one to five prompts each."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    """So small a model gains nothing from a team of threads."""
-    compute_alone()
-    yield
-    compute_in_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from lorasrv.errors import ConfigError
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ModelDraft
 from lorasrv.speculation_params import SpeculationParams
-from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.draft_runner import DraftRunner
 
 PROMPT = tuple(range(10, 30))
@@ -38,13 +37,6 @@ def options(model: Path, name: str, layers: int = LAYERS) -> SpeculationOptions:
 
 def started(model: Path, library: AdapterStore, speculation: SpeculationOptions | None = None, **given: Any) -> Drafted:
     return Drafted(model, library, quantization="int8", drafters=[], speculation=speculation, **given)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    compute_alone()
-    yield
-    compute_in_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -15,19 +15,11 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.device_pool import DevicePool
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2)
 TREES = SpeculationOptions(draft_trees=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    compute_alone()
-    yield
-    compute_in_parallel()
 
 
 class Forest(Drafted):
