@@ -21,6 +21,7 @@ from sgmv_kernels.cpu_ops.linear import (
     SCRATCH,
     SCRATCH_AGAIN,
     SCRATCH_BYTES,
+    TABLE,
     TASK_TILES,
     TILES,
     UNIT_BYTES,
@@ -44,8 +45,8 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     end_tile,
     make_product,
     make_rounding,
+    unpack_entries,
     unpack_sevens,
-    widen_signed,
 )
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
 
@@ -60,7 +61,7 @@ def make_round_rows(is_ordered: bool) -> Any:
     round_block = make_rounding(is_ordered)
 
     @kernel_part
-    def round_rows(args, size):  # type: ignore[no-untyped-def]
+    def round_rows(args):  # type: ignore[no-untyped-def]
         """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes
         beside.
         """
@@ -78,8 +79,8 @@ def make_round_rows(is_ordered: bool) -> Any:
                 for j in range(first, min(first + ROUND_BLOCKS, blocks)):
                     at = j * 4 * CODE_BLOCK
                     x = row if is_ordered else row + at
-                    quads = codes + j * size * CODE_BLOCK // 4 * QUAD
-                    round_block(x, args[ORDER] + at, quads, units + j * qm.UNITS, size)
+                    quads = codes + j * CODE_BLOCK // 4 * QUAD
+                    round_block(x, args[ORDER] + at, quads, units + j * qm.UNITS)
 
     return round_rows
 
@@ -88,30 +89,22 @@ _round_rows, _round_ordered = make_round_rows(False), make_round_rows(True)
 
 
 def round8(raw: Any) -> None:
-    _round_rows(carray(raw, (NUM_ARGS,), np.int64), np.int64(1))
-
-
-def round16(raw: Any) -> None:
-    _round_rows(carray(raw, (NUM_ARGS,), np.int64), np.int16(2))
+    _round_rows(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def round8_ordered(raw: Any) -> None:
-    _round_ordered(carray(raw, (NUM_ARGS,), np.int64), np.int64(1))
-
-
-def round16_ordered(raw: Any) -> None:
-    _round_ordered(carray(raw, (NUM_ARGS,), np.int64), np.int16(2))
+    _round_ordered(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part
-def unpack_q3h(source, group, out):  # type: ignore[no-untyped-def]
+def unpack_q3h(source, group, table, out):  # type: ignore[no-untyped-def]
     for i in range(group // 64):
         unpack_sevens(source + i * 7 * LINE, out + i * 16 * LINE)
 
 
 @kernel_part
-def widen_int8(source, group, out):  # type: ignore[no-untyped-def]
-    widen_signed(source, group // 4, out)
+def unpack_table(source, group, table, out):  # type: ignore[no-untyped-def]
+    unpack_entries(source, group // CODE_BLOCK, table, out)
 
 
 def make_linear(kind: str, unpack: Any = None) -> Any:
@@ -119,11 +112,10 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
 
     Args:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
-        unpack: (source, group, out) makes such codes of a group's stored ones; None: they are stored so.
+        unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
-    factor_bytes = qm.CODES[kind].factor_bytes
-    code_bytes = 2 if qm.CODES[kind].is_wide else 1
+    factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
     def begin(args, tile, row, sums):  # type: ignore[no-untyped-def]
@@ -152,38 +144,33 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         while row < args[NUM_ROWS]:
             inside = row % ROW_GROUP
             left = min(args[NUM_ROWS] - row, ROW_GROUP - inside)
-            x = (
-                args[CODES]
-                + (row - inside) * args[ROW_BYTES]
-                + 4 * inside
-                + blocks * code_bytes * CODE_BLOCK // 4 * QUAD
-            )
+            x = args[CODES] + (row - inside) * args[ROW_BYTES] + 4 * inside + blocks * CODE_BLOCK // 4 * QUAD
             u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + blocks * qm.UNITS
             at, out = sums + row * _WIDTH, again + row * _WIDTH
             if left >= ROWS:
-                product(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                product(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
                 row += ROWS
             elif left >= 2:
-                product_2(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                product_2(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
                 row += 2
             else:
-                product_1(x, u, data, following, groups, group, stored, args[LINES], at, out)
+                product_1(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
                 row += 1
 
     @kernel_part
     def unpack_groups(args, data, first, last, out):  # type: ignore[no-untyped-def]
         """Unpack groups of a tile into scratch memory."""
-        stored, unpacked = args[CODE_BYTES], TILE * args[GROUP] * code_bytes
+        stored, unpacked = args[CODE_BYTES], TILE * args[GROUP]
         for g in range(first, last):
             source = data + g * (stored + factor_bytes)
             target = out + (g - first) * (unpacked + factor_bytes)
-            unpack(source, args[GROUP], target)
+            unpack(source, args[GROUP], args[TABLE], target)
             copy_factors(source + stored, factor_bytes, target + unpacked)
 
     @kernel_part
     def multiply_unpacked(args, data, following, scratch, sums, again):  # type: ignore[no-untyped-def]
         step = max(1, CHUNK // args[GROUP])
-        unpacked = TILE * args[GROUP] * code_bytes
+        unpacked = TILE * args[GROUP]
         tile_bytes = step * (unpacked + factor_bytes)
         for first in range(0, args[GROUPS], step):
             last = min(first + step, args[GROUPS])
@@ -222,10 +209,22 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     return work
 
 
-_int4, _int4_zeros, _int4_fp32 = make_linear("int4"), make_linear("int4_zeros"), make_linear("int4_fp32")
-_q3h, _q3h_zeros, _q3h_fp32 = (make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32"))
-_int8, _int8_fp32 = make_linear("int8"), make_linear("int8_fp32")
-_int8_words, _int8_words_fp32 = make_linear("words", widen_int8), make_linear("words_fp32", widen_int8)
+_int4, _int4_zeros, _int4_fp32, _int4_minima, _int4_steps = (
+    make_linear(kind) for kind in ("int4", "int4_zeros", "int4_fp32", "int4_minima", "int4_steps")
+)
+_q3h, _q3h_zeros, _q3h_fp32, _q3h_minima = (
+    make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
+)
+_int8, _int8_fp32, _int8_minima, _int8_steps = (
+    make_linear(kind) for kind in ("int8", "int8_fp32", "int8_minima", "int8_steps")
+)
+_int8_signed, _int8_signed_fp32, _int8_signed_minima, _int8_signed_steps = (
+    make_linear(kind) for kind in ("signed", "signed_fp32", "signed_minima", "signed_steps")
+)
+_table, _table_fp32, _table_steps = (make_linear(kind) for kind in ("table", "table_fp32", "table_steps"))
+_table_signed, _table_signed_fp32, _table_signed_steps = (
+    make_linear(kind, unpack_table) for kind in ("signed_table", "signed_table_fp32", "signed_table_steps")
+)
 
 
 def int4(raw: Any) -> None:
@@ -240,6 +239,14 @@ def int4_fp32(raw: Any) -> None:
     _int4_fp32(carray(raw, (NUM_ARGS,), np.int64))
 
 
+def int4_minima(raw: Any) -> None:
+    _int4_minima(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int4_steps(raw: Any) -> None:
+    _int4_steps(carray(raw, (NUM_ARGS,), np.int64))
+
+
 def q3h(raw: Any) -> None:
     _q3h(carray(raw, (NUM_ARGS,), np.int64))
 
@@ -252,6 +259,10 @@ def q3h_fp32(raw: Any) -> None:
     _q3h_fp32(carray(raw, (NUM_ARGS,), np.int64))
 
 
+def q3h_minima(raw: Any) -> None:
+    _q3h_minima(carray(raw, (NUM_ARGS,), np.int64))
+
+
 def int8(raw: Any) -> None:
     _int8(carray(raw, (NUM_ARGS,), np.int64))
 
@@ -260,9 +271,49 @@ def int8_fp32(raw: Any) -> None:
     _int8_fp32(carray(raw, (NUM_ARGS,), np.int64))
 
 
-def int8_words(raw: Any) -> None:
-    _int8_words(carray(raw, (NUM_ARGS,), np.int64))
+def int8_minima(raw: Any) -> None:
+    _int8_minima(carray(raw, (NUM_ARGS,), np.int64))
 
 
-def int8_words_fp32(raw: Any) -> None:
-    _int8_words_fp32(carray(raw, (NUM_ARGS,), np.int64))
+def int8_steps(raw: Any) -> None:
+    _int8_steps(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int8_signed(raw: Any) -> None:
+    _int8_signed(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int8_signed_fp32(raw: Any) -> None:
+    _int8_signed_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int8_signed_minima(raw: Any) -> None:
+    _int8_signed_minima(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def int8_signed_steps(raw: Any) -> None:
+    _int8_signed_steps(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table(raw: Any) -> None:
+    _table(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table_fp32(raw: Any) -> None:
+    _table_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table_steps(raw: Any) -> None:
+    _table_steps(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table_signed(raw: Any) -> None:
+    _table_signed(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table_signed_fp32(raw: Any) -> None:
+    _table_signed_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def table_signed_steps(raw: Any) -> None:
+    _table_signed_steps(carray(raw, (NUM_ARGS,), np.int64))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
-from sgmv_kernels.cpu_runtime.kernel_names import needs_words
+from sgmv_kernels.cpu_runtime.kernel_names import needs_signed
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
 from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
@@ -31,9 +31,9 @@ WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
-Y_WIDTH, ORDER = 22, 23
+Y_WIDTH, ORDER, TABLE = 22, 23, 24
 """Places in the kernels' arguments, after the counters."""
-NUM_ARGS = ORDER + 1
+NUM_ARGS = TABLE + 1
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -41,7 +41,7 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 class RoundedRows:
     """Hold rounded activations."""
 
-    # [T / 8, H / 4, 8, 4] int8, or [T / 8, H / 2, 8, 2] int16 in the order of `cpu_simd.quant_matmul.round_block`.
+    # [T / 8, H / 4, 8, 4] int8.
     codes: Tensor
     # [T / 8, H / 32, 2, 8] fp32: units, and units * sums.
     units: Tensor
@@ -80,7 +80,7 @@ class CpuLinear:
 def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None) -> CpuLinear:
     """See `ops.Ops.pack_linear`."""
     tiles = pack_tiles(codes)
-    _compile(_entry(tiles), _round_entry(_in_words(tiles), tiles.order))
+    _compile(_entry(tiles), _round_entry(tiles.order))
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
     return CpuLinear(tiles, bias, None if wide_from is None else codes.dequantize().bfloat16(), wide_from)
@@ -92,28 +92,29 @@ def _compile(*entries: str) -> None:
     compile_missing([(MODULE, entry) for entry in entries], lambda what, done: None)
 
 
-def _in_words(tiles: CodeTiles) -> bool:
-    return tiles.levels == INT8_LEVELS and needs_words()
+def _is_signed(tiles: CodeTiles) -> bool:
+    return (tiles.levels == INT8_LEVELS or tiles.table is not None) and needs_signed()
 
 
 def _entry(tiles: CodeTiles) -> str:
-    return ENTRIES[tiles.levels] + ("_words" if _in_words(tiles) else "") + tiles.factors
+    product = ENTRIES[tiles.levels] if tiles.table is None else "table"
+    return product + ("_signed" if _is_signed(tiles) else "") + tiles.factors
 
 
-def _round_entry(words: bool, order: Tensor | None) -> str:
-    return ("round16" if words else "round8") + ("" if order is None else "_ordered")
+def _round_entry(order: Tensor | None) -> str:
+    return "round8" if order is None else "round8_ordered"
 
 
-def round_rows(x: Tensor, words: bool, order: Tensor | None = None) -> RoundedRows:
+def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
     """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours; `order` [H] int32 permutes x first."""
-    (rows, width), in_quad = x.shape, 2 if words else 4
+    rows, width = x.shape
     groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
-    codes = empty("codes", (groups, width // in_quad, ROW_GROUP, in_quad), torch.int16 if words else torch.int8)
+    codes = empty("codes", (groups, width // 4, ROW_GROUP, 4), torch.int8)
     units = empty("units", (groups, blocks, 2, ROW_GROUP))
     rounded = RoundedRows(codes, units)
     tasks = groups * -(-blocks // ROUND_BLOCKS)
     own = {X: x.data_ptr(), ORDER: 0 if order is None else order.data_ptr(), **_codes(rounded)}
-    launch(MODULE, _round_entry(words, order), rows_part(rows, tasks), own)
+    launch(MODULE, _round_entry(order), rows_part(rows, tasks), own)
     return rounded
 
 
@@ -128,14 +129,13 @@ def linear_parts_cpu(x: Tensor, parts: Sequence[CpuLinear]) -> Tensor:
         return _cat([_by_copy(x, part) for part in parts])
     y = empty("linear", (len(x), sum(part.out_features for part in parts)))
     rounded: RoundedRows | None = None
-    before: tuple[bool, Tensor | None] | None = None
+    before: Tensor | None = None
     first = 0
     for part in parts:
         columns = y[:, first : first + part.out_features]
         first += part.out_features
-        form = _in_words(part.tiles), part.tiles.order
-        if rounded is None or before is None or form[0] != before[0] or form[1] is not before[1]:
-            rounded, before = round_rows(x, *form), form
+        if rounded is None or part.tiles.order is not before:
+            rounded, before = round_rows(x, part.tiles.order), part.tiles.order
         _multiply(rounded, part, columns)
     return y
 
@@ -178,7 +178,8 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         SCRATCH: scratch.data_ptr(),
         SCRATCH_AGAIN: scratch.data_ptr(),
         SCRATCH_BYTES: scratch.stride(0),
-        LINES: {INT4_LEVELS: 4, Q3H_LEVELS: 8, INT8_LEVELS: 16 if _in_words(weight) else 8}[weight.levels],
+        LINES: 4 if weight.levels == INT4_LEVELS and not _is_signed(weight) else 8,
+        TABLE: 0 if weight.table is None else weight.table.data_ptr(),
     }
     launch(MODULE, _entry(weight), rows_part(rows, -(-tiles // task_tiles)), own)
 
@@ -195,5 +196,5 @@ def _codes(rounded: RoundedRows) -> Words:
 
 
 def scratch_bytes(rows: int) -> int:
-    """Return the scratch bytes of a thread: sums of all rows, and a chunk of two tiles as int16 with its factors."""
-    return 2 * (rows * 4 * TILE + TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 8 * TILE)
+    """Return the scratch bytes of a thread: sums of all rows, and a chunk of two tiles as bytes with its factors."""
+    return 2 * (rows * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)

@@ -1,7 +1,8 @@
 """Layout of weight codes for the CPU kernels: tiles of 16 outputs, each read front to back in one stream.
 
 A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima or zeros if there are any
-(`Factors`).
+(`Factors`). Groups that share steps lie together: the codes of all, then 16 steps of scales and 16 of minima, then 16
+scales and 16 minima of each group.
 
 Codes lie in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are stored unchanged. Of
 codes of 16 levels, the lines of a block's second half share the bytes of its first. Of codes of 11 levels, 64
@@ -12,13 +13,14 @@ spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, STEP_GROUPS, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
@@ -34,26 +36,40 @@ _CHUNK_BYTES = 1 << 19
 class Factors(StrEnum):
     """Name the factors that a tile has for each group. The value is the ending of the kernels' names."""
 
-    # fp16 scales, and minima but for int8 codes.
+    # fp16 scales, and minima but for int8 codes and codes with a table.
     MINIMA = ""
     # fp16 scales and zeros.
     ZEROS = "_zeros"
-    # fp32 scales and zeros.
+    # fp32 scales, and zeros but for codes with a table.
     FP32 = "_fp32"
+    # fp32 scales and minima.
+    FP32_MINIMA = "_minima"
+    # fp16 steps; int8 scales, and minima but for codes with a table.
+    STEPS = "_steps"
 
     @classmethod
     def of(cls, weight: GroupQuantizedWeight) -> "Factors":
         """Return the factors that hold those of `weight` exactly."""
+        if weight.steps is not None:
+            return cls.STEPS
+        if weight.scales.dtype == torch.float32 and weight.minima is not None:
+            return cls.FP32_MINIMA
         if weight.scales.dtype == torch.float32 or (weight.signed and weight.zeros is not None):
             return cls.FP32
         return cls.MINIMA if weight.zeros is None else cls.ZEROS
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of what lies behind the codes."""
+        return torch.float32 if self in (Factors.FP32, Factors.FP32_MINIMA) else torch.float16
+
 
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, G, group bytes] uint8.
+    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, S, bytes] uint8, S groups of a
+    row, or runs of `STEP_GROUPS` of them that share steps.
 
-    `order`: as `GroupQuantizedWeight` has it.
+    `order`, `table`: as `GroupQuantizedWeight` has them.
     """
 
     data: Tensor
@@ -62,9 +78,11 @@ class CodeTiles:
     levels: int
     factors: Factors = Factors.MINIMA
     order: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def group(self) -> int:
+        """Return the inputs whose codes lie together."""
         return self.in_features // self.data.shape[1]
 
     @property
@@ -74,34 +92,43 @@ class CodeTiles:
 
     def unpack(self) -> GroupQuantizedWeight:
         """Return the codes that were packed."""
-        lines, factors = self._parts(self.data)
+        lines, *factors = self._parts(self.data)
         stored = lines.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.out_features]
-        return self._codes(stored, factors.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features])
+        return self._codes(stored, *(part.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features] for part in factors))
 
     def rows(self, ids: Tensor) -> GroupQuantizedWeight:
         """Return the codes of some outputs, ids [N] int64, N at least 1."""
         # By numpy: torch would wake all threads for a few microseconds.
         tiles, lanes = np.divmod(ids.numpy(), TILE)
         parts = self._parts(torch.from_numpy(self.data.numpy()[tiles]))
-        stored, factors = (torch.from_numpy(part.numpy()[np.arange(len(ids)), :, :, lanes]) for part in parts)
-        return self._codes(stored, factors)
+        return self._codes(*(torch.from_numpy(part.numpy()[np.arange(len(ids)), :, :, lanes]) for part in parts))
 
-    def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [N, G, group bytes] into stored lines [N, G, lines, TILE, 4], and scales with minima or zeros
-        [N, G, 1 or 2, TILE].
+    def _parts(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split [N, S, bytes] into stored lines [N, S, lines, TILE, 4]; floats [N, S, 1 or 2, TILE]; int8 scales, then
+        minima, of groups with steps [N, S, 8 or 16 or 0, TILE].
         """
-        lines = _split(data[..., : self.code_bytes], 2, TILE, _QUAD)
-        dtype = torch.float32 if self.factors is Factors.FP32 else torch.float16
-        return lines, _split(data[..., self.code_bytes :].view(dtype), 2, TILE)
+        lines, behind = _split(data[..., : self.code_bytes], 2, TILE, _QUAD), data[..., self.code_bytes :]
+        if self.factors is not Factors.STEPS:
+            return lines, _split(behind.view(self.factors.dtype), 2, TILE), _split(behind[..., :0], 2, TILE)
+        # A step takes two bytes, and those that it is for one each.
+        start = behind.shape[-1] // (2 + STEP_GROUPS) * 2
+        steps, numbers = behind[..., :start].view(torch.float16), behind[..., start:].view(torch.int8)
+        return lines, _split(steps, 2, TILE), _split(numbers, 2, TILE)
 
-    def _codes(self, stored: Tensor, factors: Tensor) -> GroupQuantizedWeight:
-        """Return codes of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
+    def _codes(self, stored: Tensor, floats: Tensor, numbers: Tensor) -> GroupQuantizedWeight:
+        """Return codes of stored lines [N, S, lines, 4], and the rest of `_parts` for each output."""
         codes = _unpack_lines(stored, self.levels).reshape(len(stored), self.in_features)
-        scales, second = factors[..., 0].contiguous(), factors[..., 1:].squeeze(-1)
-        if self.factors is not Factors.MINIMA:
-            return GroupQuantizedWeight(codes, scales, None, self.levels, second.to(torch.int16), self.order)
-        minima = None if self.levels == INT8_LEVELS else second.contiguous()
-        return GroupQuantizedWeight(codes, scales, minima, self.levels, None, self.order)
+        made = partial(GroupQuantizedWeight, codes, levels=self.levels, order=self.order, table=self.table)
+        if self.factors is Factors.STEPS:
+            held = numbers.reshape(len(stored), -1, floats.shape[-1])
+            minima = held[..., 1].contiguous() if held.shape[-1] > 1 else None
+            return made(held[..., 0].contiguous(), minima, steps=floats.contiguous())
+        scales, second = floats[..., 0].contiguous(), floats[..., 1:].squeeze(-1)
+        if not second.numel():
+            return made(scales, None)
+        if self.factors in (Factors.MINIMA, Factors.FP32_MINIMA):
+            return made(scales, second.contiguous())
+        return made(scales, None, zeros=second.to(torch.int16))
 
 
 def check_codes(weight: GroupQuantizedWeight) -> None:
@@ -115,6 +142,8 @@ def check_codes(weight: GroupQuantizedWeight) -> None:
         raise KernelArgumentError(
             f"groups must be multiples of {least}, at most {CHUNK}, for these kernels, not {weight.group}"
         )
+    if weight.steps is not None and weight.group != CODE_BLOCK:
+        raise KernelArgumentError(f"groups with steps must be of {CODE_BLOCK}, not {weight.group}")
 
 
 def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
@@ -129,31 +158,38 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     if order is not None and not torch.equal(order.sort().values, torch.arange(weight.in_features, dtype=torch.int32)):
         raise KernelArgumentError("order must have every input once")
     factors = Factors.of(weight)
+    together = groups // STEP_GROUPS if factors is Factors.STEPS else groups
     stacked = [
-        _tiled(held, tiles).view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8)
+        _tiled(held, tiles).view(tiles, TILE, together, -1).permute(0, 2, 3, 1).contiguous().view(torch.uint8)
         for held in _factors(weight, factors)
     ]
-    code_bytes = TILE * weight.group * _BYTES_OF_64[weight.levels] // 64
-    data = torch.empty((tiles, groups, code_bytes + sum(held.shape[-1] for held in stacked)), dtype=torch.uint8)
-    data[..., code_bytes:] = torch.cat(stacked, dim=-1)
+    behind = torch.cat([held.flatten(2) for held in stacked], dim=-1)
+    code_bytes = TILE * weight.in_features // together * _BYTES_OF_64[weight.levels] // 64
+    data = torch.empty((tiles, together, code_bytes + behind.shape[-1]), dtype=torch.uint8)
+    data[..., code_bytes:] = behind
     # A few tiles at a time, which stay in a cache. Quads change places as int32, ten times as fast as byte by byte.
     step = max(1, _CHUNK_BYTES // (TILE * weight.in_features))
     for first in range(0, tiles, step):
         part = data[first : first + step]
         rows = _tiled(weight.codes[first * TILE : (first + step) * TILE], len(part))
         quads = rows.view(torch.int32).view(len(part), TILE, -1).transpose(1, 2).contiguous()
-        lines = quads.view(torch.uint8).view(len(part), groups, -1, TILE, _QUAD)
+        lines = quads.view(torch.uint8).view(len(part), together, -1, TILE, _QUAD)
         part[..., :code_bytes] = _pack_lines(lines, weight.levels).flatten(2)
-    return CodeTiles(data, weight.out_features, weight.in_features, weight.levels, factors, order)
+    return CodeTiles(data, weight.out_features, weight.in_features, weight.levels, factors, order, weight.table)
 
 
 def _factors(weight: GroupQuantizedWeight, factors: Factors) -> list[Tensor]:
-    """Return what a tile holds behind the codes, each [O, G]."""
-    if factors is Factors.MINIMA:
-        return [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
-    scales = weight.scales.float() if factors is Factors.FP32 else weight.scales
-    zeros = torch.zeros_like(scales) if weight.zeros is None else weight.zeros.to(scales.dtype)
-    return [scales, zeros]
+    """Return what a tile holds behind the codes, each [O, G] or [O, S, of a run]."""
+    scales, minima = weight.scales, weight.minima
+    if weight.steps is not None:
+        numbers = scales[..., None] if minima is None else torch.stack((scales, minima), dim=-1)
+        return [weight.steps, numbers.view(*weight.steps.shape[:2], -1)]
+    if minima is not None:
+        return [scales, minima]
+    if factors is Factors.MINIMA or weight.table is not None:
+        return [scales]
+    scales = scales.to(factors.dtype)
+    return [scales, torch.zeros_like(scales) if weight.zeros is None else weight.zeros.to(scales.dtype)]
 
 
 def _split(values: Tensor, dim: int, *last: int) -> Tensor:

@@ -16,7 +16,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         adapter_dtype: torch's name of it.
         kv_format: name of a KV format that these kernels read.
     """
-    linear = ("q3h", "int4", "int8", *(("int8_words", "round16") if needs_words() else ()), "round8")
+    linear = ("q3h", "int4", "int8", *(("int8_signed",) if needs_signed() else ()), "round8")
     pointwise = (f"rope_{_KINDS[kv_format]}", "norm", "silu", "gelu", "heads", "cap", "take")
     return (
         ("attention", _KINDS[kv_format]),
@@ -29,9 +29,9 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
 
 
 @cache
-def needs_words() -> bool:
-    """Return whether int8 codes are multiplied as int16, because the processor has no product of bytes that cannot
-    overflow.
+def needs_signed() -> bool:
+    """Return whether int8 codes are multiplied by magnitude and sign, because the processor has no product of bytes
+    that cannot overflow.
     """
     features = llvm.get_host_cpu_features()
     return bool(features.get("avx2")) and not (features.get("avx512vnni") or features.get("avxvnni"))

@@ -94,11 +94,20 @@ class ByteDot:
         return total
 
 
-class WordDot(ByteDot):
-    """Accumulator of int16 times int16."""
+class SignedDot(ByteDot):
+    """Accumulator of signed bytes times signed bytes, as magnitudes times bytes with their signs; for processors with
+    `HAS_PAIR_DOT`.
+
+    Two products are added in int16: 2 * 128 * 127 stays below 2^15. Source: ggml's AVX2 kernels (Gerganov).
+    """
 
     def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
-        return _dot_words(b, total, code, quad)
+        code, quad = b.bitcast(code, BYTES), b.bitcast(quad, BYTES)
+        is_minus = b.icmp_signed("<", code, filled(BYTES, 0))
+        magnitude = b.select(is_minus, b.neg(code), code)
+        signed = b.select(is_minus, b.neg(quad), quad) if _WIDE else _x86(b, BYTES, "avx2.psign.b", BYTES, quad, code)
+        pairs = _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, magnitude, signed)
+        return _dot_words(b, total, pairs, filled(WORDS, 1))
 
 
 def _dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
@@ -122,6 +131,25 @@ def _dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
         factors = (b.ashr(b.shl(v, filled(INTS, up)), filled(INTS, 16)) for v in (code, pair))
         total = b.add(total, b.mul(*factors))
     return total
+
+
+def look_up(b: Any, table: Value, codes: Value) -> Value:
+    """Return the bytes of a table that codes below 16 choose; `table` is repeated for every 16 bytes of the vector."""
+    if HAS_PAIR_DOT:
+        return b.bitcast(_x86(b, BYTES, "avx512.pshuf.b.512" if _WIDE else "avx2.pshuf.b", BYTES, table, codes), WORDS)
+    codes = b.bitcast(codes, BYTES)
+    found = filled(BYTES, 0)
+    for i in range(16):
+        entry = b.shuffle_vector(table, table, filled(ir.VectorType(I32, BYTES.count), i))
+        found = b.select(b.icmp_unsigned("==", codes, filled(BYTES, i)), entry, found)
+    return b.bitcast(found, WORDS)
+
+
+def load_table(b: Any, address: Value) -> Value:
+    """Load 16 bytes into every 16 of a vector."""
+    once = load_vector(b, address, ir.VectorType(_I8, 16))
+    places = ir.Constant(ir.VectorType(I32, BYTES.count), list(range(16)) * (BYTES.count // 16))
+    return b.shuffle_vector(once, once, places)
 
 
 def _x86(b: Any, result: Any, name: str, kind: Any, left: Value, right: Value) -> Value:

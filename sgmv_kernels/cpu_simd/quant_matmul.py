@@ -1,7 +1,7 @@
 """Define vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
 
 Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rounded activations lie in groups of
-`ROW_GROUP` rows: four neighbours (two, of int16) of every row of the group, then the next four. So the rows that are
+`ROW_GROUP` rows: four neighbours of every row of the group, then the next four. So the rows that are
 multiplied at a time are read from one place.
 """
 
@@ -20,19 +20,21 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     WORDS,
     ByteDot,
     Dot,
+    SignedDot,
     SmallDot,
-    WordDot,
     filled,
+    load_table,
     load_vector,
+    look_up,
     splat_int,
     store_vector,
 )
-from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, c64, loop_of
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, TILE
+from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, c64, itemsize_of, loop_of
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, STEP_GROUPS, TILE
 
 LEVELS = 127
 LINE = 4 * TILE
-"""Bytes of a line of codes, four neighbours (two, of int16) of every output of a tile."""
+"""Bytes of a line of codes, four neighbours of every output of a tile."""
 QUAD = 4 * ROW_GROUP
 """Bytes from four neighbours of a row to the next four."""
 UNITS = 8 * ROW_GROUP
@@ -41,24 +43,23 @@ TILES_AT_ONCE = 2 // VECTORS
 """Tiles that are multiplied at a time: two vectors of outputs, so that a loaded activation is used twice."""
 FETCH_BYTES = 2048
 """Bytes that codes are prefetched ahead."""
-MINIMA, ZEROS, SIGNED, NO_MINIMA = range(4)
+NONE, MINIMA, ZEROS = range(3)
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _VECTOR = LINE // VECTORS
 
 
 def make_rounding(is_ordered: bool) -> Callable[..., Any]:
-    """round(x, order, codes, unit_sum, size): round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the
+    """round(x, order, codes, unit_sum): round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the
     largest magnitude.
 
     `x`: the first number; of an ordered rounding the row, from which the 32 int32 at `order` choose. `codes`: where the
-    row's first four go, `QUAD` bytes before the next; int8 in order, or where `size` is an int16, int16 in the order 0
-    2 1 3 of every four, which is that of `widen_signed`. `unit_sum`: where the row's unit goes, and `UNITS` / 2 bytes
+    row's first four int8 go, `QUAD` bytes before the next. `unit_sum`: where the row's unit goes, and `UNITS` / 2 bytes
     on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, order, codes, unit_sum = args[:4]
+        x, order, codes, unit_sum = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         if is_ordered:
             parts = [_gathered(b, x, b.add(order, c64(4 * i))) for i in range(0, CODE_BLOCK, LANES)]
@@ -88,22 +89,15 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
         one.store(b.fmul(unit, emit.sum(total_float)), unit_sum, c64(ROW_GROUP))
         place = codes
         for part in whole:
-            if sig.args[4] == types.int16:
-                places = [4 * q + k for q in range(LANES // 4) for k in (0, 2, 1, 3)]
-                mask = ir.Constant(ir.VectorType(I32, LANES), places)
-                small = b.trunc(b.shuffle_vector(part, part, mask), ir.VectorType(_I16, LANES))
-            else:
-                small = b.trunc(part, ir.VectorType(_I8, LANES))
-            count = LANES * small.type.element.width // 32
-            quads = b.bitcast(small, ir.VectorType(I32, count))
-            for q in range(count):
+            quads = b.bitcast(b.trunc(part, ir.VectorType(_I8, LANES)), ir.VectorType(I32, LANES // 4))
+            for q in range(LANES // 4):
                 b.store(b.extract_element(quads, ir.Constant(I32, q)), b.inttoptr(place, I32.as_pointer()), align=4)
                 place = b.add(place, c64(QUAD))
         return ctx.get_dummy_value()
 
     @intrinsic
-    def rounding(typingctx, x, order, codes, unit_sum, size):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 4, size), codegen
+    def rounding(typingctx, x, order, codes, unit_sum):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 4), codegen
 
     made: Callable[..., Any] = rounding
     return made
@@ -146,27 +140,27 @@ def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def widen_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Turn lines of int8 into pairs of lines of int16: every first and third of four, then every second and fourth."""
+def unpack_entries(typingctx, source, blocks, table, out):  # type: ignore[no-untyped-def]
+    """Unpack blocks of int4 to lines of bytes: the entries of a table that they name."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        source, lines, out = args
+        source, blocks, table, out = args
+        entries, half = load_table(b, table), LINES // 2
 
         def body(at: Value, state: list[Value]) -> list[Value]:
-            for v in range(VECTORS):
-                place = b.add(source, b.add(at, c64(_VECTOR * v)))
+            for n in range(half * VECTORS):
+                place = b.add(source, b.add(at, c64(_VECTOR * n)))
                 Emitter(b, LANES).fetch(b.add(place, c64(FETCH_BYTES)))
-                value = load_vector(b, place, WORDS)
-                even = b.ashr(b.shl(value, filled(WORDS, 8)), filled(WORDS, 8))
-                target = b.add(out, b.add(b.mul(at, c64(2)), c64(_VECTOR * v)))
-                store_vector(b, even, target)
-                store_vector(b, b.ashr(value, filled(WORDS, 8)), b.add(target, c64(LINE)))
+                stored, target = load_vector(b, place, WORDS), b.add(out, b.add(b.mul(at, c64(2)), c64(_VECTOR * n)))
+                for is_second in (False, True):
+                    found = look_up(b, entries, _nibbles(b, stored, is_second))
+                    store_vector(b, found, b.add(target, c64(half * LINE * is_second)))
             return state
 
-        loop_of(b, c64(0), b.mul(lines, c64(LINE)), LINE, [], body)
+        loop_of(b, c64(0), b.mul(blocks, c64(half * LINE)), half * LINE, [], body)
         return ctx.get_dummy_value()
 
-    return types.void(_A, _A, _A), codegen
+    return types.void(_A, _A, _A, _A), codegen
 
 
 @intrinsic
@@ -218,85 +212,124 @@ def copy_factors(typingctx, factors, nbytes, out):  # type: ignore[no-untyped-de
     return types.void(_A, _A, _A), codegen
 
 
+class FactorRows(NamedTuple):
+    """Describe what lies behind the codes of a group: 16 scales, and 16 minima or zeros if it has them.
+
+    With steps, a group is all blocks that share them; 16 scales, and 16 minima, of every block lie behind the steps.
+    """
+
+    # What is added to scale * code: a stored number, a stored zero times -scale, or nothing.
+    offsets: int = NONE
+    # Numba's type by which `Emitter.load_kind` knows what they are: int16 for fp16, or float32.
+    kind: Any = types.int16
+    has_steps: bool = False
+
+    @property
+    def stored(self) -> int:
+        """Return how many rows of 16 a group, or a block with steps, has."""
+        return 1 if self.offsets == NONE else 2
+
+    @property
+    def nbytes(self) -> int:
+        steps = TILE * self.stored * STEP_GROUPS if self.has_steps else 0
+        return TILE * self.stored * itemsize_of(self.kind) + steps
+
+    def load(self, emit: Emitter, factors: Value, block: Value, lane: int) -> tuple[Value, Value | None]:
+        """Load the scales, and the minima or zeros, of the outputs of a tile from `lane` on, for a block of a group."""
+        rows = [emit.load_kind(factors, c64(TILE * row + lane), self.kind) for row in range(self.stored)]
+        if self.has_steps:
+            own = emit.b.add(factors, c64(TILE * self.stored * itemsize_of(self.kind)))
+            own = emit.b.add(own, emit.b.mul(block, c64(TILE * self.stored)))
+            numbers = [emit.load_kind(own, c64(TILE * row + lane), types.int8) for row in range(self.stored)]
+            rows = [emit.b.fmul(step, number) for step, number in zip(rows, numbers, strict=True)]
+        return rows[0], rows[1] if len(rows) > 1 else None
+
+
 class Codes(NamedTuple):
-    """Describe how a tile's group lies in memory: lines of codes, 16 scales, and 16 minima or zeros if it has them."""
+    """Describe how a tile's group lies in memory: lines of codes, then factors."""
 
     dot: type[Dot]
     # Turns a loaded vector into the codes of the first or the second half of a block.
     read: Callable[[Any, Value, bool], Value]
     # The lines of a block's second half share the bytes of its first.
     is_halved: bool = False
-    # int16 instead of bytes.
-    is_wide: bool = False
-    # What is added to scale * code: a stored number, a stored zero times -scale, -128 scales, or nothing.
-    minima: int = MINIMA
-    # Numba's type by which `Emitter.load_kind` knows what factors are: int16 for fp16, or float32.
-    factors: Any = types.int16
-    # What is added to zeros: 128 where signed codes are multiplied as unsigned ones.
-    shift: float = 0.0
+    # What signed codes get added to be multiplied as unsigned ones.
+    shift: int = 0
+    # Codes choose from a table of int8.
+    has_table: bool = False
+    factors: FactorRows = FactorRows()
 
-    @property
-    def factor_bytes(self) -> int:
-        size = 4 if self.factors == types.float32 else 2
-        return size * TILE * (2 if self.minima in (MINIMA, ZEROS) else 1)
-
-    def load_scale(self, emit: Emitter, factors: Value, lane: int) -> Value:
-        """Load the scales of the outputs of a tile from `lane` on."""
-        return emit.load_kind(factors, c64(lane), self.factors)
-
-    def load_minimum(self, emit: Emitter, factors: Value, lane: int, scale: Value) -> Value:
-        """Load the minima of the outputs of a tile from `lane` on, whose scales are loaded."""
-        if self.minima not in (MINIMA, ZEROS):
-            return emit.b.fmul(scale, emit.const(-self.shift))
-        stored = emit.load_kind(factors, c64(TILE + lane), self.factors)
-        if self.minima == MINIMA:
-            return stored
-        return emit.b.fmul(scale, emit.b.fsub(emit.const(-self.shift), stored))
+    def load_factors(self, emit: Emitter, factors: Value, block: Value, lane: int) -> tuple[Value, Value | None]:
+        """Load the scales of the outputs of a tile from `lane` on, and what is added to products with them; None for
+        nothing.
+        """
+        scale, stored = self.factors.load(emit, factors, block, lane)
+        shift = emit.const(-float(self.shift))
+        if stored is None:
+            return scale, emit.b.fmul(scale, shift) if self.shift else None
+        if self.factors.offsets == ZEROS:
+            return scale, emit.b.fmul(scale, emit.b.fsub(shift, stored))
+        return scale, emit.fma(scale, shift, stored) if self.shift else stored
 
 
 def _nibbles(b: Any, value: Value, is_second: bool) -> Value:
     return b.and_(b.lshr(value, filled(WORDS, 4)) if is_second else value, filled(WORDS, 0x0F0F))
 
 
+_INT4, _SMALL = Codes(SmallDot, _nibbles, is_halved=True), Codes(SmallDot, lambda b, v, _: v)
+_INT8 = Codes(ByteDot, lambda b, v, _: b.xor(v, filled(WORDS, 0x8080)), shift=128)
+_TABLE = Codes(ByteDot, _nibbles, is_halved=True, shift=128, has_table=True)
+_SIGNED = Codes(SignedDot, lambda b, v, _: v)
+_FP32_MINIMA = {"_minima": FactorRows(MINIMA, types.float32), "_steps": FactorRows(MINIMA, has_steps=True)}
+_OF_UNSIGNED = {
+    "": FactorRows(MINIMA),
+    "_zeros": FactorRows(ZEROS),
+    "_fp32": FactorRows(ZEROS, types.float32),
+    **_FP32_MINIMA,
+}
+_OF_SIGNED = {"": FactorRows(), "_fp32": FactorRows(ZEROS, types.float32), **_FP32_MINIMA}
+_OF_TABLE = {"": FactorRows(), "_fp32": FactorRows(NONE, types.float32), "_steps": FactorRows(has_steps=True)}
 CODES = {
-    "int4": Codes(SmallDot, _nibbles, is_halved=True),
-    "small": Codes(SmallDot, lambda b, v, _: v),
-    "int8": Codes(ByteDot, lambda b, v, _: b.xor(v, filled(WORDS, 0x8080)), minima=SIGNED, shift=128.0),
-    "words": Codes(WordDot, lambda b, v, _: v, is_wide=True, minima=NO_MINIMA),
+    f"{name}{ending}": codes._replace(factors=factors)
+    for name, codes, every in (
+        ("int4", _INT4, _OF_UNSIGNED),
+        ("small", _SMALL, _OF_UNSIGNED),
+        ("int8", _INT8, _OF_SIGNED),
+        ("signed", _SIGNED, _OF_SIGNED),
+        ("table", _TABLE, _OF_TABLE),
+        ("signed_table", _SIGNED, _OF_TABLE),
+    )
+    for ending, factors in every.items()
 }
-"""Codes that `make_product` multiplies."""
-CODES |= {
-    **{f"{kind}_zeros": CODES[kind]._replace(minima=ZEROS) for kind in ("int4", "small")},
-    **{f"{kind}_fp32": codes._replace(minima=ZEROS, factors=types.float32) for kind, codes in CODES.items()},
-}
+"""Codes that `make_product` multiplies, by name and the ending of `cpu_ops.weight_packing.Factors`."""
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
-    """product(x, u, data, next, groups, group, stored, lines, sums, out): out[i, :] = sums[i, :] + x[i] @ tiles for
-    `rows` rows.
+    """product(x, u, data, next, groups, group, stored, lines, table, sums, out): out[i, :] = sums[i, :] + x[i] @ tiles
+    for `rows` rows.
 
     `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
-    `data`, the second `next` bytes on; `stored` bytes of a group are codes, `lines` lines a block. `sums`: fp32 [rows,
-    TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not know: it would
-    keep all sums in registers from block to block, more than there are, and spill them to addresses that cross cache
-    lines.
+    `data`, the second `next` bytes on; `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8,
+    where codes choose from one. `sums`: fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out`
+    must be `sums`, but LLVM must not know: it would keep all sums in registers from block to block, more than there
+    are, and spill them to addresses that cross cache lines.
     """
     codes = CODES[kind]
     dot = codes.dot()
-    num_lines = LINES * (2 if codes.is_wide else 1)
-    num_stored = num_lines // (2 if codes.is_halved else 1)
+    num_stored = LINES // (2 if codes.is_halved else 1)
     vectors = [(tile, v) for tile in range(TILES_AT_ONCE) for v in range(VECTORS)]
     # A few sums stay in registers; more would displace the whole sums of a block.
     in_registers = rows * len(vectors) <= 4
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, u, data, following, groups, group, stored, lines, sums, out = args
+        x, u, data, following, groups, group, stored, lines, table, sums, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
         tiles_bytes = b.mul(following, c64(TILES_AT_ONCE))
         tiles = [b.add(data, b.mul(following, c64(tile))) for tile in range(TILES_AT_ONCE)]
         blocks = b.sdiv(group, c64(CODE_BLOCK))
-        group_bytes = b.add(stored, c64(codes.factor_bytes))
+        entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
+        group_bytes = b.add(stored, c64(codes.factors.nbytes))
 
         def add_group(at: Value, state: list[Value]) -> list[Value]:
             first = b.mul(at, group_bytes)
@@ -309,7 +342,7 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
-                quads = b.add(x, b.mul(block, c64(num_lines * QUAD)))
+                quads = b.add(x, b.mul(block, c64(LINES * QUAD)))
                 lines_of = [b.add(start, b.mul(j, c64(num_stored * LINE))) for start in starts]
 
                 def add_line(n: Value, whole: list[Value]) -> list[Value]:
@@ -317,8 +350,10 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                     for line in stored_lines:
                         emit.fetch(b.add(line, ahead))
                     loaded = [load_vector(b, b.add(stored_lines[tile], c64(_VECTOR * v)), WORDS) for tile, v in vectors]
-                    for half in range(num_lines // num_stored):
+                    for half in range(LINES // num_stored):
                         read = [codes.read(b, value, half > 0) for value in loaded]
+                        if entries is not None:
+                            read = [look_up(b, entries, value) for value in read]
                         own = b.add(quads, b.mul(b.add(n, c64(half * num_stored)), c64(QUAD)))
                         taken = [splat_int(b, b.add(own, c64(4 * i))) for i in range(rows)]
                         whole = [dot.step(b, whole[p], read[k], taken[i]) for p, (i, k, _) in enumerate(places)]
@@ -329,20 +364,17 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 count = c64(num_stored) if in_registers else lines
                 whole = loop_of(b, c64(0), count, 1, [dot.begin() for _ in places], add_line)
                 factors = [b.add(start, stored) for start in starts]
-                scales = [codes.load_scale(emit, factors[tile], v * LANES) for tile, v in vectors]
-                minima = [
-                    codes.load_minimum(emit, factors[tile], v * LANES, scale)
-                    for (tile, v), scale in zip(vectors, scales, strict=True)
-                ]
+                loaded_factors = [codes.load_factors(emit, factors[tile], j, v * LANES) for tile, v in vectors]
                 units = b.add(u, b.mul(block, c64(UNITS)))
                 results = []
                 for p, (i, k, place) in enumerate(places):
                     unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
                     before = state[p] if in_registers else emit.load(sums, place)
                     products = b.sitofp(dot.end(b, whole[p]), emit.float)
-                    total = emit.fma(unit, b.fmul(products, scales[k]), before)
-                    if codes.minima != NO_MINIMA:
-                        total = emit.fma(unit_sum, minima[k], total)
+                    scale, minimum = loaded_factors[k]
+                    total = emit.fma(unit, b.fmul(products, scale), before)
+                    if minimum is not None:
+                        total = emit.fma(unit_sum, minimum, total)
                     results.append(total)
                     if not in_registers:
                         emit.store(total, out, place)
@@ -357,8 +389,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         return ctx.get_dummy_value()
 
     @intrinsic
-    def product(typingctx, x, u, data, following, groups, group, stored, lines, sums, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 10), codegen
+    def product(typingctx, x, u, data, following, groups, group, stored, lines, table, sums, out):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 11), codegen
 
     made: Callable[..., Any] = product
     return made

@@ -38,6 +38,8 @@ TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
 """Sizes that the CPU kernels process a quantized weight by: outputs; neighbours along the inputs, a divisor of groups;
 most inputs that are unpacked together.
 """
+STEP_GROUPS = 8
+"""Groups of a quantized weight whose factors share a step (`group_quant`)."""
 ROW_GROUP = 8
 """Rows whose rounded activations lie side by side, so that the rows that a CPU kernel multiplies are in one place."""
 Run = tuple[int, int]

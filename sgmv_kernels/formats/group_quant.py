@@ -4,7 +4,7 @@ A backend packs them into its own order once, when the model is loaded. Shapes: 
 H / group of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -12,23 +12,33 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.adapter_panels import STEP_GROUPS
 
 INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS = 256, 16, 11
 """Number of values of a code. 11 levels take 3.46 bits: two codes fit into seven."""
 
 
+_BY_OUTPUT, _SHARED = ("codes", "scales", "minima", "zeros", "steps"), ("order", "table")
+"""Tensors of a weight that have a row for each output, and others."""
+TABLE_VALUES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class GroupQuantizedWeight:
-    """Hold a weight [O, H]: weight[o, order[h]] = codes[o, h] * scales[o, g] + minima[o, g], g = h // group; or
-    (codes[o, h] - zeros[o, g]) * scales[o, g].
+    """Hold a weight [O, H]: weight[o, order[h]] = values[o, h] * scales[o, g] + minima[o, g], g = h // group; or
+    (values[o, h] - zeros[o, g]) * scales[o, g]. Values are the codes, or table[codes].
 
     Args:
         codes: [O, H] uint8 below `levels`; int8 for 256 levels.
-        scales: [O, G] fp16, or fp32 without minima.
-        minima: [O, G] fp16, or None. Codes of 16 or 11 levels have either minima or zeros, int8 codes no minima.
+        scales: [O, G] fp16 or fp32; int8 with steps.
+        minima: [O, G], of the scales' dtype, fp32 or int8 for 256 levels; or None.
         levels: one of the three constants above.
-        zeros: [O, G] int16, of at most 2,048, which fp16 holds exactly; None for 0 where there are no minima.
+        zeros: [O, G] int16, of at most 2,048, which fp16 holds exactly; or None. Codes of 16 or 11 levels without a
+            table have either minima or zeros, codes with a table neither.
         order: [H] int32, the input that each column of the codes is multiplied with; None for the columns' own order.
+        table: [16] int8, the values of codes of 16 levels; None for the codes themselves.
+        steps: [O, G / 8, 1 or 2] fp16, what the scales, and the minima if there are any, of `STEP_GROUPS` groups are
+            multiplied with; None for 1.
     Raises:
         KernelArgumentError: shapes, dtypes or levels that do not fit.
     """
@@ -39,13 +49,18 @@ class GroupQuantizedWeight:
     levels: int
     zeros: Tensor | None = None
     order: Tensor | None = None
+    table: Tensor | None = None
+    steps: Tensor | None = None
 
     def __post_init__(self) -> None:
         offsets = [held for held in (self.minima, self.zeros) if held is not None]
-        fits = self.minima is None if self.signed else len(offsets) == 1
-        if self.levels not in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS) or not fits:
+        if self.levels not in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
+            raise KernelArgumentError("codes must have 256, 16 or 11 levels")
+        fits = not offsets if self.table is not None else len(offsets) == 1 or (self.signed and not offsets)
+        if not fits:
             raise KernelArgumentError(
-                "codes must have 16 or 11 levels and minima or zeros, or 256 levels and no minima"
+                "codes of 16 or 11 levels must have minima or zeros, of 256 levels at most one of them, with a table "
+                "neither"
             )
         if self.codes.dtype != (torch.int8 if self.signed else torch.uint8) or self.codes.dim() != 2:
             raise KernelArgumentError("codes must be [O, H], int8 for 256 levels, uint8 for fewer")
@@ -54,14 +69,29 @@ class GroupQuantizedWeight:
             raise KernelArgumentError("scales must be [O, G], G a divisor of H")
         if any(held.shape != self.scales.shape for held in offsets):
             raise KernelArgumentError("minima and zeros must be like scales")
-        halves = [self.scales] if self.minima is None else [self.scales, self.minima]
-        is_fp32 = self.minima is None and self.scales.dtype == torch.float32
-        if not is_fp32 and any(held.dtype != torch.float16 for held in halves):
-            raise KernelArgumentError("scales and minima must be float16, or scales without minima float32")
-        if self.zeros is not None and self.zeros.dtype != torch.int16:
-            raise KernelArgumentError("zeros must be int16")
+        self._check_factors()
         if self.order is not None and (self.order.shape != (self.in_features,) or self.order.dtype != torch.int32):
             raise KernelArgumentError("order must be int32 [H]")
+        if self.table is not None and (
+            self.table.shape != (TABLE_VALUES,) or self.table.dtype != torch.int8 or self.levels != INT4_LEVELS
+        ):
+            raise KernelArgumentError(f"table must be int8 [{TABLE_VALUES}], for codes of 16 levels")
+
+    def _check_factors(self) -> None:
+        kinds = (torch.int8,) if self.steps is not None else (torch.float16, torch.float32)
+        is_half = self.signed and self.minima is not None and self.minima.dtype == torch.float16
+        if self.scales.dtype not in kinds or is_half:
+            raise KernelArgumentError("scales must be float16 or float32, int8 with steps")
+        if self.minima is not None and self.minima.dtype != self.scales.dtype:
+            raise KernelArgumentError("minima must be of the scales' dtype")
+        if self.zeros is not None and self.zeros.dtype != torch.int16:
+            raise KernelArgumentError("zeros must be int16")
+        if self.steps is None:
+            return
+        runs, rest = divmod(self.scales.shape[1], STEP_GROUPS)
+        shape = (self.out_features, runs, 1 if self.minima is None else 2)
+        if rest or self.zeros is not None or self.steps.shape != shape or self.steps.dtype != torch.float16:
+            raise KernelArgumentError(f"steps must be float16 [O, G / {STEP_GROUPS}, 1 or 2], without zeros")
 
     @property
     def signed(self) -> bool:
@@ -85,41 +115,56 @@ class GroupQuantizedWeight:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the weight consists of."""
-        held = (self.codes, self.scales, self.minima, self.zeros, self.order)
+        held = (self.codes, self.scales, self.minima, self.zeros, self.order, self.table, self.steps)
         return [tensor for tensor in held if tensor is not None]
 
     def to(self, device: torch.device) -> "GroupQuantizedWeight":
         """Return the same codes on a device."""
-        moved = [None if t is None else t.to(device) for t in (self.minima, self.zeros, self.order)]
-        return GroupQuantizedWeight(
-            self.codes.to(device), self.scales.to(device), moved[0], self.levels, moved[1], moved[2]
-        )
+        return self._with({name: held.to(device) for name, held in self._held(*_BY_OUTPUT, *_SHARED)})
 
     def __getitem__(self, rows: Tensor | slice) -> "GroupQuantizedWeight":
         """Return the codes of some outputs."""
-        minima = None if self.minima is None else self.minima[rows]
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return GroupQuantizedWeight(self.codes[rows], self.scales[rows], minima, self.levels, zeros, self.order)
+        return self._with({name: held[rows] for name, held in self._held(*_BY_OUTPUT)})
 
     def in_groups_of(self, group: int) -> "GroupQuantizedWeight":
-        """Return the same weight in smaller groups, whose size divides that of these: factors are repeated."""
+        """Return the same weight, which has no steps, in smaller groups, whose size divides that of these: factors are
+        repeated.
+        """
         times = self.group // group
-        repeated = [
-            None if held is None else held.repeat_interleave(times, dim=1)
-            for held in (self.scales, self.minima, self.zeros)
-        ]
-        assert repeated[0] is not None
-        return replace(self, scales=repeated[0], minima=repeated[1], zeros=repeated[2])
+        repeated = {name: held.repeat_interleave(times, 1) for name, held in self._held("scales", "minima", "zeros")}
+        return self._with(repeated)
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return scales and minima [O, G], multiplied with their steps; fp32 products of these are exact."""
+        if self.steps is None:
+            return self.scales, self.minima
+        steps = self.steps.float().repeat_interleave(STEP_GROUPS, dim=1)
+        minima = None if self.minima is None else self.minima * steps[..., 1]
+        return self.scales * steps[..., 0], minima
+
+    def values(self) -> Tensor:
+        """Return what is multiplied with scales, [O, H] fp32."""
+        if self.table is None:
+            return self.codes.float()
+        return self.table.float().index_select(0, self.codes.reshape(-1).int()).view(self.codes.shape)
 
     def dequantize(self) -> Tensor:
         """Return the weights, [O, H] fp32."""
-        groups = self.codes.reshape(*self.scales.shape, self.group).float()
+        scales, minima = self.factors()
+        groups = self.values().view(*self.scales.shape, self.group)
         if self.zeros is not None:
             groups.sub_(self.zeros.float()[..., None])
-        groups.mul_(self.scales.float()[..., None])
-        if self.minima is not None:
-            groups.add_(self.minima.float()[..., None])
+        groups.mul_(scales.float()[..., None])
+        if minima is not None:
+            groups.add_(minima.float()[..., None])
         return in_input_order(groups.view(self.codes.shape), self.order)
+
+    def _held(self, *names: str) -> Iterator[tuple[str, Tensor]]:
+        """Return those of the tensors that are not None."""
+        return ((name, held) for name in names if (held := getattr(self, name)) is not None)
+
+    def _with(self, changed: Mapping[str, Tensor]) -> "GroupQuantizedWeight":
+        return replace(self, **changed)  # type: ignore[arg-type]
 
 
 def in_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
@@ -128,16 +173,18 @@ def in_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
 
 
 def stack_codes(parts: Sequence[GroupQuantizedWeight]) -> GroupQuantizedWeight | None:
-    """Stack codes of weights with the same inputs along their outputs; None if levels, groups, the kind of factors or
-    the order of inputs differ.
+    """Stack codes of weights with the same inputs along their outputs; None if levels, groups, tables, the kind of
+    factors or the order of inputs differ.
     """
     first = parts[0]
-    if any(_kind(part) != _kind(first) or not _same(part.order, first.order) for part in parts):
+    if any(
+        _kind(part) != _kind(first) or not _same(part.order, first.order) or not _same(part.table, first.table)
+        for part in parts
+    ):
         return None
-    minima = None if first.minima is None else torch.cat([part.minima for part in parts if part.minima is not None])
-    zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return GroupQuantizedWeight(codes, scales, minima, first.levels, zeros, first.order)
+    names = [name for name in _BY_OUTPUT if getattr(first, name) is not None]
+    stacked = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return replace(first, **stacked)  # type: ignore[arg-type]
 
 
 def join_codes(parts: Sequence[GroupQuantizedWeight]) -> list[GroupQuantizedWeight]:
@@ -151,10 +198,10 @@ def join_codes(parts: Sequence[GroupQuantizedWeight]) -> list[GroupQuantizedWeig
 
 
 def _kind(part: GroupQuantizedWeight) -> tuple[object, ...]:
-    return part.levels, part.group, part.scales.dtype, part.minima is None, part.zeros is None
+    return (part.levels, part.group, part.scales.dtype, *(getattr(part, name) is None for name in _BY_OUTPUT))
 
 
-def _same(order: Tensor | None, other: Tensor | None) -> bool:
-    if order is None or other is None:
-        return order is other
-    return torch.equal(order, other)
+def _same(shared: Tensor | None, other: Tensor | None) -> bool:
+    if shared is None or other is None:
+        return shared is other
+    return torch.equal(shared, other)

@@ -42,8 +42,8 @@ def check_codes(codes: GroupQuantizedWeight) -> None:
     Raises:
         KernelArgumentError: they have none.
     """
-    if codes.scales.dtype != torch.float16 or (codes.signed and codes.zeros is not None):
-        raise KernelArgumentError("a GPU's kernels take fp16 scales, and int8 codes without zeros")
+    if codes.table is not None or codes.scales.dtype != torch.float16 or (codes.signed and codes.zeros is not None):
+        raise KernelArgumentError("a GPU's kernels take fp16 scales, int8 codes without zeros, and no tables")
     group = codes.group
     if group % LEAST_GROUP or (not codes.signed and group & (group - 1)):
         kinds = f"a multiple of {LEAST_GROUP}" if codes.signed else f"a power of two from {LEAST_GROUP}"

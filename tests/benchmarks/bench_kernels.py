@@ -334,6 +334,21 @@ def of_a_file(levels: int, *, wide: bool = False, ordered: bool = False) -> Grou
     )
 
 
+def of_16_values(*, steps: bool = False) -> GroupQuantizedWeight:
+    """Return codes into a table of values, as NF4 has them; with steps, as IQ4_XS has them."""
+    codes = random_weight(INT4_LEVELS)
+    codes = replace(codes, minima=None, scales=codes.scales.float(), table=torch.arange(-120, 121, 16).to(torch.int8))
+    return in_steps(codes) if steps else codes
+
+
+def in_steps(codes: GroupQuantizedWeight) -> GroupQuantizedWeight:
+    """Return codes whose factors are whole numbers of a step for 256 inputs, as K-quants have them."""
+    numbers = torch.randint(1, 64, (WIDTH, WIDTH // 32), dtype=torch.int8)
+    is_table = codes.table is not None
+    steps = torch.full((WIDTH, WIDTH // 256, 1 if is_table else 2), 0.001, dtype=torch.float16)
+    return replace(codes, scales=numbers, minima=None if is_table else numbers, steps=steps)
+
+
 def ours(make: Callable[[], GroupQuantizedWeight], most: int) -> Run:
     """Return a recorded pass, as the server runs it."""
     ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(most, WIDTH)
@@ -394,6 +409,10 @@ def methods(most: int) -> Iterator[tuple[str, Run]]:
         "int4 with zeros, fp32 scales": partial(of_a_file, INT4_LEVELS, wide=True),
         "q3h with zeros": partial(of_a_file, Q3H_LEVELS),
         "int8 with zeros, fp32 scales": partial(of_a_file, INT8_LEVELS, wide=True),
+        "16 values (NF4)": of_16_values,
+        "16 values, steps (IQ4_XS)": partial(of_16_values, steps=True),
+        "int4, steps (Q4_K)": lambda: in_steps(random_weight(INT4_LEVELS)),
+        "int8, steps (Q5_K)": lambda: in_steps(random_weight(INT8_LEVELS)),
     }
     for name, make in files.items():
         yield f"ours, {name}", ours(make, most)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantized_codes import random_codes, random_packed
+from quantized_codes import FILE_KINDS, random_codes, random_file_codes, random_packed
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops import linear as linear_cpu
@@ -18,7 +18,8 @@ from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import WORDS, recording
-from sgmv_kernels.formats.group_quant import join_codes, stack_codes
+from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, join_codes, stack_codes
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
 
@@ -102,6 +103,46 @@ def test_zeros_scales_and_orders_of_files(ops: Ops, levels: int, group: int, dty
         x = rows(count, 256)
         y = ops.linear(x, ops.pack_linear(codes, bias))
         assert error(y, linear_reference(x, codes, bias, rounded=ops.name == "numba")) < 1e-6
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_tables_minima_and_steps_of_files(ops: Ops, kind: str) -> None:
+    codes = random_file_codes(kind, 50, 512)
+    packed, bias = ops.pack_linear(codes), rows(1, 50, seed=2)[0]
+    assert torch.equal(packed.dequantize(), codes.dequantize())
+    assert torch.equal(packed.rows(torch.tensor([3, 49])), codes.dequantize()[[3, 49]])
+    together = ops.linear(rows(9, 512), ops.pack_linear(codes, bias))
+    assert error(together, linear_reference(rows(9, 512), codes, bias, rounded=ops.name == "numba")) < 1e-6
+    for count in (1, 3) if ops.name == "numba" else ():
+        assert torch.equal(ops.linear(rows(9, 512)[:count].clone(), ops.pack_linear(codes, bias)), together[:count])
+
+
+@given(st.sampled_from(FILE_KINDS), st.integers(1, 40), st.integers(1, 2), st.integers(0, 2**31))
+def test_tiles_are_the_codes_of_files(kind: str, out: int, runs: int, seed: int) -> None:
+    codes = random_file_codes(kind, out, 256 * runs, seed)
+    found = pack_tiles(codes).unpack()
+    for name in ("codes", "scales", "minima", "zeros", "order", "table", "steps"):
+        ours, theirs = getattr(found, name), getattr(codes, name)
+        assert (ours is None) == (theirs is None), name
+        assert theirs is None or torch.equal(ours, theirs), name
+
+
+def test_a_table_is_codes_of_its_values() -> None:
+    """The same bits: entries are whole numbers, as codes of 256 levels are."""
+    codes, x = random_file_codes("table", 40, 256), rows(9, 256)
+    assert codes.table is not None
+    values = codes.table[codes.codes.long()]
+    same = GroupQuantizedWeight(values, codes.scales, None, INT8_LEVELS)
+    assert torch.equal(NUMBA.linear(x, NUMBA.pack_linear(codes)), NUMBA.linear(x, NUMBA.pack_linear(same)))
+
+
+def test_steps_are_factors_of_factors() -> None:
+    """The same bits by the kernel of fp32 factors."""
+    codes, x = random_file_codes("int4 steps", 40, 512), rows(9, 512)
+    scales, minima = codes.factors()
+    same = replace(codes, scales=scales, minima=minima, steps=None)
+    assert torch.equal(codes.dequantize(), same.dequantize())
+    assert torch.equal(NUMBA.linear(x, NUMBA.pack_linear(codes)), NUMBA.linear(x, NUMBA.pack_linear(same)))
 
 
 @every_format
@@ -194,51 +235,82 @@ def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [None, *(pytest.param(kind, marks=pytest.mark.long) for kind in FACTORS)])
+FILES = tuple(pytest.param(kind, marks=() if kind == "table" else pytest.mark.long) for kind in FILE_KINDS)
+
+
+def some_codes(form: tuple[int, torch.dtype | None] | str) -> GroupQuantizedWeight:
+    if isinstance(form, str):
+        return random_file_codes(form, 40, 256)
+    levels, dtype = form
+    group = 32 if levels == INT8_LEVELS else 64
+    if dtype is None:
+        return random_codes(levels, group, 40, 256)
+    return random_packed(levels, group, 40, 256, dtype=dtype, ordered=levels == INT8_LEVELS)
+
+
 @pytest.mark.parametrize(
-    "levels", [INT4_LEVELS, *(pytest.param(n, marks=pytest.mark.long) for n in (INT8_LEVELS, Q3H_LEVELS))]
+    "form",
+    [
+        (INT4_LEVELS, None),
+        *(pytest.param((n, None), marks=pytest.mark.long) for n in (INT8_LEVELS, Q3H_LEVELS)),
+        *(pytest.param(form, marks=pytest.mark.long) for form in itertools.product(LEVELS, FACTORS)),
+        *FILES,
+    ],
+    ids=str,
 )
 def test_without_the_processors_own_products(
-    levels: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    form: tuple[int, torch.dtype | None] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers from products spelled out, as on processors that have none of bytes."""
+    """The same numbers from products and choices spelled out, as on processors that have none of bytes."""
     import numba
 
     from sgmv_kernels.cpu_kernels import linear as linear_numba
     from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
-    group, x = 32 if levels == INT8_LEVELS else 64, rows(5, 256)
-    codes = random_codes(levels, group, 40, 256)
-    if dtype is not None:
-        codes = random_packed(levels, group, 40, 256, dtype=dtype)
+    codes, x = some_codes(form), rows(5, 256)
     packed = linear_cpu.pack_linear_cpu(codes, None, None)
     # Before anything is replaced: what is compiled here is kept on disk for everybody.
     expected = linear_cpu.linear_cpu(x, packed)
-    address_of(linear_cpu.MODULE, "round8")
+    for name in ("round8", "round8_ordered"):
+        address_of(linear_cpu.MODULE, name)
     monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
     monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
-    is_q3h = levels == Q3H_LEVELS
-    kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[levels], None)
-    work = linear_numba.make_linear(kind + packed.tiles.factors, unpack)
+    is_q3h = codes.levels == Q3H_LEVELS
+    kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[codes.levels], None)
+    work = linear_numba.make_linear(("table" if codes.table is not None else kind) + packed.tiles.factors, unpack)
 
     def entry(raw):  # type: ignore[no-untyped-def]
         work(numba.carray(raw, (WORDS,), numba.int64))
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
-    monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
+    monkeypatch.setattr(linear_cpu, "needs_signed", lambda: False)
     own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.address_of"
     monkeypatch.setattr(of, lambda m, name: address_of(m, name) if name.startswith("round") else own)
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_bytes_as_words(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors whose products of bytes may overflow."""
-    monkeypatch.setattr(linear_cpu, "needs_words", lambda: True)
-    codes, x = random_codes(INT8_LEVELS, 32, 40, 256), rows(5, 256)
-    if dtype is not None:
-        codes = random_packed(INT8_LEVELS, 32, 40, 256, dtype=dtype, ordered=True)
+@pytest.mark.skipif(not HAS_PAIR_DOT, reason="the processor has no products of pairs of bytes")
+@pytest.mark.parametrize(
+    "form",
+    [
+        (INT8_LEVELS, None),
+        "table",
+        *(
+            pytest.param(form, marks=pytest.mark.long)
+            for form in ((INT8_LEVELS, torch.float32), *FILE_KINDS)
+            if isinstance(form, tuple) or form.split()[0] in ("table", "int8")
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_by_magnitude_and_sign(
+    form: tuple[int, torch.dtype | None] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on processors whose products of bytes may overflow; the largest of both signs do not."""
+    monkeypatch.setattr(linear_cpu, "needs_signed", lambda: True)
+    codes, x = some_codes(form), rows(5, 256)
+    codes.codes[0], x[0], x[1] = -128 if codes.signed else 7, 1.0, -1.0
     packed = linear_cpu.pack_linear_cpu(codes, None, None)
     assert error(linear_cpu.linear_cpu(x, packed), linear_reference(x, codes, None, rounded=True)) < 1e-6
 
@@ -283,11 +355,35 @@ RIGHT = random_codes(INT4_LEVELS, 32, 16, 64)
         {"minima": None},
         {"minima": RIGHT.minima[:1]},
         {"levels": 8},
+        {"table": torch.zeros(16, dtype=torch.int8)},
+        {"table": torch.zeros(15, dtype=torch.int8), "minima": None},
+        {"table": torch.zeros(16), "minima": None},
+        {"steps": torch.zeros(16, 1, 2).half()},
+        {"minima": RIGHT.scales.float()},
     ],
 )
 def test_codes_that_contradict_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(KernelArgumentError):
         replace(RIGHT, **wrong)
+
+
+STEPS = random_file_codes("int4 steps", 16, 256)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": None},
+        {"steps": torch.ones(16, 1, 2)},
+        {"steps": torch.ones(16, 1, 1).half()},
+        {"steps": torch.ones(16, 2, 2).half()},
+        {"scales": RIGHT.scales.repeat(1, 4)},
+        {"minima": None, "zeros": STEPS.scales.short()},
+    ],
+)
+def test_steps_that_contradict_their_codes(wrong: dict[str, Any]) -> None:
+    with pytest.raises(KernelArgumentError):
+        replace(STEPS, **wrong)
 
 
 def test_kernels_fit_their_block() -> None:

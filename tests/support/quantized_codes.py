@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sgmv_kernels.formats.group_quant import INT8_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 
 def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
@@ -31,3 +31,26 @@ def random_packed(
     scales = (codes.scales.float() * (1 if dtype == torch.float16 else 1.0001)).to(dtype)
     order = torch.randperm(inputs, generator=generator).int() if ordered else None
     return replace(codes, scales=scales, minima=None, zeros=zeros, order=order)
+
+
+def random_file_codes(kind: str, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
+    """Codes of the kinds that only files have: KIND of `FILE_KINDS`."""
+    generator = torch.Generator().manual_seed(seed)
+    product, _, factors = kind.partition(" ")
+    levels = INT8_LEVELS if product == "int8" else Q3H_LEVELS if product == "q3h" else INT4_LEVELS
+    codes = random_codes(levels, 64 if levels == Q3H_LEVELS else 32, out, inputs, seed)
+    table = torch.randint(-127, 128, (16,), generator=generator, dtype=torch.int8) if product == "table" else None
+    shape, minima = codes.scales.shape, codes.scales.float() * -7.7
+    if table is not None:
+        codes = replace(codes, minima=None, table=table)
+    if factors == "fp32":
+        return replace(codes, scales=codes.scales.float() * 1.0001, minima=None if table is not None else minima)
+    if factors == "":
+        return codes
+    numbers = torch.randint(-32, 64, (2, *shape), generator=generator, dtype=torch.int8)
+    steps = torch.rand(out, shape[1] // 8, 2 if table is None else 1, generator=generator).half() * 0.001
+    return replace(codes, scales=numbers[0], minima=numbers[1] if table is None else None, steps=steps)
+
+
+FILE_KINDS = ("table", "table fp32", "table steps", "int4 fp32", "int4 steps", "int8 fp32", "int8 steps", "q3h fp32")
+"""A product, and fp32 factors or steps."""

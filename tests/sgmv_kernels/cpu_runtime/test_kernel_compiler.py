@@ -12,7 +12,7 @@ import pytest
 
 from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv, slots
 from sgmv_kernels.cpu_runtime import kernel_cache, kernel_compiler
-from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels, needs_words
+from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels, needs_signed
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 KERNELS = (("sgmv", "bf16"), ("pointwise", "norm"), ("pointwise", "take"))
@@ -27,7 +27,7 @@ def test_what_launchers_name_is_compiled_before_serving() -> None:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in sgmv.ENTRIES]
     found = {kernel for dtype in dtypes for kv_format in KV_FORMATS for kernel in needed_kernels(dtype, kv_format)}
     assert entries <= found
-    assert ("linear", "int8_words") in found or not needs_words()
+    assert ("linear", "int8_signed") in found or not needs_signed()
 
 
 @pytest.fixture
