@@ -175,7 +175,7 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
             --quantized-weights.
     """
     name, accepted = select_format(StoredWeights.of(checkpoint), options.quantization, options.quantization_group)
-    if options.quantized_weights is not None and accepted.fit != Fit.EXACT:
+    if options.quantized_weights is not None and accepted.fit < Fit.EXACT:
         raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
     if accepted.fit == Fit.REFUSED:
         raise UnsupportedFormat(f"--quantization {name}: {accepted.reason}")

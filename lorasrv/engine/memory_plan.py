@@ -17,7 +17,7 @@ from lorasrv.config import (
 )
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader import StoredPacking
-from lorasrv.models.quantization import FORMATS
+from lorasrv.models.quantization import find_format
 from lorasrv.models.spec import ModelSpec
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.speculation_params import REJECTION
@@ -43,10 +43,10 @@ def table_weights(spec: ModelSpec) -> int:
 
 def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype, packing: StoredPacking | None = None) -> int:
     """Estimate the bytes of a base in a weight format, which may be that of its file."""
-    chosen, bits = FORMATS[quantization], 8.0 * dtype.itemsize
+    chosen, bits = find_format(quantization), 8.0 * dtype.itemsize
     is_own = packing is not None and packing.method == quantization
     own = packing.mean_bits + _FACTOR_BITS if packing is not None and is_own else None
-    linear = linear_weights(spec) * (own or chosen.linear_bits or bits)
+    linear = linear_weights(spec) * (own or chosen.bits_of_linears(spec) or bits)
     table = table_weights(spec) * (chosen.table_bits or bits)
     return int((linear + table) / 8)
 

@@ -7,6 +7,7 @@ own: then none has to be chosen, and it is of the kind that the model writes (LL
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,11 +15,12 @@ from torch import Tensor
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.errors import CorruptModel, UnsupportedFormat
 from lorasrv.llm import LLM
+from lorasrv.models.code_format import LEVELS, CodeFormat, names_parts, parse_parts
 from lorasrv.models.loader import Checkpoint
-from lorasrv.models.loader.quantized import FEW_LEVELS
+from lorasrv.models.loader.quantized import FEW_BITS, SiteFormats
 from lorasrv.models.quantization import Linear, get_format
 from lorasrv.models.quantization.gptq import output_error, round_to_outputs
-from lorasrv.models.quantization.rounding import check_group, round_asymmetric
+from lorasrv.models.quantization.rounding import check_group, round_asymmetric, round_symmetric
 from lorasrv.models.spec import SiteShape
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
@@ -73,8 +75,9 @@ def moments_of_layers(
     for first in range(0, len(weights.layers), at_once):
         watched = range(first, min(first + at_once, len(weights.layers)))
         linears = {i: tuple(_Watched(linear) for linear in weights.layers[i].linears()) for i in watched}
-        layers = tuple(_with(layer, linears.get(i)) for i, layer in enumerate(weights.layers))
-        _read(replace(weights, layers=layers), texts, ops)
+        layers = tuple(with_linears(layer, linears.get(i) or layer.linears()) for i, layer in enumerate(weights.layers))
+        for _ in passes(replace(weights, layers=layers), texts, ops):
+            pass
         for i in watched:
             yield i, tuple(linear.moments for linear in linears.pop(i))
 
@@ -97,23 +100,27 @@ class _Watched:
         return self._linear.dequantize()
 
 
-def _with(layer: LayerWeights, linears: tuple[_Watched, ...] | None) -> LayerWeights:
-    if linears is None:
-        return layer
+def with_linears(layer: LayerWeights, linears: Sequence[Linear]) -> LayerWeights:
+    """Return a layer with other linears, in the order of `ModelSpec.sites()`."""
     qkv, o, gate_up, down = linears
     return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
-def _read(weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops) -> None:
+def passes(
+    weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops, *, wants_logits: bool = False
+) -> Iterator[Tensor]:
+    """Compute texts, one pass each; yield the logits of all rows [T, V] fp32, valid until the next pass, or none."""
     longest = max(map(len, texts))
     pages = -(-longest // PAGE_SIZE)
     memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
-    decoder = Decoder(weights, memory, DecoderLimits(longest, longest, 1, torch.float32), ops)
+    decoder = Decoder(weights, memory, DecoderLimits(longest, longest, longest, torch.float32), ops)
     for text in texts:
         share = ScheduledRequest(
-            RequestId("text"), tuple(text), 0, tuple(range(pages)), None, False, SamplingParams(), 0
+            RequestId("text"), tuple(text), 0, tuple(range(pages)), None, wants_logits, SamplingParams(), 0
         )
-        decoder.forward(build_batch(SchedulerOutput((share,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops))
+        batch = build_batch(SchedulerOutput((share,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
+        rows = torch.arange(len(text)) if wants_logits else batch.tables.sample_rows
+        yield decoder.forward(replace(batch, tables=replace(batch.tables, sample_rows=rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,61 +129,98 @@ class Quantized:
 
     # By weight name.
     codes: Mapping[str, GroupQuantizedWeight]
+    formats: SiteFormats
+    # The mean change by site, and that of all linears.
+    site_errors: Mapping[str, float]
     error: float
     # The change if each weight were rounded to the nearest code.
     error_of_rounding: float
 
 
-def check_format(checkpoint: Checkpoint, quantization: str, group: int) -> None:
-    """Check that the format quantizes to few levels and the group divides each linear's inputs.
+def load_floats(checkpoint: Checkpoint, progress: Progress) -> ModelWeights:
+    """Load a model as it is, fp32.
 
     Raises:
-        UnsupportedFormat: names the option and the choices.
+        CorruptModel: a tensor cannot be read.
     """
-    if quantization not in FEW_LEVELS:
-        raise UnsupportedFormat(f"--quantization {quantization!r:.60}: choose from {', '.join(FEW_LEVELS)}")
-    get_format(quantization, Ops(CPU, "torch"), group)
-    for site in checkpoint.spec.sites():
-        check_group(torch.empty((0, site.in_features)), group, "--quantization-group")
+    return load_weights(checkpoint, get_format("none", Ops(CPU)), torch.float32, progress=progress)
+
+
+def read_formats(checkpoint: Checkpoint, quantization: str, group: int) -> SiteFormats:
+    """Return the format of every linear: int4 or q3h for all, or formats by part.
+
+    Args:
+        quantization, group: the options.
+    Raises:
+        UnsupportedFormat: an unknown or missing part, format or group, with the choices, or a group that does not
+            divide a linear's inputs.
+    """
+    spec = checkpoint.spec
+    sites = [site.name for site in spec.sites()]
+    if names_parts(quantization):
+        by_site = parse_parts(quantization, dict.fromkeys(LEVELS, group))
+        if missing := [site for site in sites if site not in by_site]:
+            raise UnsupportedFormat(f"--quantization {quantization!r:.200} leaves out {', '.join(missing)}")
+    elif quantization in FEW_BITS:
+        get_format(quantization, Ops(CPU, "torch"), group)
+        by_site = dict.fromkeys(sites, CodeFormat(quantization, group))
+    else:
+        choices = ", ".join(FEW_BITS)
+        raise UnsupportedFormat(
+            f"--quantization {quantization!r:.60}: choose from {choices}, or give formats by part: attn=int4,mlp=q3h"
+        )
+    for site in spec.sites():
+        check_group(torch.empty((0, site.in_features)), by_site[site.name].group, "--quantization-group")
+    return {site: (by_site[site],) * spec.num_layers for site in sites}
 
 
 @torch.inference_mode()
 def quantize(
-    checkpoint: Checkpoint, quantization: str, group: int, texts: Sequence[Sequence[int]], progress: Progress
+    weights: ModelWeights, formats: SiteFormats, texts: Sequence[Sequence[int]], progress: Progress
 ) -> Quantized:
     """Round every linear of the layers.
 
     Args:
-        quantization: int4 or q3h.
+        weights: floats; see `load_floats`.
+        formats: of every linear.
         texts: token ids that the float model reads to collect the inputs of linears; none longer than its context.
-
     Raises:
-        UnsupportedFormat: see `check_format`.
-        CorruptModel: a tensor cannot be read, or the model's outputs are not finite.
+        CorruptModel: the model's outputs are not finite.
     """
-    check_format(checkpoint, quantization, group)
-    ops = Ops(CPU)
-    weights = load_weights(checkpoint, get_format("none", ops), torch.float32, progress=progress)
     codes: dict[str, GroupQuantizedWeight] = {}
-    errors: list[tuple[float, float]] = []
+    errors: dict[str, list[tuple[float, float]]] = {site.name: [] for site in weights.spec.sites()}
     progress("reading the text", 0.0)
-    for layer, moments in moments_of_layers(weights, texts, ops):
+    for layer, moments in moments_of_layers(weights, texts, Ops(CPU)):
         linears = weights.layers[layer].linears()
         for site, linear, moment in zip(weights.spec.sites(), linears, moments, strict=True):
-            for name, weight in _parts(layer, site, linear.dequantize()):
+            form = formats[site.name][layer]
+            for name, weight in parts_of(layer, site, linear.dequantize()):
+                nearest = round_to_nearest(weight, form)
+                plain = output_error(nearest, weight, moment)
+                if form.name not in FEW_BITS:
+                    codes[name] = nearest
+                    errors[site.name].append((plain, plain))
+                    continue
                 try:
-                    rounded = round_to_outputs(weight, moment, group, FEW_LEVELS[quantization])
+                    rounded = round_to_outputs(weight, moment, form.group, form.levels)
                 except ValueError as error:
                     raise CorruptModel(f"{name}: {error}") from None
                 codes[name] = rounded.codes
-                nearest = round_asymmetric(weight, group, FEW_LEVELS[quantization])
-                errors.append((rounded.error, output_error(nearest, weight, moment)))
+                errors[site.name].append((rounded.error, plain))
         progress("rounding layers", (layer + 1) / len(weights.layers))
-    means = torch.tensor(errors).mean(dim=0).tolist()
-    return Quantized(codes, means[0], means[1])
+    mean, plain_mean = torch.tensor(list(chain.from_iterable(errors.values()))).mean(dim=0).tolist()
+    by_site = {site: sum(error for error, _ in found) / len(found) for site, found in errors.items()}
+    return Quantized(codes, formats, by_site, mean, plain_mean)
 
 
-def _parts(layer: int, site: SiteShape, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def round_to_nearest(weight: Tensor, form: CodeFormat) -> GroupQuantizedWeight:
+    """Round weight [O, H] to the nearest codes of a format, as a server does at its start."""
+    if form.name in FEW_BITS:
+        return round_asymmetric(weight, form.group, form.levels)
+    return round_symmetric(weight, form.group)
+
+
+def parts_of(layer: int, site: SiteShape, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of a site under their own names."""
     for module, weight in zip(site.modules, torch.split(stacked, list(site.out_features)), strict=True):
         yield f"model.layers.{layer}.{module}.weight", weight

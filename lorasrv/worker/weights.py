@@ -169,36 +169,36 @@ class _Builder:
         return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
 
     def _site(self, prefix: str, site: SiteShape) -> Linear:
-        return self._linear([prefix + module for module in site.modules])
+        return self._linear([prefix + module for module in site.modules], self._format.of_site(site.name))
 
-    def _linear(self, modules: Sequence[str]) -> Linear:
+    def _linear(self, modules: Sequence[str], fmt: QuantFormat) -> Linear:
         biases = [f"{module}.bias" for module in modules]
         bias = self._stacked([self._read(name) for name in biases]) if biases[0] in self._names else None
-        parts = self._parts([f"{module}.weight" for module in modules])
+        parts = self._parts([f"{module}.weight" for module in modules], fmt)
         if len(parts) == 1:
-            linear = self._format.linear(parts[0], bias, self._dtype)
+            linear = fmt.linear(parts[0], bias, self._dtype)
         else:
-            linear = self._format.linear_of_parts(parts, bias, self._dtype)
+            linear = fmt.linear_of_parts(parts, bias, self._dtype)
         self._exchange(parts, bias, linear.nbytes)
         return linear
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Return the embedding and the head, which may be tied to it."""
-        weight = self._weight("model.embed_tokens.weight")
+        weight = self._weight("model.embed_tokens.weight", self._format)
         embedding = self._format.embedding(weight, self._dtype)
         self._exchange([weight], None, embedding.nbytes)
         del weight
         if self._spec.tied_head:
             return embedding, self._format.tied_head(embedding, self._dtype)
-        weight = self._weight("lm_head.weight")
+        weight = self._weight("lm_head.weight", self._format)
         head = self._format.head(weight, self._dtype)
         self._exchange([weight], None, head.nbytes)
         return embedding, head
 
-    def _weight(self, name: str, *, counted: bool = False) -> Tensor | GroupQuantizedWeight:
+    def _weight(self, name: str, fmt: QuantFormat, *, counted: bool = False) -> Tensor | GroupQuantizedWeight:
         """Return a weight: the codes that the file holds if the format keeps them, else floats."""
         codes = self._checkpoint.codes(name)
-        is_kept = codes is not None and self._format.keeps(codes)
+        is_kept = codes is not None and fmt.keeps(codes)
         self._kept += counted and is_kept
         self._remade += counted and codes is not None and not is_kept
         if codes is None or not is_kept:
@@ -208,9 +208,9 @@ class _Builder:
             self._sample(f"{name} {codes.levels}", tensor)
         return codes.to(self._device)
 
-    def _parts(self, names: Sequence[str]) -> list[Tensor | GroupQuantizedWeight]:
+    def _parts(self, names: Sequence[str], fmt: QuantFormat) -> list[Tensor | GroupQuantizedWeight]:
         """Return weights stacked along their outputs: one, if all are floats or codes of one kind."""
-        parts = [self._weight(name, counted=True) for name in names]
+        parts = [self._weight(name, fmt, counted=True) for name in names]
         floats = [part for part in parts if isinstance(part, Tensor)]
         if len(floats) == len(parts):
             return [self._stacked(floats)]

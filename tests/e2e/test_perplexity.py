@@ -1,8 +1,9 @@
 """What formats of the base cost: perplexity of the built-in model on a committed public-domain text."""
 
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.quantization import get_format
 from lorasrv.models.quantization.grouped import Int4Format
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
@@ -46,18 +48,24 @@ def _text(checkpoint: Checkpoint) -> list[int]:
 
 
 def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int = CHUNKS) -> float:
+    total = 0.0
+    for i, logits in enumerate(_logits(weights, ids, ops, chunks)):
+        chunk = ids[i * CHUNK : (i + 1) * CHUNK]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(chunk[1:]), reduction="sum"))
+    return math.exp(total / (chunks * (CHUNK - 1)))
+
+
+def _logits(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int) -> Iterator[Tensor]:
+    """Logits [511, V] of each chunk, valid until the next."""
     pages = CHUNK // PAGE_SIZE
     memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
     decoder = Decoder(weights, memory, DecoderLimits(CHUNK, CHUNK, CHUNK, torch.float32), ops)
-    total = 0.0
     for i in range(chunks):
         chunk = ids[i * CHUNK : (i + 1) * CHUNK]
         share = ScheduledRequest(RequestId("p"), tuple(chunk), 0, tuple(range(pages)), None, True, SamplingParams(), 0)
         batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32, ops)
         tables = replace(batch.tables, sample_rows=torch.arange(CHUNK - 1))
-        logits = decoder.forward(replace(batch, tables=tables))
-        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(chunk[1:]), reduction="sum"))
-    return math.exp(total / (chunks * (CHUNK - 1)))
+        yield decoder.forward(replace(batch, tables=tables))
 
 
 def three_bits() -> float:
@@ -128,3 +136,47 @@ def test_what_each_format_costs(quantized: dict[str, Path], capsys: pytest.Captu
     assert cost["int4, groups of 64"] < cost["q3h"] < three / exact
     for kind in ("int4, groups of 64", "q3h"):
         assert cost[kind] < cost[f"{kind}, rounded at the start"]
+
+
+PARTS = {
+    "int4": ("--quantization", "int4"),
+    "q3h": ("--quantization", "q3h"),
+    "attn=int4,mlp=q3h": ("--quantization", "attn=int4,mlp=q3h"),
+    "by site": ("--quantization", "qkv=int4,o=q3h,gate_up=q3h,down=int4"),
+    "--bits 3.8": ("--bits", "3.8"),
+}
+"""Options of `lorasrv quantize`: one format, the published rule, its correction by site, a choice by measure."""
+
+
+@pytest.mark.exhaustive
+def test_what_formats_by_part_cost(cli: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, tuple[float, float, float]] = {}
+    ops = Ops(CPU)
+    with closing(open_checkpoint("smollm2-135m")) as checkpoint:
+        ids = _text(checkpoint)
+        floats = load_weights(checkpoint, get_format("none", ops), torch.float32)
+        exact = [logits.log_softmax(-1) for logits in _logits(floats, ids, ops, CHUNKS)]
+    for name, flags in PARTS.items():
+        file = tmp_path / "parts.safetensors"
+        done = cli("quantize", str(file), *flags, "--force", "--json", timeout=1800)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        options = ModelOptions(quantized_weights=file)
+        with closing(open_checkpoint("smollm2-135m", quantized_weights=file)) as checkpoint:
+            weights = load_weights(checkpoint, choose_format(options, checkpoint, ops), torch.float32)
+        log_likelihood, divergence = 0.0, 0.0
+        for i, logits in enumerate(_logits(weights, ids, ops, CHUNKS)):
+            said, wanted = logits.log_softmax(-1), exact[i]
+            following = torch.tensor(ids[i * CHUNK + 1 : (i + 1) * CHUNK])
+            log_likelihood += float(said.gather(1, following[:, None]).sum())
+            divergence += float((wanted.exp() * (wanted - said)).sum())
+        rows = CHUNKS * (CHUNK - 1)
+        bits = report["sites"][-1]["bits"]
+        found[name] = bits, math.exp(-log_likelihood / rows), divergence / rows
+        with capsys.disabled():
+            line = f"| {name} | {bits:.3f} | {weights.nbytes / 1e6:.1f} | {found[name][1]:.3f} | {found[name][2]:.4f} |"
+            print(f"\n{line} {report['seconds']:.0f} s |\n{json.dumps(report['sites'])}")
+    kl = {name: divergence for name, (_, _, divergence) in found.items()}
+    assert kl["int4"] < kl["by site"] < kl["q3h"]
+    assert kl["int4"] < kl["attn=int4,mlp=q3h"] < kl["q3h"]
+    assert kl["int4"] < kl["--bits 3.8"] < kl["by site"]

@@ -68,7 +68,7 @@ def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | N
         sampled_ops=ops["sampled_token"],
         context_ops=ops["context_token"],
         adapter_ops=2 * weights,
-        is_int8=info["quantization"] in ("int8", "int4", "q3h"),
+        is_int8=info["quantization"] not in ("none", "fp8"),
     )
 
 

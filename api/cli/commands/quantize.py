@@ -1,23 +1,27 @@
-"""Quantize a model's linears to 4 or 3.5 bits for serve --quantized-weights (quantize)."""
+"""Quantize a model's linears to few bits for serve --quantized-weights (quantize)."""
 
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from api.cli.common.options import JsonOption
-from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress, say
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, progress, say
 from lorasrv.config import BUILTIN_MODEL
 
 if TYPE_CHECKING:
     from lorasrv.models.loader import Checkpoint
+    from lorasrv.models.loader.quantized import SiteFormats
+    from lorasrv.models.spec import ModelSpec
     from lorasrv.offline.quantize import Quantized
 
 Progress = Callable[[str, float], None]
+DEFAULT_GROUP = 64
 
 
 def quantize(
@@ -25,8 +29,24 @@ def quantize(
     model: Annotated[
         str, typer.Option(help="Built-in name, .gguf file, Hugging Face folder or hf:org/name, best in 16 bits.")
     ] = BUILTIN_MODEL,
-    quantization: Annotated[str, typer.Option(help="int4 or q3h.")] = "int4",
-    quantization_group: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="int4, q3h, or formats by part, of attn, mlp, qkv, o, gate_up and down: attn=int4,mlp=q3h:128. "
+            "[default: int4]",
+        ),
+    ] = None,
+    quantization_group: Annotated[
+        int | None, typer.Option(metavar="N", help="Weights that share a scale: 32, 64 or 128. [default: 64]")
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BITS",
+            help="Mean bits of a code, e.g. 3.8: measures which linears bear few bits, and chooses their formats.",
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -43,21 +63,34 @@ def quantize(
     """
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.quantized import write_codes
-    from lorasrv.offline.quantize import check_format
+    from lorasrv.offline.bits import check_bits, choose_formats
+    from lorasrv.offline.quantize import load_floats, read_formats
     from lorasrv.offline.quantize import quantize as rounded
 
     _check_output(output, force)
+    if bits is not None and (quantization, quantization_group) != (None, None):
+        raise CliError("--bits chooses formats and groups; leave out --quantization and --quantization-group")
     begun = time.monotonic()
     with closing(open_checkpoint(model)) as checkpoint:
-        check_format(checkpoint, quantization, quantization_group)
+        formats: SiteFormats = {}
+        harms: Mapping[str, float] | None = None
+        if bits is not None:
+            check_bits(checkpoint.spec, bits)
+        else:
+            formats = read_formats(checkpoint, quantization or "int4", quantization_group or DEFAULT_GROUP)
         if checkpoint.codes("model.layers.0.mlp.down_proj.weight") is not None:
             note("this model is already quantized; the 16-bit model would give a better result")
         with progress() as step:
             bar: Progress = lambda what, done: step(_plain(what), done, 1.0)  # noqa: E731
             texts = _texts(text, model, checkpoint, bar)
-            made = rounded(checkpoint, quantization, quantization_group, texts, bar)
-        write_codes(output, checkpoint, quantization, made.codes)
-    _report(output, made, time.monotonic() - begun, as_json)
+            weights = load_floats(checkpoint, bar)
+            if bits is not None:
+                chosen = choose_formats(weights, bits, texts, bar)
+                formats, harms = chosen.formats, chosen.harms
+            made = rounded(weights, formats, texts, bar)
+        write_codes(output, checkpoint, formats, made.codes)
+        sites = _sites(checkpoint.spec, made, harms)
+    _report(output, made, sites, time.monotonic() - begun, as_json)
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -96,15 +129,44 @@ def _texts(text: Path | None, model: str, checkpoint: "Checkpoint", bar: Progres
     return cut(token_ids[:wanted])
 
 
-def _report(output: Path, made: "Quantized", seconds: float, as_json: bool) -> None:
+def _sites(spec: "ModelSpec", made: "Quantized", harms: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    """Describe the sites of the layers and, last, all of them: formats with the number of layers that have them, bits
+    of a weight with its scales, change of the outputs, and share of the divergence where that was measured.
+    """
+    sizes = {site.name: site.in_features * sum(site.out_features) for site in spec.sites()}
+    bits = {site: sum(form.bits for form in forms) / len(forms) for site, forms in made.formats.items()}
+    whole = sum(harms.values()) if harms else 0.0
+    rows: list[dict[str, Any]] = [
+        {
+            "site": site,
+            "formats": {str(form): count for form, count in sorted(Counter(forms).items(), key=lambda f: -f[0].bits)},
+            "bits": round(bits[site], 3),
+            "output_error": made.site_errors[site],
+            "kl_share": round(harms[site] / whole, 4) if harms and whole else None,
+        }
+        for site, forms in made.formats.items()
+    ]
+    mean = sum(bits[site] * size for site, size in sizes.items()) / sum(sizes.values())
+    return [*rows, {"site": "all", "bits": round(mean, 3), "output_error": made.error}]
+
+
+def _report(output: Path, made: "Quantized", sites: Sequence[Mapping[str, Any]], seconds: float, as_json: bool) -> None:
     nbytes = output.stat().st_size
     if as_json:
         facts = {"file": str(output), "bytes": nbytes, "seconds": round(seconds, 1)}
         errors = {"output_error": made.error, "output_error_of_rounding": made.error_of_rounding}
-        print_json({**facts, **errors})
+        print_json({**facts, **errors, "sites": sites})
         return
     say(f"wrote {output}: {nbytes / 2**20:.0f} MiB in {seconds:.0f} s")
+    print_table(("site", "formats (layers)", "bits", "output change", "KL share"), [_row(site) for site in sites])
     say(
         f"  the outputs of linears change by {made.error**0.5:.1%} (root mean square); "
         f"plain rounding: {made.error_of_rounding**0.5:.1%}"
     )
+
+
+def _row(site: Mapping[str, Any]) -> tuple[str, ...]:
+    formats = ", ".join(f"{form} ({count})" for form, count in site.get("formats", {}).items())
+    share = site.get("kl_share")
+    change = f"{site['output_error'] ** 0.5:.1%}"
+    return site["site"], formats, f"{site['bits']:.2f}", change, "" if share is None else f"{share:.0%}"

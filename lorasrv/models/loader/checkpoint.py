@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class StoredPacking:
     """Describe the quantization that a checkpoint came with."""
 
-    # As its configuration calls it: gptq, awq, compressed-tensors, bitsandbytes or fp8.
+    # As its configuration calls it: gptq, awq, compressed-tensors, bitsandbytes or fp8; mixed if `lorasrv quantize` has
+    # made it in several formats.
     method: str
     # Distinct numbers of bits of its linears, ascending.
-    bits: tuple[int, ...]
+    bits: tuple[float, ...]
     # Mean bits of a weight of the layers' linears as codes, without scales.
     mean_bits: float
     # How the codes differ from the file's weights; "" if they do not.
@@ -45,7 +46,9 @@ class Checkpoint(Protocol):
 
     @property
     def packing(self) -> StoredPacking | None:
-        """Return how the checkpoint was quantized by a library for transformers; None for floats and GGUF files."""
+        """Return how the checkpoint was quantized by a library for transformers, or in several formats by `lorasrv
+        quantize`; None for floats, GGUF files and codes of one format.
+        """
         ...
 
     def names(self) -> Iterable[str]:

@@ -1,12 +1,14 @@
 """Read and write files of `lorasrv quantize`: a model's linears as codes, used together with their checkpoint.
 
 A safetensors file. NAME.codes [O, H / 2] uint8 holds two codes a byte, the even input in the lower half; NAME.scales
-and NAME.minima [O, G] fp16. The header has the format, the group, and a digest of a sample of the rounded weights.
+and NAME.minima [O, G] fp16. Codes of 8 bits are int8 [O, H], without minima. The header has a digest of a sample of the
+rounded weights, and either one format and group, or, where linears differ, the format of every site of every layer.
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,45 +17,91 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lorasrv.errors import CorruptModel, ModelNotFound
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
+from lorasrv.models.code_format import CODE_BITS, CodeFormat
 from lorasrv.models.families import tensor_shapes
-from lorasrv.models.loader.checkpoint import Checkpoint
+from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
-from sgmv_kernels.ops import INT4_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, KernelArgumentError
+from sgmv_kernels.ops import GroupQuantizedWeight, KernelArgumentError
 
-KIND = "lorasrv codes 1"
-FEW_LEVELS = {"int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
-_PARTS = ("codes", "scales", "minima")
+KIND, MIXED_KIND = "lorasrv codes 1", "lorasrv codes 2"
+FEW_BITS = ("int4", "q3h")
 _SAMPLES = 1024
+SiteFormats = Mapping[str, Sequence[CodeFormat]]
+"""Site -> the format of that linear in every layer."""
 
 
 def write_codes(
-    path: Path, checkpoint: Checkpoint, quantization: str, codes: Mapping[str, GroupQuantizedWeight]
+    path: Path, checkpoint: Checkpoint, formats: SiteFormats, codes: Mapping[str, GroupQuantizedWeight]
 ) -> None:
     """Write a file of codes, completely or not at all.
 
     Args:
         path: the file to make.
         checkpoint: the model that the codes were made from.
-        quantization: name of the codes' format.
+        formats: of the codes.
         codes: codes [O, H] by the canonical names of weights.
     Raises:
         OSError: the disk refused; no partial file is left.
     """
     tensors: dict[str, Tensor] = {}
     for name, part in codes.items():
-        assert part.minima is not None, "codes of 16 or 11 levels have minima"
+        tensors[f"{name}.scales"] = part.scales
+        if part.minima is None:
+            tensors[f"{name}.codes"] = part.codes
+            continue
         tensors[f"{name}.codes"] = part.codes[:, ::2] | (part.codes[:, 1::2] << 4)
-        tensors[f"{name}.scales"], tensors[f"{name}.minima"] = part.scales, part.minima
-    group = next(iter(codes.values())).group
-    facts = {"kind": KIND, "quantization": quantization, "group": str(group), "base": _sample(checkpoint)}
+        tensors[f"{name}.minima"] = part.minima
+    facts = _header(formats) | {"base": _sample(checkpoint)}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         save_file(tensors, unfinished, facts)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _header(formats: SiteFormats) -> dict[str, str]:
+    found = {form for forms in formats.values() for form in forms}
+    if len(found) == 1:
+        one = found.pop()
+        return {"kind": KIND, "quantization": one.name, "group": str(one.group)}
+    return {
+        "kind": MIXED_KIND,
+        "formats": json.dumps({site: [str(f) for f in forms] for site, forms in formats.items()}),
+    }
+
+
+def _formats(facts: Mapping[str, str], spec: ModelSpec) -> SiteFormats:
+    """Return the formats that a header gives.
+
+    Raises:
+        CorruptModel: it gives none for this model.
+    """
+    sites = [site.name for site in spec.sites()]
+    if facts.get("kind") == KIND:
+        form = _format(f"{facts.get('quantization')}:{facts.get('group')}")
+        return dict.fromkeys(sites, (form,) * spec.num_layers)
+    if facts.get("kind") != MIXED_KIND:
+        raise CorruptModel("was not written by lorasrv quantize, or by another version of it")
+    try:
+        listed = json.loads(facts.get("formats", ""))
+    except json.JSONDecodeError:
+        listed = None
+    if not isinstance(listed, dict) or listed.keys() != set(sites):
+        raise CorruptModel(f"has no formats of {', '.join(sites)} in its header")
+    for site, forms in listed.items():
+        if not isinstance(forms, list) or len(forms) != spec.num_layers:
+            raise CorruptModel(f"has no format of {site} for each of {spec.num_layers} layers in its header")
+    return {site: tuple(_format(str(form)) for form in listed[site]) for site in sites}
+
+
+def _format(text: str) -> CodeFormat:
+    try:
+        return CodeFormat.parse(text, {})
+    except (UnsupportedFormat, KeyError):
+        raise CorruptModel(f"has codes in {text!r:.60}, which is no format and group of this version") from None
 
 
 class QuantizedCheckpoint:
@@ -66,11 +114,15 @@ class QuantizedCheckpoint:
 
     def __init__(self, base: Checkpoint, path: Path) -> None:
         self._base = base
-        self.name, self.spec, self.packing = base.name, base.spec, None
+        self.name, self.spec = base.name, base.spec
         self._files = ExitStack()
         try:
             self._reader = self._files.enter_context(safe_open(path, framework="pt"))
-            self._check(self._reader.metadata() or {}, frozenset(self._reader.keys()), base)
+            facts = self._reader.metadata() or {}
+            self.formats = _formats(facts, base.spec)
+            self._held = _by_weight(self.formats, base.spec)
+            self._check(facts, frozenset(self._reader.keys()), base)
+            self.packing = _packing(self.formats, base.spec)
         except BaseException as error:
             self._files.close()
             raise _with_file_name(error, path.name) from None
@@ -84,13 +136,16 @@ class QuantizedCheckpoint:
     def codes(self, name: str) -> GroupQuantizedWeight | None:
         if name not in self._held:
             return self._base.codes(name)
-        packed, scales, minima = (self._reader.get_tensor(f"{name}.{part}") for part in _PARTS)
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        form = self._held[name]
+        read = {part: self._reader.get_tensor(f"{name}.{part}") for part in _parts(form)}
+        codes = read["codes"]
+        if "minima" in read:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
         try:
-            made = GroupQuantizedWeight(codes, scales, minima, FEW_LEVELS[self.quantization])
+            made = GroupQuantizedWeight(codes, read["scales"], read.get("minima"), form.levels)
         except KernelArgumentError as error:
             raise CorruptModel(f"--quantized-weights: {name}: {error}") from None
-        if int(codes.max()) >= made.levels:
+        if "minima" in read and int(codes.max()) >= made.levels:
             raise CorruptModel(f"--quantized-weights: {name} has codes above {made.levels - 1}")
         return made
 
@@ -102,27 +157,26 @@ class QuantizedCheckpoint:
         self._base.close()
 
     def _check(self, facts: Mapping[str, str], found: frozenset[str], base: Checkpoint) -> None:
-        if facts.get("kind") != KIND or facts.get("quantization") not in FEW_LEVELS:
-            raise CorruptModel("was not written by lorasrv quantize, or by another version of it")
-        self.quantization = facts["quantization"]
-        self._held = frozenset(linear_names(base.spec))
-        lacking = sorted(name for name in self._held if not {f"{name}.{part}" for part in _PARTS} <= found)
+        lacking = sorted(
+            name for name, form in self._held.items() if not {f"{name}.{part}" for part in _parts(form)} <= found
+        )
         if lacking:
             raise CorruptModel(f"lacks {len(lacking)} linears of {base.name}; the first is {lacking[0]}")
-        group = int(facts["group"]) if facts.get("group", "").isdecimal() else 0
         shapes = tensor_shapes(base.spec)
         for name in sorted(self._held):
-            self._check_shapes(name, shapes[name], group)
+            self._check_shapes(name, shapes[name], self._held[name])
         if facts.get("base") != _sample(base):
             raise CorruptModel(
                 f"was made from other weights than those of {base.name}; run lorasrv quantize on this model"
             )
 
-    def _check_shapes(self, name: str, shape: tuple[int, ...], group: int) -> None:
+    def _check_shapes(self, name: str, shape: tuple[int, ...], form: CodeFormat) -> None:
         outputs, inputs = shape
-        if not group or inputs % group or inputs % 2:
-            raise CorruptModel(f"has groups of {group or 'no size'}, which do not divide the inputs of {name}")
-        for part, columns in zip(_PARTS, (inputs // 2, inputs // group, inputs // group), strict=True):
+        if inputs % form.group:
+            raise CorruptModel(f"has groups of {form.group}, which do not divide the inputs of {name}")
+        widths = dict.fromkeys(_parts(form), inputs // form.group)
+        widths["codes"] = inputs // 2 if "minima" in widths else inputs
+        for part, columns in widths.items():
             found = self._reader.get_slice(f"{name}.{part}").get_shape()
             if found != [outputs, columns]:
                 raise CorruptModel(f"has {name}.{part} as {found}, not {[outputs, columns]}")
@@ -146,6 +200,30 @@ def linear_names(spec: ModelSpec) -> list[str]:
     """Return the names of the weights that are kept as codes, in the order of layers and sites."""
     modules = [module for site in spec.sites() for module in site.modules]
     return [f"model.layers.{layer}.{module}.weight" for layer in range(spec.num_layers) for module in modules]
+
+
+def _by_weight(formats: SiteFormats, spec: ModelSpec) -> dict[str, CodeFormat]:
+    """Return the formats by the names of weights."""
+    return {
+        f"model.layers.{layer}.{module}.weight": formats[site.name][layer]
+        for site in spec.sites()
+        for module in site.modules
+        for layer in range(spec.num_layers)
+    }
+
+
+def _parts(form: CodeFormat) -> tuple[str, ...]:
+    """Return the kinds of tensors that a linear has."""
+    return ("codes", "scales", "minima") if form.name in FEW_BITS else ("codes", "scales")
+
+
+def _packing(formats: SiteFormats, spec: ModelSpec) -> StoredPacking | None:
+    """Describe codes of several formats; None if all have one, which a format of `--quantization` serves as its own."""
+    if len({form for forms in formats.values() for form in forms}) == 1:
+        return None
+    bits = [(CODE_BITS[f.name], s.in_features * sum(s.out_features)) for s in spec.sites() for f in formats[s.name]]
+    mean = sum(each * size for each, size in bits) / sum(size for _, size in bits)
+    return StoredPacking("mixed", tuple(sorted({each for each, _ in bits})), mean)
 
 
 def _sample(checkpoint: Checkpoint) -> str:

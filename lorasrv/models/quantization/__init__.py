@@ -4,10 +4,18 @@ This room packs and describes weights; the arithmetic is in `sgmv_kernels`.
 """
 
 from lorasrv.errors import UnsupportedFormat
+from lorasrv.models.code_format import names_parts
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.fp8 import Fp8Format
 from lorasrv.models.quantization.grouped import INT8_GROUP, Int4Format, Int8Format, Q3hFormat
-from lorasrv.models.quantization.stored import AwqFormat, BitsAndBytesFormat, CompressedTensorsFormat, GptqFormat
+from lorasrv.models.quantization.parts import parts_format
+from lorasrv.models.quantization.stored import (
+    AwqFormat,
+    BitsAndBytesFormat,
+    CompressedTensorsFormat,
+    GptqFormat,
+    MixedFormat,
+)
 from lorasrv.models.quantization.unquantized import NoneFormat
 from sgmv_kernels.ops import Ops
 
@@ -24,7 +32,7 @@ __all__ = [
     "get_format",
     "select_format",
 ]
-_STORED = (GptqFormat, AwqFormat, CompressedTensorsFormat, BitsAndBytesFormat)
+_STORED = (GptqFormat, AwqFormat, CompressedTensorsFormat, BitsAndBytesFormat, MixedFormat)
 _ALL: tuple[type[QuantFormat], ...] = (NoneFormat, Int8Format, Int4Format, Q3hFormat, Fp8Format, *_STORED)
 FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 """Every format by its name, which `--quantization` takes."""
@@ -35,7 +43,7 @@ def select_format(stored: StoredWeights, name: str = "auto", group: int | None =
 
     Args:
         stored: facts of the checkpoint.
-        name: --quantization; "auto" takes the best format for the checkpoint.
+        name: --quantization, which may give formats by part; "auto" takes the best format for the checkpoint.
         group: --quantization-group; None lets the format choose.
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
@@ -49,7 +57,7 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes
     """Return a format, ready to pack weights.
 
     Args:
-        name: one of `FORMATS`.
+        name: one of `FORMATS`, or formats by part.
         ops: kernels that will compute with the weights.
         group: inputs that share a scale; None takes the format's default.
         keep_int8_codes: whether 8-bit codes of a file stay as they are in a format of fewer bits.
@@ -60,13 +68,18 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes
 
 
 def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
-    """Return the class of a format.
+    """Return the class of a format: one of `FORMATS`, or what `attn=int4,mlp=q3h` describes.
 
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
     """
+    if names_parts(name):
+        return parts_format(name, group)
     if name not in FORMATS:
-        raise UnsupportedFormat(f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}")
+        raise UnsupportedFormat(
+            f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}, "
+            "or give formats by part: attn=int4,mlp=q3h"
+        )
     found = FORMATS[name]
     if group is None or group in found.groups:
         return found

@@ -144,6 +144,17 @@ class QuantFormat(ABC):
             group, keep_int8_codes: see `Acceptance`; a `group` of None is the format's default.
         """
 
+    @classmethod
+    def bits_of_linears(cls, spec: ModelSpec) -> float | None:
+        """Return the mean of `linear_bits` over the layers' linears of a model."""
+        del spec
+        return cls.linear_bits
+
+    def of_site(self, site: str) -> "QuantFormat":
+        """Return the format of the linears of one site (`SiteShape.name`)."""
+        del site
+        return self
+
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
         """Return whether weights that a file holds as such codes are taken as they are, without rounding again."""
         del codes

@@ -17,9 +17,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from lorasrv.models.code_format import GROUPS, LEVELS
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.rounding import check_group, indivisible_reason, round_asymmetric, round_symmetric
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops, PackedLinear
+from sgmv_kernels.ops import INT8_LEVELS, GroupQuantizedWeight, Ops, PackedLinear
 
 INT8_GROUP = 32
 """Inputs that share a scale in the embedding and the head; the group of GGUF's Q8_0."""
@@ -145,12 +146,12 @@ class Q3hFormat(GroupQuantFormat):
 
     name = "q3h"
     linear_bits = 4.0
-    levels = Q3H_LEVELS
-    groups = (64, 128)
+    levels = LEVELS["q3h"]
+    groups = GROUPS["q3h"]
     default_group = 64
 
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
-        return round_asymmetric(weight, self.group, Q3H_LEVELS)
+        return round_asymmetric(weight, self.group, self.levels)
 
 
 class Int4Format(GroupQuantFormat):
@@ -158,12 +159,12 @@ class Int4Format(GroupQuantFormat):
 
     name = "int4"
     linear_bits = 4.5
-    levels = INT4_LEVELS
-    groups = (32, 64, 128)
+    levels = LEVELS["int4"]
+    groups = GROUPS["int4"]
     default_group = 32
 
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
-        return round_asymmetric(weight, self.group, INT4_LEVELS)
+        return round_asymmetric(weight, self.group, self.levels)
 
 
 class Int8Format(GroupQuantFormat):
@@ -171,8 +172,8 @@ class Int8Format(GroupQuantFormat):
 
     name = "int8"
     linear_bits = 8.5
-    levels = INT8_LEVELS
-    groups = (32, 64, 128)
+    levels = LEVELS["int8"]
+    groups = GROUPS["int8"]
     default_group = 32
     fit_of_rounding = Fit.DEFAULT
 

@@ -27,7 +27,7 @@ class ServedWeights:
         """Describe a quantized file and its use in one line; "" for other files."""
         if self.packing is None:
             return ""
-        bits = " and ".join(map(str, self.packing.bits))
+        bits = " and ".join(f"{bits:g}" for bits in self.packing.bits)
         what = f"weights: {self.packing.method}, {bits} bits, {self.kept + self.remade} linears"
         if self.is_exact:
             return f"{what}: kept exactly as the file has them (--quantization {self.format})"

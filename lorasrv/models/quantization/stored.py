@@ -1,4 +1,5 @@
-"""Serve checkpoints that are quantized already as they are: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8.
+"""Serve checkpoints that are quantized already as they are: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8, and what
+`lorasrv quantize` has made in several formats.
 
 Linears keep the codes, scales and zeros of the file, or what its loader makes of values that no codes give; linears
 that the file holds as floats stay floats. Embedding and head keep 8 bits, as in the formats that round, unless the file
@@ -113,3 +114,9 @@ class BitsAndBytesFormat(StoredFormat):
     """Keep `--quantization bitsandbytes`."""
 
     name, title = "bitsandbytes", "bitsandbytes"
+
+
+class MixedFormat(StoredFormat):
+    """Keep what `lorasrv quantize` has made in several formats; see `QuantizedCheckpoint`."""
+
+    name, title = "mixed", "mixed"

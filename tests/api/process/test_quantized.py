@@ -1,4 +1,4 @@
-"""Quantized checkpoints behind the real command line: served with an adapter, verified, or refused in one line."""
+"""Quantized bases behind the real command line: served with an adapter, verified, or refused in one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +52,66 @@ def test_the_base_and_an_adapter_say_what_transformers_and_peft_say(folder: Path
             assert texts["tiny-awq"] == tokenizer.decode(greedy(adapted))
         done = lorasrv("verify", "mia", "--server", served.url)
         assert (done.returncode, "exact" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_formats_by_part_are_served_as_what_was_chosen(model: Path, tmp_path: Path) -> None:
+    """Rounded at the start, and chosen for a number of bits: `verify` compares with PEFT on the served weights."""
+    peft_adapter(model, tmp_path / "mia", r=6)
+    made = lorasrv("quantize", tmp_path / "tiny.safetensors", "--model", model, "--bits", "4.2")
+    assert made.returncode == 0, made.stderr
+    assert [line.split("\t")[0] for line in made.stdout.splitlines()[1:7]] == [
+        *("site", "qkv", "o", "gate_up", "down", "all")
+    ]
+    assert "measuring what rounding does to the model done" in made.stderr
+    for flags, weights in (
+        (("--quantization", "attn=int4,mlp=q3h"), {"format": "attn=int4,mlp=q3h"}),
+        (("--quantized-weights", tmp_path / "tiny.safetensors"), {"format": "mixed", "method": "mixed", "exact": True}),
+    ):
+        common = ("--model", model, "--dtype", "float32", "--pool-bytes", "16MiB")
+        with serve(*common, *flags, adapters={"mia": tmp_path / "mia"}) as served:
+            card = served.http.get("/v1/models").json()["data"][0]
+            assert weights.items() <= card["weights"].items()
+            done = lorasrv("verify", "mia", "--server", served.url)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            ("serve", "--quantization", "attn=int4,ffn=q3h"),
+            "--quantization 'attn=int4,ffn=q3h': 'ffn' is no part of a layer; "
+            "choose from attn, mlp, qkv, o, gate_up, down",
+        ),
+        (
+            ("serve", "--quantization", "attn=int4,mlp=q2"),
+            "--quantization 'attn=int4,mlp=q2': 'q2' is no format of a part; choose from int8, int4, q3h",
+        ),
+        (
+            ("quantize", "x.safetensors", "--quantization", "attn=int4"),
+            "--quantization 'attn=int4' leaves out gate_up, down",
+        ),
+        (
+            ("quantize", "x.safetensors", "--quantization", "mlp=q3h:32,attn=int4"),
+            "--quantization 'mlp=q3h:32,attn=int4': q3h has no groups of '32'; choose from 64, 128",
+        ),
+        (("quantize", "x.safetensors", "--bits", "3"), "--bits 3: choose from 3.5 to 8 for this model"),
+        (
+            ("quantize", "x.safetensors", "--bits", "4", "--quantization", "q3h"),
+            "--bits chooses formats and groups; leave out --quantization and --quantization-group",
+        ),
+    ],
+)
+def test_formats_that_are_none_end_with_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = ("--store", tmp_path / "store", "--port", "0", "--kernels", "torch") if command[0] == "serve" else ()
+    done = run(*command, "--model", model, *where)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [line for line in done.stderr.splitlines() if line.startswith("lorasrv: ")] == [f"lorasrv: {says}"]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("x*"))
 
 
 def damaged(change: Callable[[Tensors], object]) -> Callable[[Path], None]:

@@ -17,13 +17,14 @@ from api.cli.main import app
 from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
+from lorasrv.models.code_format import LEVELS
 from lorasrv.models.loader import Checkpoint, open_checkpoint
-from lorasrv.models.loader.quantized import FEW_LEVELS, QuantizedCheckpoint, linear_names, write_codes
+from lorasrv.models.loader.quantized import QuantizedCheckpoint, linear_names, write_codes
 from lorasrv.models.quantization import FORMATS, get_format
 from lorasrv.models.quantization.grouped import GroupQuantFormat
-from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize
+from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize, read_formats
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
+from sgmv_kernels.ops import INT4_LEVELS, Ops
 
 OPS = Ops(torch.device("cpu"))
 TEXTS = [[(7 * i + 3 * j) % 380 for i in range(60)] for j in range(4)]
@@ -47,14 +48,14 @@ def weights(floats: Checkpoint) -> ModelWeights:
 
 
 @pytest.fixture(scope="module")
-def made(floats: Checkpoint, kind: str) -> Quantized:
-    return quantize(floats, kind, 64, TEXTS, lambda *_: None)
+def made(floats: Checkpoint, weights: ModelWeights, kind: str) -> Quantized:
+    return quantize(weights, read_formats(floats, kind, 64), TEXTS, lambda *_: None)
 
 
 @pytest.fixture(scope="module")
 def file(floats: Checkpoint, made: Quantized, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("codes") / "tiny.safetensors"
-    write_codes(path, floats, kind, made.codes)
+    write_codes(path, floats, made.formats, made.codes)
     return path
 
 
@@ -168,9 +169,11 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("change", "facts", "says"),
         [
-            (dict, {"kind": "lorasrv codes 2"}, "another version"),
+            (dict, {"kind": "lorasrv codes 3"}, "another version"),
             (cut(DOWN, "scales", columns=0), {}, "scales"),
-            *((dict, {"group": group}, "groups of") for group in ("48", "0", "x", "")),
+            *((dict, {"group": group}, "which is no format and group") for group in ("48", "0", "x", "")),
+            (dict, {"group": "128"}, "scales as"),
+            (dict, {"quantization": "int3"}, "codes in 'int3:64'"),
             (lambda tensors: tensors.update({f"{DOWN}.codes": torch.zeros(3, 3)}), {}, "codes as"),
             (cut(UP, "codes", "scales", "minima", rows=-1), {}, "up_proj"),
         ],
@@ -194,7 +197,7 @@ class TestFiles:
 
         monkeypatch.setattr("lorasrv.models.loader.quantized.save_file", full)
         with pytest.raises(OSError, match="No space"):
-            write_codes(tmp_path / "out.safetensors", floats, kind, made.codes)
+            write_codes(tmp_path / "out.safetensors", floats, made.formats, made.codes)
         assert not list(tmp_path.iterdir())
 
 
@@ -240,7 +243,7 @@ class TestCommand:
         assert "plain rounding" in done.stdout
         assert "100" not in done.stdout
         with closing(opened(model, out)) as checkpoint:
-            assert checkpoint.quantization == "q3h"
+            assert {str(form) for forms in checkpoint.formats.values() for form in forms} == {"q3h:64"}
         assert isinstance(run(*arguments).exception, Exception), "it is there now"
         assert run(*arguments, "--force").exit_code == 0
 
@@ -270,5 +273,4 @@ class TestCommand:
 
 def test_levels_are_named_once() -> None:
     levels = {name: fmt.levels for name, fmt in FORMATS.items() if issubclass(fmt, GroupQuantFormat)}
-    assert levels == {**FEW_LEVELS, "int8": INT8_LEVELS}
-    assert set(FEW_LEVELS.values()) == {INT4_LEVELS, Q3H_LEVELS}
+    assert levels == LEVELS

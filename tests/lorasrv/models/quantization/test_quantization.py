@@ -20,7 +20,7 @@ from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
-OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes")
+OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "mixed")
 ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19} | dict.fromkeys(OF_FILES, 4e-3)
 """Relative to the true product of normal numbers."""
 TORCH, NUMBA = (Ops(torch.device("cpu"), name) for name in ("torch", "numba"))
@@ -261,7 +261,7 @@ class TestAFormatThatOnlyItsOwnFileKnows:
                 (
                     "int5",
                     None,
-                    "choose from auto, none, int8, .*, gptq, awq, compressed-tensors, bitsandbytes, negated",
+                    "choose from auto, none, int8, .*, gptq, awq, compressed-tensors, bitsandbytes, mixed, negated",
                 ),
                 ("auto", 128, "^--quantization int8: groups of 128 do not divide the 64 inputs"),
             ):

@@ -1,0 +1,97 @@
+"""Name the forms that linears take as codes: a format with its group, and which sites of a layer get which.
+
+Options write a form as `int4` or `int4:128`, and forms by part as `attn=int4,mlp=q3h`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from lorasrv.errors import UnsupportedFormat
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
+
+LEVELS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
+GROUPS = {"int8": (32, 64, 128), "int4": (32, 64, 128), "q3h": (64, 128)}
+CODE_BITS = {"int8": 8.0, "int4": 4.0, "q3h": 3.5}
+"""Bits of a code, by format: without the scales of its group."""
+PARTS = {
+    "attn": ("qkv", "o"),
+    "mlp": ("gate_up", "down"),
+    "qkv": ("qkv",),
+    "o": ("o",),
+    "gate_up": ("gate_up",),
+    "down": ("down",),
+}
+"""Part of a layer, as options name it -> its sites. Parts of one site go before those of two."""
+_FACTOR_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """Hold a format of codes and the number of inputs that share a scale."""
+
+    name: str
+    group: int
+
+    @property
+    def levels(self) -> int:
+        """Return the number of values of a code."""
+        return LEVELS[self.name]
+
+    @property
+    def bits(self) -> float:
+        """Return the bits of a weight, its share of the scale and the minimum included."""
+        factors = 1 if self.name == "int8" else 2
+        return CODE_BITS[self.name] + factors * _FACTOR_BITS / self.group
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.group}"
+
+    @classmethod
+    def parse(cls, text: str, groups: Mapping[str, int]) -> Self:
+        """Read `int4` or `int4:128`.
+
+        Args:
+            groups: the group of each format where the text has none.
+        Raises:
+            UnsupportedFormat: an unknown format or group, with the choices.
+        """
+        name, colon, group = text.partition(":")
+        if name not in LEVELS:
+            raise UnsupportedFormat(f"{name!r:.60} is no format of a part; choose from {', '.join(LEVELS)}")
+        chosen = group if colon else str(groups[name])
+        if chosen not in map(str, GROUPS[name]):
+            choices = ", ".join(map(str, GROUPS[name]))
+            raise UnsupportedFormat(f"{name} has no groups of {chosen!r:.60}; choose from {choices}")
+        return cls(name, int(chosen))
+
+
+def names_parts(text: str) -> bool:
+    """Return whether a value of --quantization gives formats by part."""
+    return "=" in text
+
+
+def parse_parts(text: str, groups: Mapping[str, int]) -> dict[str, CodeFormat]:
+    """Read `attn=int4,mlp=q3h:128,down=int8` as formats by site; a site's own name goes before `attn` and `mlp`.
+
+    Args:
+        groups: the group of each format where the text has none.
+    Raises:
+        UnsupportedFormat: an unknown part, format or group, with the choices, or a part that is named twice.
+    """
+    by_part: dict[str, CodeFormat] = {}
+    for entry in text.split(","):
+        part, equals, form = (piece.strip() for piece in entry.partition("="))
+        said = f"--quantization {text!r:.200}"
+        if part not in PARTS:
+            raise UnsupportedFormat(f"{said}: {part!r:.60} is no part of a layer; choose from {', '.join(PARTS)}")
+        if part in by_part:
+            raise UnsupportedFormat(f"{said} names {part} twice")
+        if not equals:
+            raise UnsupportedFormat(f"{said}: {part} has no format; write {part}=int4")
+        try:
+            by_part[part] = CodeFormat.parse(form, groups)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"{said}: {error}") from None
+    wide_first = sorted(by_part, key=lambda part: -len(PARTS[part]))
+    return {site: by_part[part] for part in wide_first for site in PARTS[part]}
