@@ -241,7 +241,8 @@ class _Source:
         key = self.prefix + table["key"]
         value = self.values.get(key)
         if value is not None:
-            return self._checked(field, key, value)
+            checked = self._checked(field, key, value)
+            return table.get("means", {}).get(checked, checked)
         if field in _MAY_BE_NONE and key in self.values:
             return None
         if "default_field" in table:

@@ -205,6 +205,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+    "gemma": {"head_dim": 24, "num_key_value_heads": 1, "pad_token_id": 0},
     "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
     "gemma3": GEMMA | {"sliding_window_pattern": 3},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
@@ -248,8 +249,8 @@ def write_tiny(
     """Write a Hugging Face directory: seeded random weights and the tokenizer; `changes` are of its config.
 
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
-    qkv biases and a tied head; qwen3 norms of heads; gemma2 and gemma3 windows on some of 4 layers, gemma3 two thetas;
-    phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them.
+    qkv biases and a tied head; qwen3 norms of heads; gemma one key head; gemma2 and gemma3 windows on some of 4 layers,
+    gemma3 two thetas; phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them.
     """
     import transformers
 

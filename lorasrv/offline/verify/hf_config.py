@@ -14,6 +14,7 @@ _CLASSES = {
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "gemma": "GemmaConfig",
     "gemma2": "Gemma2Config",
     "gemma3": "Gemma3TextConfig",
     "phi3": "Phi3Config",
@@ -30,6 +31,7 @@ _BIASES: Mapping[str, Collection[tuple[bool, bool, bool]]] = {
     "mistral": (_NONE,),
     "qwen2": (_QKV,),
     "qwen3": (_NONE, _ATTENTION),
+    "gemma": (_NONE, _ATTENTION),
     "gemma2": (_NONE, _ATTENTION),
     "gemma3": (_NONE, _ATTENTION),
     "phi3": (_NONE,),
@@ -79,7 +81,7 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
             f"transformers has no {family} model with biases on just these linears (qkv, o, MLP): {biases}"
         )
     activation = _ACTIVATIONS[spec.activation]
-    if family.startswith("gemma"):
+    if family in ("gemma2", "gemma3"):
         scalar = spec.query_scalar or spec.head_dim
         return {
             "hidden_activation": activation,
@@ -103,7 +105,7 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
             "sliding_window": spec.sliding_window,
             "layer_types": _layer_types(spec),
         }
-    if family == "qwen3":
+    if family in ("qwen3", "gemma"):
         fields["attention_bias"] = spec.qkv_bias
     if family == "phi3":
         fields["original_max_position_embeddings"] = spec.max_position

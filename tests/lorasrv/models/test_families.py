@@ -22,7 +22,7 @@ LLAMA = json.loads("""{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": [2, 3]}""")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
 GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
 BARE = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
@@ -102,6 +102,18 @@ def test_gemma_defaults_are_those_of_transformers() -> None:
         assert (spec.query_scalar, spec.tied_head) == (config.query_pre_attn_scalar, config.tie_word_embeddings)
         assert (spec.activation, spec.sliding_window) == ("gelu_tanh", config.sliding_window)
         assert (spec.post_norms, spec.norms_less_one, spec.scaled_embedding) == (True, True, True)
+
+
+def test_gelu_of_a_first_gemma_means_its_tanh_form() -> None:
+    for said in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}):
+        spec = of("Gemma", GEMMA | {"num_key_value_heads": 1} | said)
+        assert (spec.activation, spec.num_kv_heads, spec.tied_head) == ("gelu_tanh", 1, True)
+    for refused, names in (
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+    ):
+        with pytest.raises(UnsupportedModel, match=names):
+            of("Gemma", GEMMA | refused)
 
 
 def test_phi3_serves_longrope_within_the_original_context_and_turns_a_part_of_a_head() -> None:
@@ -301,8 +313,8 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     config, expected = AutoConfig.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).state_dict()
     with closing(open_checkpoint(str(path))) as checkpoint:
         spec, ours = checkpoint.spec, state_dict_fp32(checkpoint)
-    assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma2", "gemma3") else 16)
-    tied = family in ("qwen2", "gemma2", "gemma3")
+    assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma", "gemma2", "gemma3") else 16)
+    tied = family in ("qwen2", "gemma", "gemma2", "gemma3")
     assert (spec.sliding_window, spec.tied_head) == (8 if family in ("mistral", "gemma2", "gemma3") else None, tied)
     rope = config.rope_parameters
     assert spec.rope.theta == (rope["full_attention"] if family == "gemma3" else rope)["rope_theta"]

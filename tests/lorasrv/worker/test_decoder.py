@@ -38,6 +38,8 @@ CASES = {
     "qwen2": {},
     "qwen3-bias": {"attention_bias": True},
     "qwen3-window-tied": {**WINDOW, "tie_word_embeddings": True},
+    "gemma": {},
+    "gemma-mha-bias": {"num_key_value_heads": 4, "attention_bias": True},
     "gemma2": {},
     "gemma2-uncapped-bias": {**UNCAPPED, "attention_bias": True},
     "gemma3": {},
@@ -49,6 +51,7 @@ CASES = {
 }
 """By name, which begins with the family: changes of its tiny configuration."""
 EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
+EVERYDAY |= {"gemma", "gemma-mha-bias"}
 EVERYDAY |= {"phi3-window-partial"}
 """One of each family and of each kind of attention; the others are for test-long."""
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]

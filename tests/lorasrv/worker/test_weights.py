@@ -19,7 +19,7 @@ OPS = Ops(torch.device("cpu"), "torch")
 Tiny = dict[str, Callable[..., Path]]
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"])
 def checkpoint(request: pytest.FixtureRequest, tiny_hf_checkpoints: Tiny) -> Iterator[Checkpoint]:
     with closing(open_checkpoint(str(tiny_hf_checkpoints[request.param]()))) as opened:
         yield opened

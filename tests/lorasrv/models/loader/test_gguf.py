@@ -149,6 +149,7 @@ OF_HEADS = {"query_pre_attn_scalar": 24}
     [
         ("qwen3", {"tie_word_embeddings": True}),
         ("qwen3", {"rope_parameters": ROPE_YARN}),
+        ("gemma", {}),
         ("gemma2", OF_HEADS),
         ("gemma3", OF_HEADS | {"rope_parameters": ROPE_TWO, "final_logit_softcapping": 10.0}),
         ("phi3", {"sliding_window": 8}),
