@@ -35,6 +35,11 @@ class BaseShapes:
     name: str = ""
     checkpoint: str = ""
 
+    @property
+    def hidden_size(self) -> int:
+        """Return the numbers of a hidden state: what a layer's first module reads; 0 without modules."""
+        return next(iter(self.modules.values()), (0, 0))[0]
+
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
@@ -49,8 +54,16 @@ class LoraModule:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBlock:
+    """Name the tensors of one block of a Medusa head."""
+
+    weight: str
+    bias: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Describe a validated adapter. `modules` is sorted by (layer, module)."""
+    """Describe a validated adapter. `modules` is sorted by (layer, module); `heads` are Medusa's, by depth."""
 
     key: AdapterKey
     weights_digest: str
@@ -58,6 +71,7 @@ class AdapterSpec:
     dtype: str
     weights_bytes: int
     stored: Form = BF16
+    heads: tuple[tuple[HeadBlock, ...], ...] = ()
 
     @property
     def max_rank(self) -> int:

@@ -232,6 +232,8 @@ class SpeculationOptions:
         accept: how draft tokens are accepted; "rejection" only of requests without a seed.
         draft_trees: whether drafts of several drafters are verified together, as a tree.
         draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
+        draft_heads: file or folder of the base's Medusa heads, from which `medusa` drafts; adapters may have their own.
+        draft_head_bytes: memory for the heads of adapters.
     """
 
     speculation: str = "auto"
@@ -241,6 +243,8 @@ class SpeculationOptions:
     draft_layers: int | None = None
     accept: str = SAME_DRAW
     draft_trees: bool = False
+    draft_heads: str | None = None
+    draft_head_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         _one_of("--speculation", self.speculation, SPECULATION)
@@ -248,11 +252,14 @@ class SpeculationOptions:
             _one_of("--drafters", name, DRAFTERS)
         if self.corpus_bytes < 0:
             raise ConfigError(f"--corpus-bytes must not be negative, not {self.corpus_bytes}; 0 keeps no answers")
+        if self.draft_head_bytes < 0:
+            raise ConfigError(f"--draft-head-bytes must not be negative, not {self.draft_head_bytes}; 0 keeps no heads")
         _one_of("--accept", self.accept, ACCEPT)
         _positive("--draft-layers", self.draft_layers)
         for option, value, drafter in (
             ("--draft-model", self.draft_model, "model"),
             ("--draft-layers", self.draft_layers, "layers"),
+            ("--draft-heads", self.draft_heads, "medusa"),
         ):
             if value is not None and not self.uses(drafter):
                 raise ConfigError(f"{option} drafts nothing: --speculation or --drafters leaves {drafter} out")

@@ -319,5 +319,8 @@ class EngineCoreRequest:
     speculation: SpeculationParams = ANY_SPECULATION
     # Text that the client expects as the answer.
     prediction_token_ids: tuple[int, ...] = ()
+    # Tokens that Medusa heads can draft, and whether the adapter has heads of its own.
+    num_draft_heads: int = 0
+    has_draft_heads: bool = False
     # How draft tokens are accepted, where the server has more ways than one.
     accept: str | None = None

@@ -143,6 +143,8 @@ class ScheduledRequest:
     drafts: PlannedDrafts = NO_DRAFTS
     # Whether draft tokens are accepted by rejection sampling.
     by_rejection: bool = False
+    # Whether the adapter has Medusa heads.
+    has_draft_heads: bool = False
 
     @classmethod
     def of(
@@ -167,6 +169,7 @@ class ScheduledRequest:
             adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
             drafts=drafts,
             by_rejection=request.message.accept == REJECTION,
+            has_draft_heads=request.message.has_draft_heads,
         )
 
     @property

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from lorasrv.errors import InvalidRequest
 
-DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "model", "layers")
+DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "medusa", "model", "layers")
 SAME_DRAW, REJECTION = ACCEPT = ("same-draw", "rejection")
 """How draft tokens are accepted: the token that plain decoding would draw, or any of its distribution."""
-MODEL_DRAFTERS = ("model", "layers")
+MODEL_DRAFTERS = ("medusa", "model", "layers")
 """Those that are models on the worker."""
 MAX_DRAFT_TOKENS = 16
 """Most draft tokens of a request in one step."""

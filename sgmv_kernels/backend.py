@@ -182,7 +182,7 @@ class Backend:
     gelu_mul: Callable[[Tensor], Tensor]
     norm_heads_: Callable[[Tensor, Tensor, Tensor, int, float], None]
     softcap_: Callable[[Tensor, float], None]
-    take_rows: Callable[[Tensor, Tensor], Tensor]
+    take_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     # Raises KernelArgumentError for codes that `pack_linear` does not take.
     check_codes: Callable[[GroupQuantizedWeight], None]

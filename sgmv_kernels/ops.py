@@ -457,22 +457,25 @@ class Ops:
         require(x.dim() == 2 and x.is_contiguous() and cap > 0, "x must be contiguous [T, V], cap positive")
         self._backend.softcap_(x, cap)
 
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+    def take_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         """Copy rows.
 
-        Semantics: x[rows]
+        Semantics: out = x[rows]
 
         Args:
             x: [T, H] contiguous.
             rows: [N] int64, below T.
-        Returns: [N, H] in x's dtype, a new tensor.
+            out: [N, H] contiguous, of x's dtype.
+        Returns: `out`.
         Raises:
-            KernelArgumentError: shapes or dtypes that do not fit.
+            KernelArgumentError: shapes or dtypes that do not fit; nothing has been written.
         """
         self._check_activation(x, "x")
         require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
-        return self._backend.take_rows(x, rows)
+        fits = out.shape == (len(rows), x.shape[1]) and out.dtype == x.dtype and out.is_contiguous()
+        require(fits, f"out must be contiguous [{len(rows)}, {x.shape[1]}] of x's dtype")
+        return self._backend.take_rows(x, rows, out)
 
     def reads(self, codes: GroupQuantizedWeight) -> bool:
         """Return whether these kernels read codes in such groups, with such factors."""

@@ -1,11 +1,15 @@
-"""A folder that holds an adapter, whoever saved it: PEFT's as it is, MLX's converted for as long as it is needed."""
+"""A folder that holds an adapter, whoever saved it: PEFT's as it is, MLX's converted for as long as it is needed, and
+Medusa heads of a file of their own joined to the weights."""
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from adapter_store.formats.draft_heads import HEADS_NAME, join_heads
 from adapter_store.formats.peft_dir import (
+    WEIGHTS_NAME,
     Opener,
     PeftDir,
     find_folder,
@@ -27,10 +31,25 @@ def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir
     folder, subdirectory = find_folder(path)
     config = read_config(folder, opener)
     if not is_mlx_config(config):
-        yield read_peft_dir(path, opener)
+        with _with_heads(read_peft_dir(path, opener)) as peft:
+            yield peft
         return
     # Imported only here: it needs NumPy, which the command line's other uses do not wait for.
     from adapter_store.formats.mlx_dir import convert_mlx
 
     with tempfile.TemporaryDirectory(prefix="lorasrv-mlx-") as target:
         yield convert_mlx(folder, config, subdirectory, Path(target), opener)
+
+
+@contextlib.contextmanager
+def _with_heads(peft: PeftDir) -> Iterator[PeftDir]:
+    """Join a file of Medusa heads to the weights beside it, if there is one."""
+    if HEADS_NAME not in peft.ignored_files:
+        yield peft
+        return
+    with tempfile.TemporaryDirectory(prefix="lorasrv-heads-") as folder:
+        target = Path(folder) / WEIGHTS_NAME
+        with peft.open_weights() as weights, peft.opener(peft.weights_path.with_name(HEADS_NAME)) as heads:
+            join_heads(weights, heads, target)
+        others = tuple(name for name in peft.ignored_files if name != HEADS_NAME)
+        yield replace(peft, weights_path=target, ignored_files=others, opener=open_file)

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from adapter_store.errors import AdapterCorrupt, LoadCancelled
 from adapter_store.formats.safetensors_file import NUMPY_TYPES, SafetensorsHeader, TensorInfo, parse_header, widen
-from adapter_store.spec import AdapterSpec
+from adapter_store.spec import AdapterSpec, HeadBlock
 
 Array = npt.NDArray[Any]
+HeadArrays = tuple[tuple[tuple[Array, Array | None], ...], ...]
 READ_BYTES = 4 << 20
 
 
@@ -32,12 +33,16 @@ class LoraTensors:
 class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
     """Map (layer, module) to matrices, in the order of `spec.modules`. Every array has the type `dtype`.
 
-    BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own.
+    BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own. `heads` holds
+    the weight [H, H] and bias [H] of each block of each Medusa head, float32.
     """
 
-    def __init__(self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors]) -> None:
+    def __init__(
+        self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors], heads: HeadArrays = ()
+    ) -> None:
         self.spec = spec
         self.dtype = spec.dtype
+        self.heads = heads
         self._tensors = tensors
 
     def __getitem__(self, site: tuple[int, str]) -> LoraTensors:
@@ -96,7 +101,19 @@ def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: Adapter
     for m in spec.modules:
         a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
         tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b)
-    return AdapterWeights(spec, tensors)
+    return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads))
+
+
+def head_arrays(data: bytearray, header: SafetensorsHeader, heads: Iterable[Iterable[HeadBlock]]) -> HeadArrays:
+    """Return the weight [H, H] and bias [H] of each block of each head, float32."""
+
+    def array(name: str) -> Array:
+        return _array(data, header, header.tensors[name], "F32")
+
+    return tuple(
+        tuple((array(block.weight), None if block.bias is None else array(block.bias)) for block in head)
+        for head in heads
+    )
 
 
 def _array(data: bytearray, header: SafetensorsHeader, info: TensorInfo, dtype: str) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 from adapter_store.errors import show
 from adapter_store.formats.adapter_config import AdapterConfig
+from adapter_store.formats.draft_heads import is_head_name
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.spec import BF16, AdapterKey, AdapterSpec, BaseShapes, Form
 from adapter_store.validation.int8_drift import Drift
@@ -170,5 +171,5 @@ def _multimodal(notices: tuple[str, ...]) -> list[str]:
 
 
 def _mixed_types(header: SafetensorsHeader) -> list[str]:
-    dtypes = sorted({info.dtype for info in header.tensors.values()})
+    dtypes = sorted({info.dtype for name, info in header.tensors.items() if not is_head_name(name)})
     return [f"types {' and '.join(dtypes)} are mixed; all are widened to F32"] if len(dtypes) > 1 else []

@@ -20,6 +20,7 @@ from adapter_store.formats.adapter_config import (
     canonical_json,
     read_adapter_config,
 )
+from adapter_store.formats.draft_heads import is_head_name, match_heads, max_head_bytes
 from adapter_store.formats.safetensors_file import (
     FILE,
     LENGTH_BYTES,
@@ -29,7 +30,7 @@ from adapter_store.formats.safetensors_file import (
     read_header,
 )
 from adapter_store.formats.tensor_names import TensorPlace, locate, module_name
-from adapter_store.spec import BF16, INT8, AdapterKey, AdapterSpec, BaseShapes, Form, LoraModule
+from adapter_store.spec import BF16, INT8, AdapterKey, AdapterSpec, BaseShapes, Form, HeadBlock, LoraModule
 from adapter_store.validation.int8_drift import measure_drift
 from adapter_store.validation.report import UploadReport, build_report
 from adapter_store.validation.target_modules import check_complete, check_targeted, missing_modules, spellings
@@ -57,6 +58,7 @@ class MatchedTensors:
     modules: tuple[LoraModule, ...] = ()
     places: tuple[TensorPlace, ...] = ()
     notices: tuple[str, ...] = ()
+    heads: tuple[tuple[HeadBlock, ...], ...] = ()
 
 
 def validate_adapter(
@@ -77,7 +79,7 @@ def validate_adapter(
     adapter_config = read_adapter_config(config, problems, max_names(base))
     matched = match_modules(header, base, adapter_config, max_rank, problems)
     problems.raise_if_any()
-    return make_spec(matched.modules, header, weights_digest, stored)
+    return make_spec(matched, header, weights_digest, stored)
 
 
 def check_adapter(
@@ -127,7 +129,7 @@ def check_adapter(
     if stored == INT8:
         drift = measure_drift(file, header, matched.modules, base, problems, allow_drift=allow_drift)
         problems.raise_if_any()
-    spec = make_spec(matched.modules, header, hasher.hexdigest(), stored)
+    spec = make_spec(matched, header, hasher.hexdigest(), stored)
     report = build_report(spec, adapter_config, base, facts, header, missing, matched.notices, drift)
     return CheckedAdapter(spec, report)
 
@@ -172,9 +174,9 @@ def max_names(base: BaseShapes) -> int:
 
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
-    """Return the size of the largest adapter of this base: float32, every module at the highest rank."""
+    """Return the size of the largest adapter of this base: float32, every module at the highest rank, and heads."""
     values = base.num_layers * sum(max_rank * (n_in + n_out) for n_in, n_out in base.modules.values())
-    return LENGTH_BYTES + header_cap_bytes(base) + 4 * values
+    return LENGTH_BYTES + header_cap_bytes(base) + 4 * values + max_head_bytes(base.hidden_size)
 
 
 def match_modules(
@@ -184,8 +186,12 @@ def match_modules(
     max_rank: int,
     problems: ProblemList,
 ) -> MatchedTensors:
-    """Return the adapted modules; record a problem for each tensor that matches none, or the same half as another."""
-    places = {name: place for name in header.tensors if (place := locate(name, base, problems))}
+    """Return the adapted modules and the heads; record a problem for each tensor that matches none, or the same half
+    as another."""
+    of_heads = [name for name in header.tensors if is_head_name(name)]
+    heads = match_heads(header, of_heads, base.hidden_size, problems)
+    others = [name for name in header.tensors if not is_head_name(name)]
+    places = {name: place for name in others if (place := locate(name, base, problems))}
     halves = _halves(places, base, problems)
     modules = []
     for (layer, module), names in sorted(halves.items()):
@@ -201,7 +207,9 @@ def match_modules(
         scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, problems)
         modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name))
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
-    return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices))
+    if heads:
+        notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
+    return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices), heads)
 
 
 def _halves(
@@ -283,18 +291,17 @@ def _check_rank(
     return scaling
 
 
-def make_spec(
-    modules: tuple[LoraModule, ...], header: SafetensorsHeader, weights_digest: str, stored: Form
-) -> AdapterSpec:
-    """Return the spec of validated modules, with its key."""
-    dtypes = {info.dtype for info in header.tensors.values()}
+def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest: str, stored: Form) -> AdapterSpec:
+    """Return the spec of validated tensors, with its key."""
+    dtypes = {info.dtype for name, info in header.tensors.items() if not is_head_name(name)}
     return AdapterSpec(
-        key=adapter_key(modules, weights_digest, stored),
+        key=adapter_key(matched.modules, weights_digest, stored),
         weights_digest=weights_digest,
-        modules=modules,
+        modules=matched.modules,
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
         weights_bytes=header.data_bytes,
         stored=stored,
+        heads=matched.heads,
     )
 
 

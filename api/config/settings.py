@@ -270,6 +270,13 @@ class ServerSettings(BaseModel):
         int | None,
         _speculation("Number of the base's own layers that draft for all of them, with the adapters", default="none"),
     ] = _SPECULATION.draft_layers
+    draft_heads: Annotated[
+        _Name | None,
+        _speculation("Medusa heads of the base: a file, or the folder that holds it", metavar="PATH", default="none"),
+    ] = _SPECULATION.draft_heads
+    draft_head_bytes: Annotated[
+        ByteSize, _speculation("Size of the memory for the Medusa heads of adapters; 0 uses none of them")
+    ] = ByteSize(_SPECULATION.draft_head_bytes)
     accept: Annotated[
         str,
         _speculation(

@@ -66,6 +66,8 @@ class EngineParts:
     watermark: Watermark | None = None
     # Whether requests without a seed are accepted by rejection sampling.
     may_reject: bool = False
+    # Tokens that the base's Medusa heads draft.
+    num_draft_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from adapter_store.formats.weights import HeadArrays
 from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
-from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
 from lorasrv.engine.core import EngineParts
 from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
 from lorasrv.engine.input_processor import InputProcessor
@@ -31,6 +33,7 @@ from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads, read_heads
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
@@ -78,6 +81,7 @@ class BuiltModel:
             queue_timeout_s=queue_timeout_s,
             load_timeout_s=load_timeout_s,
             may_reject=self.parts.may_reject,
+            num_draft_heads=self.parts.num_draft_heads,
         )
 
 
@@ -107,6 +111,7 @@ def build(
     fmt = choose_format(config.model, checkpoint, ops)
     drafting = open_draft_model(config, tokenizer, spec.vocab_size, max_model_len)
     draft_spec = None if drafting is None else drafting.spec
+    base_heads = _read_draft_heads(config.speculation, spec)
     plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing, draft_spec)
     plan.check()
     if warning := plan.warning():
@@ -135,7 +140,12 @@ def build(
     models = model_names(config.speculation)
     layers = draft_layers(spec.num_layers, config.speculation.draft_layers)
     may_reject = config.speculation.accept == REJECTION
-    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers)
+    heads = None
+    if "medusa" in models:
+        base = MedusaHeads.of(base_heads, dtype, device) if base_heads else None
+        read = None if adapters is None else adapters.draft_heads
+        heads = DraftHeads(base, read, config.speculation.draft_head_bytes, dtype, device)
+    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers, heads)
     executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
     runner.warm_up(config.memory.max_lora_rank, progress or silent)
     parts = EngineParts(
@@ -161,6 +171,7 @@ def build(
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
         may_reject=may_reject,
+        num_draft_heads=len(base_heads),
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
@@ -214,6 +225,10 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
         why = ": longrope is served within the original context only" if spec.rope.max_position else ""
         raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model supports{why}")
     return wanted or spec.max_position
+
+
+def _read_draft_heads(options: SpeculationOptions, spec: ModelSpec) -> HeadArrays:
+    return () if options.draft_heads is None else read_heads(Path(options.draft_heads), spec.hidden_size)
 
 
 def _page_bytes(spec: ModelSpec, kv_format: KVFormat) -> int:

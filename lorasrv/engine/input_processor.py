@@ -65,6 +65,8 @@ class AdapterFacts(Protocol):
 
     def knows_layout(self, key: AdapterKey) -> bool: ...
 
+    def num_draft_heads(self, key: AdapterKey, /) -> int: ...
+
     def is_on_host(self, key: AdapterKey) -> bool: ...
 
 
@@ -98,6 +100,7 @@ class InputProcessor:
         queue_timeout_s: float | None = None,
         load_timeout_s: float | None = None,
         may_reject: bool = False,
+        num_draft_heads: int = 0,
     ) -> None:
         self._memory = memory
         self._source = source
@@ -109,6 +112,7 @@ class InputProcessor:
         self._poison = poison or PoisonGuard()
         self._queue_timeout_s = queue_timeout_s
         self._may_reject = may_reject
+        self._num_draft_heads = num_draft_heads
         # Starts threads on first use: never offline.
         self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
@@ -156,6 +160,7 @@ class InputProcessor:
         if beams is not None:
             sampling = beam_sampling(sampling, constraint)
             self._check_offers(sampling, beams)
+        own_heads = self._source.num_draft_heads(adapter) if self._source is not None and adapter is not None else 0
         width = 1 if beams is None else beams.width
         max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width)
         self._check_fits(len(token_ids), max_tokens, layout, width)
@@ -179,6 +184,8 @@ class InputProcessor:
             beams=beams,
             speculation=speculation,
             prediction_token_ids=self._prediction_token_ids(speculation.prediction),
+            num_draft_heads=max(own_heads, self._num_draft_heads),
+            has_draft_heads=own_heads > 0,
             accept=self._accept(sampling, constraint),
         )
         self._poison.check(request)

@@ -90,6 +90,7 @@ class MemoryPlan:
     host_cache: int
     swap: int
     corpus: int
+    heads: int
     max_num_batched_tokens: int
 
     @classmethod
@@ -116,6 +117,8 @@ class MemoryPlan:
             step += step_bytes(draft, config, activation_dtype(device, dtype))
             if config.speculation.accept == REJECTION:
                 step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * draft.vocab_size * _PROBABILITY_BYTES
+        if memory.on_gpu:
+            step += config.speculation.draft_head_bytes
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),
@@ -127,6 +130,7 @@ class MemoryPlan:
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
             corpus=config.speculation.corpus_bytes,
+            heads=0 if memory.on_gpu else config.speculation.draft_head_bytes,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
@@ -159,12 +163,12 @@ class MemoryPlan:
     def warning(self) -> str:
         """Return what may grow beyond the memory, in one line with the options to change; "" if nothing."""
         rest = self.free_on_host - (0 if self.on_gpu else self.needed)
-        if self.host_cache + self.swap + self.corpus <= rest:
+        if self.host_cache + self.swap + self.corpus + self.heads <= rest:
             return ""
         return (
-            f"adapters, requests and past answers in host memory may grow to {size(self.host_cache)} "
-            f"(--host-cache-bytes), {size(self.swap)} (--swap-bytes) and {size(self.corpus)} (--corpus-bytes), but "
-            f"{size(max(0, rest))} are left"
+            f"adapters, requests, past answers and draft heads in host memory may grow to {size(self.host_cache)} "
+            f"(--host-cache-bytes), {size(self.swap)} (--swap-bytes), {size(self.corpus)} (--corpus-bytes) and "
+            f"{size(self.heads)} (--draft-head-bytes), but {size(max(0, rest))} are left"
         )
 
     def check(self) -> None:

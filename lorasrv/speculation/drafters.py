@@ -32,5 +32,9 @@ def draft_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
 
 def model_names(options: SpeculationOptions) -> list[str]:
     """Return the names of the models on the worker that the options ask for."""
-    there = {"model": options.draft_model is not None, "layers": options.draft_layers is not None}
+    there = {
+        "medusa": options.draft_heads is not None or options.draft_head_bytes > 0,
+        "model": options.draft_model is not None,
+        "layers": options.draft_layers is not None,
+    }
     return [name for name in MODEL_DRAFTERS if there[name] and options.uses(name)]

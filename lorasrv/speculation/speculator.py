@@ -124,7 +124,7 @@ class Speculator:
         for name, model in self._models.items():
             rows, numbers = list[tuple[Request, int]](), list[int]()
             for number, (ask, length) in enumerate(zip(asks, lengths, strict=True)):
-                most = _most_behind(ask.request, length)
+                most = min(_most_behind(ask.request, length), _longest(name, ask.request))
                 is_free = not asked[number][1] and self._is_left_to(name, ask.request, length)
                 if most > 0 and is_free and ask.request.message.speculation.allows(name):
                     rows.append((ask.request, most))
@@ -271,6 +271,10 @@ def _most_behind(request: Request, num_drafts: int) -> int:
     for the one that comes with the last draft."""
     left = request.message.max_tokens - request.num_generated_tokens - num_drafts - 2
     return min(MAX_MODEL_DRAFT, request.message.speculation.max_draft, left)
+
+
+def _longest(model: str, request: Request) -> int:
+    return request.message.num_draft_heads if model == "medusa" else MAX_MODEL_DRAFT
 
 
 def _draw(request: Request) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from cachetools import LRUCache
 
+from adapter_store.formats.weights import HeadArrays
 from adapter_store.host_cache import HostCache, HostCacheStats
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.refcounts import ContentHold
@@ -31,6 +32,7 @@ class HostAdapterStore:
         self._spec = spec
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
+        self._num_heads: LRUCache[AdapterKey, int] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
 
@@ -69,6 +71,25 @@ class HostAdapterStore:
         """Return whether `layout` needs no disk read."""
         with self._lock:
             return key in self._layouts
+
+    def num_draft_heads(self, key: AdapterKey) -> int:
+        """Return how many Medusa heads an adapter has. May read the disk, as `layout`."""
+        with self._lock:
+            known = self._num_heads.get(key)
+        if known is None:
+            known = len(self._store.spec(key).heads)
+            with self._lock:
+                self._num_heads[key] = known
+        return known
+
+    def draft_heads(self, key: AdapterKey) -> HeadArrays:
+        """Read an adapter's Medusa heads.
+
+        Raises:
+            AdapterError: it is not in the store any more, or damaged.
+            OSError: the disk failed.
+        """
+        return self._store.load(key).heads
 
     def is_on_host(self, key: AdapterKey) -> bool:
         """Return whether the packed adapter is in host memory; never reads the disk."""

@@ -20,6 +20,8 @@ from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.ops import Angles, Ops, ProgramShape, StepTables
 
+STATE_ROWS = 64
+
 
 def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [length, N / 2] fp32.
@@ -120,6 +122,9 @@ class Decoder:
         self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[weights.spec.activation]
         spec = weights.spec
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
+        # What the head read last: its addresses are in recordings and graphs, which round their rows up.
+        num_states = -(-limits.max_samples // STATE_ROWS) * STATE_ROWS
+        self._states = torch.zeros((num_states, spec.hidden_size), dtype=self._dtype, device=memory.device)
         self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
         self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
 
@@ -137,6 +142,19 @@ class Decoder:
         x, angles = self._inputs(batch)
         run = self._layers if self._program is None else self._program.run
         return run(x, angles, batch.tables)
+
+    @property
+    def states(self) -> Tensor:
+        """Return the normed last hidden states of the last pass's rows that want logits.
+
+        Returns: [at least `max_samples`, H], valid until the next pass; not written by a pass of more such rows.
+        """
+        return self._states
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
+        return self._logits(states)
 
     def kernel_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""
@@ -182,7 +200,12 @@ class Decoder:
         if not len(tables.sample_rows):
             return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
         normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
-        logits = self._weights.head(self._ops.take_rows(normed, tables.sample_rows)).float()
+        count = len(tables.sample_rows)
+        out = self._states[:count] if count <= len(self._states) else x.new_empty((count, x.shape[1]))
+        return self._logits(self._ops.take_rows(normed, tables.sample_rows, out))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        logits = self._weights.head(states).float()
         if self._spec.final_softcap is not None:
             self._ops.softcap_(logits, self._spec.final_softcap)
         return logits

@@ -22,9 +22,12 @@ from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device import find_best_team
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.draft_heads import DraftHeads
+from lorasrv.worker.draft_rows import LastStates
 from lorasrv.worker.draft_runner import DraftRunner
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.launched_step import LaunchedStep
+from lorasrv.worker.medusa_runner import MedusaRunner
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
 from sgmv_kernels.ops import Ops
@@ -67,6 +70,7 @@ class ModelRunner:
     Args:
         draft_model: drafts under the name "model".
         draft_layers: those of the served model that draft under the name "layers"; none: nothing does.
+        draft_heads: draft under the name "medusa".
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class ModelRunner:
         ops: Ops,
         draft_model: DraftModel | None = None,
         draft_layers: Sequence[int] = (),
+        draft_heads: DraftHeads | None = None,
     ) -> None:
         self.profile = StepProfile()
         self._spec, self._memory = weights.spec, memory
@@ -89,7 +94,9 @@ class ModelRunner:
         self._late_kernels: LateKernels | None = None
         # What was launched last, whose tokens the next step may take.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
-        self._models: dict[str, DraftRunner] = {}
+        self._models: dict[str, DraftRunner | MedusaRunner] = {}
+        if draft_heads is not None:
+            self._models["medusa"] = MedusaRunner(draft_heads, self._decoder.logits, limits.max_samples)
         if draft_layers:
             skipping = Decoder(weights, memory, limits, ops, side, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
@@ -161,7 +168,7 @@ class ModelRunner:
         logits, sampled, asked = self._logits(step, None)
         with self.profile.span("sampling"):
             output = self._output(logits, sampled, asked)
-        return self._with_drafts(step, output)
+        return self._with_drafts(step, output, sampled)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | ModelRunnerOutput:
         """Put a step into a GPU's queue; pending tokens are those of the step that was launched before.
@@ -181,7 +188,7 @@ class ModelRunner:
         logits, sampled, asked = self._logits(step, last)
         with self.profile.span("sampling"):
             if asked or any(s.drafts is not NO_DRAFTS or s.sampling.logprobs is not None for s in sampled):
-                self._last = self._with_drafts(step, self._output(logits, sampled, asked))
+                self._last = self._with_drafts(step, self._output(logits, sampled, asked), sampled)
             else:
                 rows = [SamplingMetadata.of(share) for share in sampled]
                 self._last = LaunchedStep(sampled, launch_sampling(logits[: len(sampled)], rows))
@@ -220,16 +227,19 @@ class ModelRunner:
         model = self._models.get(share.drafts.drafter)
         return None if model is None else model.drawn_from(share, at)
 
-    def _with_drafts(self, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _with_drafts(
+        self, step: SchedulerOutput, output: ModelRunnerOutput, sampled: Sequence[ScheduledRequest]
+    ) -> ModelRunnerOutput:
         """Ask the models for the drafts that the step plans. One that raises is never asked again; answers go on
         without it."""
         drafted = dict[str, DrafterOutput]()
+        last = LastStates(self._decoder.states, sampled)
         for name, model in tuple(self._models.items()):
             asking = [share for share in step.scheduled if share.drafts.num_asked and share.drafts.asked == name]
             if asking:
                 try:
                     with self.profile.span("drafting"):
-                        drafted[name] = model.draft(step, asking, output.sampled)
+                        drafted[name] = model.draft(step, asking, output.sampled, last)
                 except Exception:
                     _LOG.exception("drafter %s failed; answers go on without it", name)
                     del self._models[name]

@@ -49,6 +49,6 @@ def linear_torch(x: Tensor, packed: PlainLinear) -> Tensor:
     return y
 
 
-def take_rows_torch(x: Tensor, rows: Tensor) -> Tensor:
+def take_rows_torch(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """See `ops.Ops.take_rows`."""
-    return torch.index_select(x, 0, rows)
+    return torch.index_select(x, 0, rows, out=out)

@@ -181,6 +181,9 @@ class Simulator:
     def knows_layout(self, _: AdapterKey) -> bool:
         return True
 
+    def num_draft_heads(self, _: AdapterKey, /) -> int:
+        return 0
+
     def is_on_host(self, key: AdapterKey) -> bool:
         return key in self.cache
 

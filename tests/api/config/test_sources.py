@@ -85,6 +85,8 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "corpus_bytes": ("2MiB", 2 << 20, "speculation.corpus_bytes"),
     "draft_model": ("smollm2-135m", "smollm2-135m", "speculation.draft_model"),
     "draft_layers": ("7", 7, "speculation.draft_layers"),
+    "draft_heads": ("heads", "heads", "speculation.draft_heads"),
+    "draft_head_bytes": ("3MiB", 3 << 20, "speculation.draft_head_bytes"),
     "accept": ("rejection", "rejection", "speculation.accept"),
     "draft_trees": ("true", True, "speculation.draft_trees"),
     "max_num_queued_seqs": ("11", 11, "scheduler.max_num_queued_seqs"),

@@ -47,7 +47,7 @@ class Adapters:
 
     def __init__(self, layout: AdapterLayout, max_host_bytes: int = 1 << 20) -> None:
         self._layout, self.max_host_bytes = layout, max_host_bytes
-        self.is_hosted, self.is_known = False, True
+        self.is_hosted, self.is_known, self.num_heads = False, True, 0
         self.delay: Any = lambda: None
 
     def hold(self, key: AdapterKey, /) -> object:
@@ -59,6 +59,9 @@ class Adapters:
 
     def knows_layout(self, key: AdapterKey) -> bool:
         return self.is_known
+
+    def num_draft_heads(self, _: AdapterKey, /) -> int:
+        return self.num_heads
 
     def is_on_host(self, key: AdapterKey) -> bool:
         return self.is_hosted

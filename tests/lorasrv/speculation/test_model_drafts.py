@@ -99,7 +99,7 @@ def test_the_served_model_drafts_what_it_says(
     sampling: SamplingParams,
 ) -> None:
     """Steps of up to nine tokens, greedy and random ones: both draw by the same race. All layers know the adapter."""
-    monkeypatch.setattr("lorasrv.worker.draft_runner.MIN_CONFIDENCE", 0.0)
+    monkeypatch.setattr("lorasrv.worker.draft_rows.MIN_CONFIDENCE", 0.0)
     with closing(started(model, library, speculation=options(model, name))) as drafting:
         asks = [Ask(PROMPT, sampling, adapter)]
         same_answers(plain, drafting, asks)
@@ -188,7 +188,7 @@ def test_every_step_drafts_for_the_next(
     model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch, most: int, steps: int
 ) -> None:
     """However few tokens a request lets be drafted: a model that is right adds so many to each step."""
-    monkeypatch.setattr("lorasrv.worker.draft_runner.MIN_CONFIDENCE", 0.0)
+    monkeypatch.setattr("lorasrv.worker.draft_rows.MIN_CONFIDENCE", 0.0)
     with closing(started(model, library, options(model, "model"))) as drafting:
         ask = Ask(PROMPT, GREEDY, options={"speculation": SpeculationParams(max_draft=most)})
         drafting.run([ask])

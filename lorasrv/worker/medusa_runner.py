@@ -1,0 +1,73 @@
+"""Medusa runner: heads guess the tokens behind the next one from the hidden state that the next one came from.
+
+All heads of all rows share one pass of the output layer; the base itself is not computed again.
+
+Source: Medusa (Cai et al. 2024, arXiv:2401.10774).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lorasrv.outputs import RequestId
+from lorasrv.sampling.rejection import Probabilities
+from lorasrv.scheduler_output import DrafterOutput, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
+from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, draw
+
+
+class MedusaRunner:
+    """Draft with heads.
+
+    Args:
+        logits: the served model's output layer, states [N, H] -> logits [N, V] fp32.
+        max_rows: most rows of a pass of it.
+    """
+
+    def __init__(self, heads: DraftHeads, logits: Callable[[Tensor], Tensor], max_rows: int) -> None:
+        self._heads, self._logits, self._max_rows = heads, logits, max_rows
+        self._drawn = DrawnTokens(max_rows)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        step: SchedulerOutput,
+        asking: Sequence[ScheduledRequest],
+        said: Mapping[RequestId, Sequence[int]],
+        last: LastStates,
+    ) -> DrafterOutput:
+        """Draft for the shares of a step that ask for it and whose heads are there; `said` are the step's tokens."""
+        begun = time.perf_counter()
+        found = [(share, self._find(share)) for share in asking if share.request_id in said]
+        there = [(share, heads) for share, heads in found if heads is not None][: self._max_rows]
+        rows = [DraftRow.of(share, said[share.request_id]) for share, _ in there]
+        if there:
+            states = last.of([share for share, _ in there], said)
+            self._draw(rows, [heads for _, heads in there], states)
+            self._drawn.remember(rows)
+        drafts = {row.share.request_id: row.draft for row in rows}
+        return DrafterOutput(drafts, time.perf_counter() - begun, max((len(row.confidence) for row in rows), default=0))
+
+    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+        """Return what a draft token was drawn from, as `DrawnTokens.find`."""
+        return self._drawn.find(share, at)
+
+    def _find(self, share: ScheduledRequest) -> MedusaHeads | None:
+        return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)
+
+    def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> None:
+        """Draw the tokens of all rows, place by place, from logits that are computed at once."""
+        depths = [min(row.share.drafts.num_asked, len(own.heads)) for row, own in zip(rows, heads, strict=True)]
+        places = [(depth, at) for depth in range(max(depths)) for at in range(len(rows)) if depth < depths[at]]
+        places = places[: self._max_rows]
+        guessed = torch.cat([heads[at].guess(states[at : at + 1], depth) for depth, at in places])
+        logits = self._logits(guessed)
+        going = set(range(len(rows)))
+        for depth in range(max(depths)):
+            those = [(number, at) for number, (deep, at) in enumerate(places) if deep == depth and at in going]
+            if not those:
+                return
+            drawn = draw([rows[at] for _, at in those], logits[[number for number, _ in those]])
+            going = {at for _, at in those if rows[at] in drawn}
