@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
-from lorasrv.speculation_params import ACCEPT, DRAFTERS, SAME_DRAW
+from lorasrv.speculation_params import ACCEPT, DRAFTERS, MAX_PROBES, SAME_DRAW
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PARALLEL_LOADS = 8
@@ -234,6 +234,8 @@ class SpeculationOptions:
         draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
         draft_heads: file or folder of the base's Medusa heads, from which `medusa` drafts; adapters may have their own.
         draft_head_bytes: memory for the heads of adapters.
+        lookahead: "WxN", the window from which `lookahead` drafts: places that are guessed at once, and tokens of an
+            n-gram, the one before a draft included; None: it does not.
     """
 
     speculation: str = "auto"
@@ -245,6 +247,7 @@ class SpeculationOptions:
     draft_trees: bool = False
     draft_heads: str | None = None
     draft_head_bytes: int = 256 << 20
+    lookahead: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("--speculation", self.speculation, SPECULATION)
@@ -260,9 +263,31 @@ class SpeculationOptions:
             ("--draft-model", self.draft_model, "model"),
             ("--draft-layers", self.draft_layers, "layers"),
             ("--draft-heads", self.draft_heads, "medusa"),
+            ("--lookahead", self.lookahead, "lookahead"),
         ):
             if value is not None and not self.uses(drafter):
                 raise ConfigError(f"{option} drafts nothing: --speculation or --drafters leaves {drafter} out")
+        if self.lookahead is not None:
+            places, length = self.lookahead_window
+            if places < 1 or length < 2 or places * (length - 1) > MAX_PROBES:
+                raise ConfigError(
+                    f"--lookahead {self.lookahead} has {places} places and n-grams of {length} tokens; take n-grams of "
+                    f"2 or more, and at most {MAX_PROBES} places times tokens behind the first"
+                )
+
+    @property
+    def lookahead_window(self) -> tuple[int, int]:
+        """Return the places and the length of n-grams.
+
+        Raises:
+            ConfigError: they are not written so.
+        """
+        places, _, length = (self.lookahead or "").partition("x")
+        if not (places.isdecimal() and length.isdecimal()):
+            raise ConfigError(
+                f"--lookahead must be written as 5x4, places and tokens of an n-gram, not {self.lookahead!r}"
+            )
+        return int(places), int(length)
 
     def uses(self, drafter: str) -> bool:
         """Return whether a drafter may be asked."""

@@ -101,6 +101,17 @@ class DrafterOutput:
     has_failed: bool = False
 
 
+class ProbeTree(NamedTuple):
+    """Hold guessed tokens that a step computes to see what the model says behind them; none is accepted."""
+
+    token_ids: tuple[int, ...]
+    # Index of each one's parent among them, before it, or -1 for the last known token.
+    parents: tuple[int, ...]
+
+
+NO_PROBES = ProbeTree((), ())
+
+
 class PlannedDrafts(NamedTuple):
     """Plan what a step verifies of an answer, and what is drafted for the next one."""
 
@@ -113,6 +124,8 @@ class PlannedDrafts(NamedTuple):
     # Index of each token's parent among the tokens, before it, or -1 for the last known token. They lie in consecutive
     # slots; their positions follow from their depths. Empty: a chain.
     parents: tuple[int, ...] = ()
+    # In the slots behind those of the draft tokens.
+    probes: ProbeTree = NO_PROBES
 
 
 NO_DRAFTS = PlannedDrafts()
@@ -123,7 +136,7 @@ class ScheduledRequest:
     """Describe one request's share of a step."""
 
     request_id: RequestId
-    # Tokens to compute, the draft tokens last; the last known one may be `PENDING`.
+    # Tokens to compute, the draft tokens and then the probes last; the last known one may be `PENDING`.
     token_ids: tuple[int, ...]
     # Position of the first of them.
     start: int
@@ -156,7 +169,7 @@ class ScheduledRequest:
         asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
         return cls(
             request_id=request.request_id,
-            token_ids=known + (PENDING,) * (count - len(known)) + drafts.token_ids,
+            token_ids=known + (PENDING,) * (count - len(known)) + drafts.token_ids + drafts.probes.token_ids,
             start=start,
             page_table=page_table,
             adapter_key=request.adapter_key,
@@ -188,15 +201,29 @@ class ScheduledRequest:
         return self.drafts.parents
 
     @property
+    def slot_parents(self) -> tuple[int, ...]:
+        """Return the parents of draft tokens and probes, if they are a tree."""
+        probes, count = self.drafts.probes, len(self.draft_token_ids)
+        if not probes.token_ids:
+            return self.draft_parents
+        drafts = self.draft_parents or tuple(range(ROOT, count - 1))
+        return drafts + tuple(parent if parent == ROOT else count + parent for parent in probes.parents)
+
+    @property
+    def num_guessed_tokens(self) -> int:
+        """Return the number of draft tokens and probes."""
+        return len(self.draft_token_ids) + len(self.drafts.probes.token_ids)
+
+    @property
     def num_known_tokens(self) -> int:
-        """Return the number of tokens that are no drafts."""
-        return len(self.token_ids) - len(self.draft_token_ids)
+        """Return the number of tokens that are no guesses."""
+        return len(self.token_ids) - self.num_guessed_tokens
 
     @property
     def num_logit_rows(self) -> int:
         """Return the number of last rows that predict a next token: one of the last known token, and one per draft
-        token."""
-        return 1 + len(self.draft_token_ids) if self.samples else 0
+        token and probe."""
+        return 1 + self.num_guessed_tokens if self.samples else 0
 
     def without_drafts(self) -> "ScheduledRequest":
         """Return the share with its known tokens only."""
@@ -219,7 +246,7 @@ class ScheduledRequest:
     def cut(self, count: int) -> "tuple[ScheduledRequest, ScheduledRequest]":
         """Split a share without drafts into its first `count` tokens, which sample nothing, and the rest; to be
         computed in this order."""
-        assert not self.draft_token_ids, f"the drafts of {self.request_id} would be cut off from its last token"
+        assert not self.num_guessed_tokens, f"the drafts of {self.request_id} would be cut off from its last token"
         asked = self.prompt_rows
         first = range(asked.start, min(asked.stop, count)) or _NO_ROWS
         then = range(max(asked.start - count, 0), asked.stop - count) or _NO_ROWS
@@ -274,9 +301,9 @@ class SchedulerOutput:
         return sum(len(share.token_ids) for share in self.scheduled)
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Return how many of these rows are drafts."""
-        return sum(len(share.draft_token_ids) for share in self.scheduled)
+    def num_guessed_tokens(self) -> int:
+        """Return how many of these rows are draft tokens and probes."""
+        return sum(share.num_guessed_tokens for share in self.scheduled)
 
     def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
         """Return the step with these tokens in place of pending ones; any token for requests that have none, as they

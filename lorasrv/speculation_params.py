@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from lorasrv.errors import InvalidRequest
 
-DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "medusa", "model", "layers")
+DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "lookahead", "medusa", "model", "layers")
 SAME_DRAW, REJECTION = ACCEPT = ("same-draw", "rejection")
 """How draft tokens are accepted: the token that plain decoding would draw, or any of its distribution."""
 MODEL_DRAFTERS = ("medusa", "model", "layers")
 """Those that are models on the worker."""
 MAX_DRAFT_TOKENS = 16
 """Most draft tokens of a request in one step."""
+MAX_PROBES = 48
+"""Most tokens of a request in one step that are computed only to see what the model says behind them."""
 
 
 @dataclass(frozen=True, slots=True)

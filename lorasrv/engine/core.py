@@ -287,7 +287,7 @@ class EngineCore:
         output = result.output
         try:
             outputs = self._scheduler.update_from_output(
-                step, output.sampled, output.logprobs, output.prompt_logprobs, output.drafted
+                step, output.sampled, output.logprobs, output.prompt_logprobs, output.drafted, output.probed
             )
         except Exception as error:
             return self._faults.on_update_error(step, error)

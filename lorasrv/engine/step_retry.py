@@ -200,10 +200,11 @@ class _Gathered:
     sampled: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-
+    probed: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     drafted: dict[str, DrafterOutput] = field(default_factory=dict)
 
     def take(self, output: ModelRunnerOutput) -> None:
+        self.probed |= output.probed
         self.drafted |= output.drafted
         self.sampled |= output.sampled
         self.logprobs |= output.logprobs
@@ -211,7 +212,7 @@ class _Gathered:
             self.prompt_logprobs[request_id] = (*self.prompt_logprobs.get(request_id, ()), *known)
 
     def output(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.sampled, self.logprobs, self.prompt_logprobs, self.drafted)
+        return ModelRunnerOutput(self.sampled, self.logprobs, self.prompt_logprobs, self.probed, self.drafted)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -35,7 +35,7 @@ def choose_tokens(
         logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
         drawn_from: what the draft token at a place of a share that is accepted by rejection was drawn from.
     """
-    if not any(share.draft_token_ids for share in shares):
+    if not any(share.num_guessed_tokens for share in shares):
         tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares])
         return {s.request_id: (token,) for s, token in zip(shares, tokens, strict=True) if token is not None}
     paths, first = [], 0
@@ -52,6 +52,22 @@ def choose_tokens(
         tokens = _sampled(logits, left, drawn_from)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
     return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
+
+
+def probed_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
+    """Return the likeliest token behind each probe, of the shares whose probes' logits are all numbers.
+
+    Args:
+        logits: [at least S, V] fp32, as of `choose_tokens`.
+    """
+    found, first = dict[RequestId, tuple[int, ...]](), 0
+    for share in shares:
+        first += share.num_logit_rows
+        if count := len(share.drafts.probes.token_ids):
+            tokens = [token for token in likeliest_finite(logits[first - count : first]) if token is not None]
+            if len(tokens) == count:
+                found[share.request_id] = tuple(tokens)
+    return found
 
 
 def _sampled(logits: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:

@@ -279,6 +279,7 @@ class Scheduler:
         logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         drafted: Mapping[str, DrafterOutput] = MappingProxyType({}),
+        probed: Mapping[RequestId, Sequence[int]] = MappingProxyType({}),
     ) -> list[EngineOutput]:
         """Append the sampled tokens and finish the requests that are done. A request without its token, or without
         the prompt logprobs it asks for, fails.
@@ -288,6 +289,7 @@ class Scheduler:
             logprobs: of the sampled tokens, for requests that ask for them.
             prompt_logprobs: of the share's `prompt_rows`.
             drafted: by the name of each model that was asked for drafts.
+            probed: the likeliest token behind each probe.
         Returns:
             The outputs since the last call, in order.
         """
@@ -297,7 +299,7 @@ class Scheduler:
             if request is None:
                 continue  # it has finished while the step was in flight
             no_token = share.samples and share.request_id not in sampled
-            if no_token and share.draft_token_ids:
+            if no_token and share.num_guessed_tokens:
                 self._bar_drafts(request)
                 continue
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
@@ -316,6 +318,7 @@ class Scheduler:
             self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
+        self._speculator.observe_probes(probed, self._queue.requests)
         self._speculator.take_drafts(drafted, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()

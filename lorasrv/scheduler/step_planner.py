@@ -34,7 +34,7 @@ from lorasrv.scheduler.token_budget import (
     planned_shape,
 )
 from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
-from lorasrv.scheduler_output import PlannedDrafts
+from lorasrv.scheduler_output import NO_PROBES, PlannedDrafts
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths, min_survival
 from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.speculator import Speculator
@@ -189,20 +189,25 @@ class StepPlanner:
         rows = [RowDraft(proposal.survival, seconds) for proposal, seconds in zip(proposals, token_s, strict=True)]
         lengths = choose_lengths(rows, step, room)
         asked = self._speculator.ask_models(asks, lengths, token_s, step)
-        keep_free = planned.keep_free + self._pages_to_grow()
+        keep_free, room = planned.keep_free + self._pages_to_grow(), room - sum(lengths)
         drafts = {}
         for ask, proposal, length, (model, num_asked) in zip(asks, proposals, lengths, asked, strict=True):
-            wanted = length + num_asked
+            probes = self._speculator.probes(ask)
+            wanted = length + max(num_asked, len(probes.token_ids))
             count = self._allocator.extend_for_drafts(ask.request, wanted, keep_free) if wanted else 0
             if count > 0:
                 taken = proposal.first(min(count, length))
-                num_asked = count - len(taken.token_ids)
+                left = count - len(taken.token_ids)
+                if len(probes.token_ids) > min(left, room):
+                    probes = NO_PROBES
+                room -= len(probes.token_ids)
                 drafts[ask.request.request_id] = PlannedDrafts(
                     taken.token_ids,
                     "".join(taken.drafters[:1]),
                     model,
-                    num_asked,
+                    min(num_asked, left),
                     () if taken.is_chain else taken.parents,
+                    probes,
                 )
         return drafts
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request
+from lorasrv.scheduler_output import NO_PROBES, ProbeTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,19 @@ class Drafter:
     """Propose draft tokens. Called by the engine thread only, between two steps."""
 
     name: str
+    # Whether `probes` may return some.
+    has_probes = False
 
     def draft(self, ask: DraftAsk) -> Draft:
         """Return a draft of one request."""
         raise NotImplementedError
+
+    def probes(self, ask: DraftAsk) -> ProbeTree:
+        """Return guessed tokens whose continuations the drafter wants to see, at most `MAX_PROBES`."""
+        return NO_PROBES
+
+    def observe_probes(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Learn the likeliest token behind each probe of the step before."""
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Learn a request's new tokens, drafted or not; its `token_ids` end with them."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from lorasrv.config import SpeculationOptions
 from lorasrv.speculation.drafter import Drafter
 from lorasrv.speculation.forced_tokens import ForcedTokens
+from lorasrv.speculation.lookahead import Lookahead
 from lorasrv.speculation.prompt_lookup import Prediction, PromptLookup
 from lorasrv.speculation.reply_corpus import ReplyCorpus
 from lorasrv.speculation_params import MODEL_DRAFTERS
@@ -14,13 +15,15 @@ _MAKERS: dict[str, Callable[[SpeculationOptions], Drafter]] = {
     "prediction": lambda options: Prediction(),
     "lookup": lambda options: PromptLookup(),
     "corpus": lambda options: ReplyCorpus(options.corpus_bytes),
+    "lookahead": lambda options: Lookahead(*options.lookahead_window),
 }
 
 
 def make_drafters(options: SpeculationOptions) -> list[Drafter]:
     """Return the drafters that the options name."""
     used = [name for name in options.drafters if name in _MAKERS and options.uses(name)]
-    return [_MAKERS[name](options) for name in used if name != "corpus" or options.corpus_bytes]
+    there = {"corpus": options.corpus_bytes > 0, "lookahead": options.lookahead is not None}
+    return [_MAKERS[name](options) for name in used if there.get(name, True)]
 
 
 def draft_layers(num_layers: int, count: int | None) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.scheduler_output import DrafterOutput, path_along
+from lorasrv.scheduler_output import NO_PROBES, DrafterOutput, ProbeTree, path_along
 from lorasrv.speculation.draft_lengths import PlainStep
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
@@ -21,6 +22,7 @@ from lorasrv.speculation.proposal import Chain, Proposal
 from lorasrv.speculation.survival import SurvivalTable
 from lorasrv.speculation_params import REJECTION
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 ASKED_TOGETHER = 2
 """Requests for which drafters are asked at a time."""
@@ -107,6 +109,20 @@ class Speculator:
             if self._clock() > until:
                 break
         return [self._proposal(ask) for ask in asks]
+
+    def probes(self, ask: DraftAsk) -> ProbeTree:
+        """Return the tokens that a drafter wants to be computed beside an answer's own."""
+        for drafter in self._probing():
+            if ask.request.message.speculation.allows(drafter.name):
+                return self._guard(drafter, partial(drafter.probes, ask)) or NO_PROBES
+        return NO_PROBES
+
+    def observe_probes(self, probed: Mapping[RequestId, Sequence[int]], live: Mapping[RequestId, Request]) -> None:
+        """Tell the drafters the likeliest token behind each probe, of requests that have not finished."""
+        for request_id, tokens in probed.items():
+            if (request := live.get(request_id)) is not None:
+                for drafter in self._probing():
+                    self._guard(drafter, partial(drafter.observe_probes, request, tokens))
 
     def ask_models(
         self, asks: Sequence[DraftAsk], lengths: Sequence[int], token_s: Sequence[float], step: PlainStep
@@ -197,6 +213,9 @@ class Speculator:
         """Return how many tokens of each drafter were verified and accepted so far."""
         return self._counts
 
+    def _probing(self) -> list[Drafter]:
+        return [drafter for drafter in self._drafters if drafter.has_probes]
+
     def _draft(self, asks: Sequence[DraftAsk]) -> None:
         """Ask each drafter for drafts of the requests of which it has none left."""
         for drafter in tuple(self._drafters):
@@ -257,13 +276,14 @@ class Speculator:
             trail.num_said += 1
         return bool(trail.tokens)
 
-    def _guard(self, drafter: Drafter, call: Callable[[], None]) -> None:
-        """Call a drafter; drop it if it raises."""
+    def _guard(self, drafter: Drafter, call: Callable[[], T]) -> T | None:
+        """Call a drafter; drop it and return None if it raises."""
         try:
-            call()
+            return call()
         except Exception:
             _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
             self._drafters.remove(drafter)
+            return None
 
 
 def _most_behind(request: Request, num_drafts: int) -> int:

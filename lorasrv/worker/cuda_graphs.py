@@ -168,7 +168,7 @@ class GraphedSteps:
 
     def _capacity_for(self, rows: StepRows) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
-        if any(s.prompt_rows or s.draft_token_ids for s in rows.scheduled):
+        if any(s.prompt_rows or s.num_guessed_tokens for s in rows.scheduled):
             return None
         count = len(rows.scheduled)
         is_mixed = len(rows.token_ids) > count

@@ -57,7 +57,7 @@ class StepRows:
     @property
     def parents(self) -> list[Parents]:
         """Return the draft tree of each sequence; nothing if there are only chains."""
-        parents: list[Parents] = [share.draft_parents for share in self.scheduled]
+        parents: list[Parents] = [share.slot_parents for share in self.scheduled]
         return parents if any(parents) else []
 
     @property
@@ -79,8 +79,8 @@ class StepRows:
         asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
         positions = np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens)
         for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
-            if share.draft_parents:
-                positions[end - len(share.draft_parents) : end] = _tree_positions(share)
+            if parents := share.slot_parents:
+                positions[end - len(parents) : end] = _tree_positions(share)
         owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
         return cls(
             scheduled=scheduled,
@@ -122,9 +122,9 @@ def build_batch(
 
 
 def _tree_positions(share: ScheduledRequest) -> list[int]:
-    """Return the position of each draft token of a tree."""
-    parents = share.draft_parents
-    assert len(parents) == len(share.draft_token_ids) <= MAX_SLOTS, f"{len(parents)} parents of {share.request_id}"
+    """Return the position of each guessed token of a tree."""
+    parents = share.slot_parents
+    assert len(parents) == share.num_guessed_tokens <= MAX_SLOTS, f"{len(parents)} parents of {share.request_id}"
     assert all(ROOT <= parent < slot for slot, parent in enumerate(parents)), f"a parent is behind its child: {parents}"
     last = share.start + share.num_known_tokens - 1
     return [last + depth for depth in depths_of(parents)]
@@ -135,7 +135,7 @@ def _logit_rows(
 ) -> npt.NDArray[np.int64]:
     """Return the rows [S] whose logits predict next tokens, those of a sequence together; `ends` is the row behind
     each sequence."""
-    if not any(s.draft_token_ids for s in scheduled):
+    if not any(s.num_guessed_tokens for s in scheduled):
         return (ends - 1)[samples]
     rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(scheduled, ends.tolist(), strict=True)]
     return np.concatenate(rows)

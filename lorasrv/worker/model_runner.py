@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId, TokenLogprobs
-from lorasrv.sampling.draft_verification import choose_tokens
+from lorasrv.sampling.draft_verification import choose_tokens, probed_tokens
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.sampling.rejection import Probabilities
@@ -51,6 +51,8 @@ class ModelRunnerOutput:
     logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     # Of the prompt tokens that were asked for.
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # The likeliest token behind each probe.
+    probed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
     # By the name of each model that was asked for drafts.
     drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
 
@@ -209,7 +211,10 @@ class ModelRunner:
         self._bring_together(sampled, chosen)
         num_rows = sum(share.num_logit_rows for share in sampled)
         return ModelRunnerOutput(
-            chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
+            chosen,
+            chosen_logprobs(logits, sampled, chosen),
+            prompt_logprobs(logits[num_rows:], asked),
+            probed_tokens(logits, sampled),
         )
 
     def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:

@@ -87,6 +87,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "draft_layers": ("7", 7, "speculation.draft_layers"),
     "draft_heads": ("heads", "heads", "speculation.draft_heads"),
     "draft_head_bytes": ("3MiB", 3 << 20, "speculation.draft_head_bytes"),
+    "lookahead": ("5x4", "5x4", "speculation.lookahead"),
     "accept": ("rejection", "rejection", "speculation.accept"),
     "draft_trees": ("true", True, "speculation.draft_trees"),
     "max_num_queued_seqs": ("11", 11, "scheduler.max_num_queued_seqs"),

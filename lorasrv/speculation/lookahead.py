@@ -1,0 +1,135 @@
+"""Lookahead decoding: guess many places ahead at once, and keep the n-grams that come of it as drafts.
+
+Each step computes, beside the answer's own tokens, a *window* of guessed ones: W places and N - 1 levels. Level l + 1
+is what the model has said behind level l (a Jacobi iteration), so that each place becomes an n-gram that the model
+itself finds plausible. The n-grams are drafts wherever their first token is said. The window is a tree: level 0 is a
+chain behind the last known token, each further level hangs on the level before.
+
+Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057).
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cachetools import LRUCache
+
+from adapter_store.spec import AdapterKey
+from lorasrv.outputs import RequestId
+from lorasrv.request import Request
+from lorasrv.scheduler_output import NO_PROBES, ProbeTree
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
+from sgmv_kernels.metadata.draft_trees import ROOT
+
+MAX_NGRAMS = 1 << 10
+"""n-grams kept of an answer, by their first token; the least recently used go first."""
+MAX_ADAPTERS = 1 << 10
+PRIOR_RIGHT, FORGETTING = 0.3, 0.98
+"""Share of first tokens that are assumed to be right, and its weight after one more was seen."""
+MAX_GAIN = 1.0
+"""No window brings more tokens a step: one that costs more is not even tried."""
+TRIAL_STEPS, TRIAL_EVERY, MAX_TRIAL_EVERY = 24, 256, 4096
+"""Steps of a trial of windows that do not pay, and steps from one to the next, at first and at last."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """The guesses of one answer and the n-grams that came of them."""
+
+    levels: list[list[int]] = field(default_factory=list)
+    ngrams: LRUCache[int, tuple[int, ...]] = field(default_factory=lambda: LRUCache(MAX_NGRAMS))
+    # Whether the step under way computes it.
+    is_computed: bool = False
+
+
+@dataclass(slots=True)
+class _Worth:
+    """What windows bring to an adapter's answers, and when they are tried again."""
+
+    right: float = PRIOR_RIGHT
+    every: int = TRIAL_EVERY
+    left: int = 0
+    trial: int = 0
+
+    def observe(self, *, was_right: bool) -> None:
+        self.right = FORGETTING * self.right + (1 - FORGETTING) * was_right
+
+    def is_due(self) -> bool:
+        """Whether a window that is not expected to pay is computed all the same."""
+        if self.left <= 0:
+            self.left, self.every, self.trial = self.every, min(MAX_TRIAL_EVERY, 2 * self.every), TRIAL_STEPS
+        self.left -= 1
+        self.trial -= 1
+        return self.trial >= 0
+
+
+class Lookahead(Drafter):
+    """Draft n-grams of Jacobi windows.
+
+    Args:
+        places: W, guessed at once.
+        length: N, tokens of an n-gram, the one before the draft included.
+    """
+
+    name = "lookahead"
+    has_probes = True
+
+    def __init__(self, places: int, length: int) -> None:
+        self._places, self._length = places, length
+        self._parents = tuple(
+            at - places if at >= places else at - 1 if at else ROOT for at in range(places * (length - 1))
+        )
+        self._windows: dict[RequestId, _Window] = {}
+        self._worth: LRUCache[AdapterKey | None, _Worth] = LRUCache(MAX_ADAPTERS)
+
+    def draft(self, ask: DraftAsk) -> Draft:
+        window = self._windows.get(ask.request.request_id)
+        tail = None if window is None else window.ngrams.get(ask.request.token_ids[-1])
+        if tail is None:
+            return NO_DRAFT
+        return Draft(tail, tuple(("depth", depth) for depth in range(len(tail))))
+
+    def probes(self, ask: DraftAsk) -> ProbeTree:
+        window = self._windows.setdefault(ask.request.request_id, _Window())
+        window.is_computed = self._pays(ask)
+        if not window.is_computed:
+            return NO_PROBES
+        if not window.levels:
+            known = ask.request.token_ids
+            window.levels = [random.Random(len(known)).choices(known, k=self._places)]
+        tokens = tuple(token for level in window.levels for token in level)
+        return ProbeTree(tokens, self._parents[: len(tokens)])
+
+    def observe_probes(self, request: Request, token_ids: Sequence[int]) -> None:
+        window = self._windows.get(request.request_id)
+        if window is None or not window.levels:
+            return
+        newest = list(token_ids[-self._places :])
+        window.levels.append(newest)
+        if len(window.levels) == self._length:
+            for ngram in zip(*window.levels, strict=True):
+                window.ngrams[ngram[0]] = ngram[1:]
+            del window.levels[0]
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        """Learn how often the n-gram of a token goes on as it was said."""
+        window = self._windows.get(request.request_id)
+        if window is None or not window.is_computed or len(window.levels) < self._length - 1:
+            return
+        before = request.token_ids[-len(new_token_ids) - 1]
+        tail = window.ngrams.get(before, ())
+        self._of(request).observe(was_right=tail[:1] == tuple(new_token_ids[:1]))
+
+    def forget(self, request: Request) -> None:
+        self._windows.pop(request.request_id, None)
+
+    def _of(self, request: Request) -> _Worth:
+        return self._worth.setdefault(request.adapter_key, _Worth())
+
+    def _pays(self, ask: DraftAsk) -> bool:
+        """Return whether the window is expected to bring more tokens than it costs, or is tried."""
+        worth, cost = self._of(ask.request), ask.min_survival * len(self._parents)
+        if cost <= sum(worth.right**depth for depth in range(1, self._length)):
+            worth.every = TRIAL_EVERY
+            return True
+        return cost <= MAX_GAIN and worth.is_due()
