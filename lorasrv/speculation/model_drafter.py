@@ -6,7 +6,9 @@ to pay, and otherwise seldom, to see whether they would: an adapter may speak so
 they never do.
 """
 
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
@@ -19,10 +21,11 @@ from lorasrv.speculation.survival import SurvivalTable
 PROBE_EVERY, MAX_PROBE_EVERY = 64, 4096
 """Tokens of an adapter's answers between two tries of a draft that is not expected to pay, at first and at last."""
 PROBED_TOKENS = 3
-GUESSED_PASS_SHARE = 0.5
-"""Seconds of a pass of the model that was never measured, as a share of a step's."""
-NEW_SHARE = 0.2
-"""Weight of a new measurement of a pass."""
+GUESSED_PASS_SHARE: Mapping[str, float] = {"medusa": 0.1}
+OTHER_PASS_SHARE = 0.5
+"""Seconds of a pass that was never measured, as a share of a step's; a pass drafts one token."""
+NUM_NEWEST = 7
+"""Measured passes of which the median counts."""
 CONFIDENCE_CLASSES = 8
 
 
@@ -43,7 +46,7 @@ class ModelDrafter:
         self.name = name
         self._survival = survival
         # Seconds of a pass, by the number of rows as a power of two.
-        self._pass_s: dict[int, float] = {}
+        self._pass_s: dict[int, deque[float]] = {}
         self._probes: dict[AdapterKey | None, _Probe] = {}
 
     def lengths(
@@ -75,14 +78,14 @@ class ModelDrafter:
     def observe(self, output: DrafterOutput) -> None:
         """Enter how long drafting took."""
         if output.num_passes:
-            rows, seconds = len(output.drafts).bit_length(), output.seconds / output.num_passes
-            self._pass_s[rows] = (1 - NEW_SHARE) * self._pass_s.get(rows, seconds) + NEW_SHARE * seconds
+            newest = self._pass_s.setdefault(len(output.drafts).bit_length(), deque(maxlen=NUM_NEWEST))
+            newest.append(output.seconds / output.num_passes)
 
     def _expected_s(self, num_rows: int, step: PlainStep) -> float:
         """Return the seconds of a pass, as of the nearest number of rows that was measured."""
         if not self._pass_s:
-            return GUESSED_PASS_SHARE * step.seconds
-        return self._pass_s[min(self._pass_s, key=lambda rows: abs(rows - num_rows.bit_length()))]
+            return GUESSED_PASS_SHARE.get(self.name, OTHER_PASS_SHARE) * step.seconds
+        return statistics.median(self._pass_s[min(self._pass_s, key=lambda rows: abs(rows - num_rows.bit_length()))])
 
     def _chances(self, request: Request, draw: str, most: int) -> list[float]:
         chances, chance = [], 1.0

@@ -53,6 +53,18 @@ class DraftRow:
         """Return what was drafted."""
         return ModelDraft(tuple(self.token_ids[self.num_known :]), tuple(self.confidence))
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Return whether all its tokens are those of the highest logits, as they are."""
+        share = self.next_share()
+        return share.sampling.is_greedy and not SamplingMetadata.of(share).changes_logits
+
+    def take(self, token: int, confidence: float) -> None:
+        """Append a drafted token, to which the model gives the probability `confidence`."""
+        self.token_ids.append(token)
+        self.confidence.append(confidence)
+        self.product *= confidence
+
     def next_share(self) -> ScheduledRequest:
         """Return the share of a step that computes the row's last token and draws the next."""
         share, last = self.share, len(self.token_ids) - 1
@@ -79,17 +91,21 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
     shares = [row.next_share() for row in rows]
     chosen = choose_tokens(logits, shares)
     going = [at for at, share in enumerate(shares) if share.request_id in chosen]
-    tokens = torch.tensor([chosen[shares[at].request_id][0] for at in going], dtype=torch.int64, device=logits.device)
-    some = logits[torch.tensor(going, dtype=torch.int64, device=logits.device)]
-    confidence = (some.gather(1, tokens[:, None])[:, 0] - some.logsumexp(dim=-1)).exp().tolist()
-    for at, token, sure in zip(going, tokens.tolist(), confidence, strict=True):
+    tokens = [chosen[shares[at].request_id][0] for at in going]
+    for at, token, sure in zip(going, tokens, confidence_of(logits, going, tokens), strict=True):
         row = rows[at]
-        row.token_ids.append(token)
-        row.confidence.append(sure)
-        row.product *= sure
+        row.take(token, sure)
         if row.share.by_rejection:
             row.drawn_from.append(distribution(logits[at], SamplingMetadata.of(shares[at])))
     return [rows[at] for at in going if rows[at].has_next]
+
+
+def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Return the probability of a token in each of some rows of logits [N, V]."""
+    some = logits if len(rows) == len(logits) else logits[list(rows)]
+    picked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    shares: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
+    return shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lorasrv.outputs import RequestId
 from lorasrv.sampling.rejection import Probabilities
+from lorasrv.sampling.sampler import likeliest_finite
 from lorasrv.scheduler_output import DrafterOutput, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
-from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, draw
+from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, confidence_of, draw
 
 
 class MedusaRunner:
@@ -29,6 +30,12 @@ class MedusaRunner:
     def __init__(self, heads: DraftHeads, logits: Callable[[Tensor], Tensor], max_rows: int) -> None:
         self._heads, self._logits, self._max_rows = heads, logits, max_rows
         self._drawn = DrawnTokens(max_rows)
+
+    def prepare(self, step: SchedulerOutput) -> None:
+        """Begin to read the heads of the step's adapters, so that they are there when they are asked."""
+        for share in step.scheduled:
+            if share.has_draft_heads:
+                self._find(share)
 
     @torch.inference_mode()
     def draft(
@@ -58,16 +65,27 @@ class MedusaRunner:
         return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)
 
     def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> None:
-        """Draw the tokens of all rows, place by place, from logits that are computed at once."""
-        depths = [min(row.share.drafts.num_asked, len(own.heads)) for row, own in zip(rows, heads, strict=True)]
-        places = [(depth, at) for depth in range(max(depths)) for at in range(len(rows)) if depth < depths[at]]
-        places = places[: self._max_rows]
-        guessed = torch.cat([heads[at].guess(states[at : at + 1], depth) for depth, at in places])
-        logits = self._logits(guessed)
-        going = set(range(len(rows)))
-        for depth in range(max(depths)):
-            those = [(number, at) for number, (deep, at) in enumerate(places) if deep == depth and at in going]
-            if not those:
-                return
-            drawn = draw([rows[at] for _, at in those], logits[[number for number, _ in those]])
-            going = {at for _, at in those if rows[at] in drawn}
+        """Draw the tokens of all rows from logits that are computed at once."""
+        counts, left = list[int](), self._max_rows
+        for row, own in zip(rows, heads, strict=True):
+            counts.append(min(row.share.drafts.num_asked, len(own.heads), left))
+            left -= counts[-1]
+        guessed = [
+            own.guess(states[at : at + 1], depth)
+            for at, (own, count) in enumerate(zip(heads, counts, strict=True))
+            for depth in range(count)
+        ]
+        logits = self._logits(torch.cat(guessed))
+        likeliest = likeliest_finite(logits)
+        confidence = confidence_of(logits, range(len(logits)), [token or 0 for token in likeliest])
+        first = 0
+        for row, count in zip(rows, counts, strict=True):
+            takes_likeliest = row.takes_likeliest
+            for number in range(first, first + count):
+                if not row.has_next or likeliest[number] is None:
+                    break
+                if takes_likeliest:
+                    row.take(likeliest[number] or 0, confidence[number])
+                else:
+                    draw([row], logits[number : number + 1])
+            first += count

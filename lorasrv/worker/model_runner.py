@@ -97,8 +97,10 @@ class ModelRunner:
         # What was launched last, whose tokens the next step may take.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
+        self._medusa: MedusaRunner | None = None
         if draft_heads is not None:
-            self._models["medusa"] = MedusaRunner(draft_heads, self._decoder.logits, limits.max_samples)
+            self._medusa = MedusaRunner(draft_heads, self._decoder.logits, limits.max_samples)
+            self._models["medusa"] = self._medusa
         if draft_layers:
             skipping = Decoder(weights, memory, limits, ops, side, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
@@ -260,6 +262,8 @@ class ModelRunner:
             Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, and those whose `prompt_rows`
             are the others.
         """
+        if self._medusa is not None:
+            self._medusa.prepare(step)
         if self._graphs is not None:
             with self.profile.span("batch"):
                 graphed = self._graphs.compute(step, last)

@@ -1,7 +1,7 @@
 """Measure what drafts are worth to users: the same requests to a server with `--speculation auto` and one without.
 
     python tests/benchmarks/bench_speculation.py [--cases copy,json,personas] [--rounds 3]
-        [--auto "--draft-layers 15"]
+        [--auto "--draft-layers 15"] [--heads FOLDER]
 
 Both servers run all the time and are asked by turns, over HTTP. Every answer must be the same from both; a speed-up is
 the median of the rounds, by the time that all requests of a round take. Before it is measured a persona has answered
@@ -158,13 +158,15 @@ def main() -> None:
         rounds=(3, "rounds of each case"),
         both=("", "options of both servers, as one text"),
         auto=("", "further options of the server with drafts"),
+        heads=("", "folder of personas with Medusa heads, which the server with drafts has in place of those without"),
     )
     both = shlex.split(a.both)
     adapters = [BOTS / "adapters" / persona for persona in PERSONAS]
+    with_heads = [Path(a.heads, one.name) if a.heads and Path(a.heads, one.name).is_dir() else one for one in adapters]
     with (
         tempfile.TemporaryDirectory() as folder,
         lorasrv_server(Path(folder, "off"), "--speculation", "off", *both, adapters=adapters) as off,
-        lorasrv_server(Path(folder, "auto"), *both, *shlex.split(a.auto), adapters=adapters) as auto,
+        lorasrv_server(Path(folder, "auto"), *both, *shlex.split(a.auto), adapters=with_heads) as auto,
         httpx2.Client(base_url=off.url, timeout=600, trust_env=False) as to_off,
         httpx2.Client(base_url=auto.url, timeout=600, trust_env=False) as to_auto,
     ):
