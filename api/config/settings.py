@@ -278,8 +278,7 @@ class ServerSettings(BaseModel):
         ByteSize, _speculation("Size of the memory for the Medusa heads of adapters; 0 uses none of them")
     ] = ByteSize(_SPECULATION.draft_head_bytes)
     lookahead: Annotated[
-        _Name | None,
-        _speculation("Window of lookahead decoding, places x tokens of an n-gram: 5x4", metavar="WxN", default="none"),
+        _Name | None, _speculation("Places and n-gram length of lookahead decoding, as 5x4", default="none")
     ] = _SPECULATION.lookahead
     accept: Annotated[
         str,

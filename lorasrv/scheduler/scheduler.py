@@ -318,8 +318,7 @@ class Scheduler:
             self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
-        self._speculator.observe_probes(probed, self._queue.requests)
-        self._speculator.take_drafts(drafted, self._queue.requests)
+        self._speculator.take_results(drafted, probed, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 

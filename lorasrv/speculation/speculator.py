@@ -117,13 +117,6 @@ class Speculator:
                 return self._guard(drafter, partial(drafter.probes, ask)) or NO_PROBES
         return NO_PROBES
 
-    def observe_probes(self, probed: Mapping[RequestId, Sequence[int]], live: Mapping[RequestId, Request]) -> None:
-        """Tell the drafters the likeliest token behind each probe, of requests that have not finished."""
-        for request_id, tokens in probed.items():
-            if (request := live.get(request_id)) is not None:
-                for drafter in self._probing():
-                    self._guard(drafter, partial(drafter.observe_probes, request, tokens))
-
     def ask_models(
         self, asks: Sequence[DraftAsk], lengths: Sequence[int], token_s: Sequence[float], step: PlainStep
     ) -> list[tuple[str, int]]:
@@ -157,8 +150,22 @@ class Speculator:
         """Return whether a step verifies no drafts of others."""
         return set(self._proposed[request.request_id].drafters[:num_drafts]) <= {model}
 
-    def take_drafts(self, drafted: Mapping[str, DrafterOutput], live: Mapping[RequestId, Request]) -> None:
-        """Take what models have drafted at the end of a step, for requests that have not finished in it."""
+    def take_results(
+        self,
+        drafted: Mapping[str, DrafterOutput],
+        probed: Mapping[RequestId, Sequence[int]],
+        live: Mapping[RequestId, Request],
+    ) -> None:
+        """Take what a step has brought for the next one's drafts, for requests that have not finished in it.
+
+        Args:
+            drafted: what models have drafted at its end.
+            probed: the likeliest token behind each probe.
+        """
+        for request_id, tokens in probed.items():
+            if (request := live.get(request_id)) is not None:
+                for drafter in self._probing():
+                    self._guard(drafter, partial(drafter.observe_probes, request, tokens))
         for name, output in drafted.items():
             if output.has_failed:
                 del self._models[name]
