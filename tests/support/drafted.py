@@ -158,7 +158,7 @@ class Drafted:
             model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
             memory=MemoryOptions(pool_bytes=pages * BLOCK),
             scheduler=SchedulerOptions(**given),
-            speculation=speculation or SpeculationOptions(),
+            speculation=speculation or SpeculationOptions(draft_head_bytes=0),
         )
         self.drafter = ScriptedDrafter()
         self.store = store

@@ -269,8 +269,8 @@ class TestFaults:
         run, parts = wide.runner.run, []
 
         def failing(step: Any) -> Any:
-            parts.append(step.num_draft_tokens)
-            if step.num_draft_tokens:
+            parts.append(step.num_guessed_tokens)
+            if step.num_guessed_tokens:
                 raise RuntimeError("as asked")
             return run(step)
 

@@ -19,7 +19,7 @@ from lorasrv.worker.device_pool import DevicePool
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=2)
-TREES = SpeculationOptions(draft_trees=True)
+TREES = SpeculationOptions(draft_trees=True, draft_head_bytes=0)
 
 
 class Forest(Drafted):
