@@ -1,13 +1,14 @@
 """Make the committed checkpoints of tests/lorasrv/models/loader/packed/data with the libraries' own packing code.
 
-    python tests/support/make_packed_checkpoints.py LIBRARIES
+    python tests/support/make_packed_checkpoints.py LIBRARIES [NAME ...]
 
 LIBRARIES is a folder into which these were unpacked, without their dependencies: the wheels of auto-gptq 0.7.1,
-compressed-tensors 0.20.0, loguru 0.7.3 and bitsandbytes 0.50.2, and the source of autoawq 0.2.9. With transformers 5
-the packages of AutoGPTQ and AutoAWQ cannot be imported, so the files that pack are loaded alone, beside stand-ins for
-their packages. GPTQModel has no wheel and was not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic,
-other words) are written by `packed_checkpoints.py` from their description. Written with torch 2.13.0 and transformers
-5.23.0.
+compressed-tensors 0.20.0, loguru 0.7.3 and bitsandbytes 0.50.2, and the sources of autoawq 0.2.9 and hqq 0.2.8.post1.
+With names, only these are made. With transformers 5 the packages of AutoGPTQ and AutoAWQ cannot be imported, so the
+files that pack are loaded alone, beside stand-ins for their packages; those of HQQ, too. GPTQModel has no wheel and was
+not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other words) are written by
+`packed_checkpoints.py` from their description, and so is EETQ's, which has no wheel either. Written with torch 2.13.0
+and transformers 5.23.0.
 """
 
 import importlib.util
@@ -16,12 +17,12 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from packed_checkpoints import DATA, Quantized, Tensors, base, convert, read_bitsandbytes
+from packed_checkpoints import DATA, Quantized, Tensors, base, convert, read_bitsandbytes, read_hqq
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,7 +71,7 @@ def by_autoawq(libraries: Path, version: str) -> Callable[[str, Tensor], Tensors
     for name in ("module", "utils", "packing_utils"):
         load(f"awq.utils.{name}", source / "utils" / f"{name}.py")
     library = load(f"awq.modules.linear.{version}", source / "modules" / "linear" / f"{version}.py")
-    kind = getattr(library, f"WQLinear_{version.upper()}")
+    kind = getattr(library, {"gemv_fast": "WQLinear_GEMVFast"}.get(version, f"WQLinear_{version.upper()}"))
 
     def tensors_of(module: str, weight: Tensor) -> Tensors:
         made = Quantized(weight, 4, GROUP, sym=False)
@@ -79,6 +80,34 @@ def by_autoawq(libraries: Path, version: str) -> Callable[[str, Tensor], Tensors
             scales, zeros = scales.T.contiguous(), zeros.T.contiguous()
         held = kind.from_linear(linear_of(made.weight()), 4, GROUP, scales=scales, zeros=zeros)
         return {"qweight": held.qweight, "qzeros": held.qzeros, "scales": held.scales}
+
+    return tensors_of
+
+
+def by_hqq(libraries: Path) -> Callable[[str, Tensor], Tensors]:
+    """The first layer as the library has it by default but for the axis, in 4 bits; the second in other bits, and one
+    projection with groups across rows.
+    """
+    source = next(libraries.glob("hqq-*")) / "hqq" / "core"
+    for name in ("hqq", "hqq.core"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["termcolor"] = types.ModuleType("termcolor")
+    vars(sys.modules["termcolor"])["colored"] = str
+    for name in ("bitpack", "utils", "optimize", "quantize"):
+        load(f"hqq.core.{name}", source / f"{name}.py")
+    library, encode = sys.modules["hqq.core.quantize"], sys.modules["hqq.core.utils"].encode_safetensor_type
+
+    def tensors_of(module: str, weight: Tensor) -> Tensors:
+        bits = 4 if ".0." in module else {"q_proj": 8, "k_proj": 3, "v_proj": 2, "o_proj": 1}.get(module[-6:], 4)
+        axis = 0 if module.endswith("1.mlp.up_proj") else 1
+        fields, meta = library.Quantizer.quantize(
+            weight, bits, group_size=64 if axis else 32, axis=axis, compute_dtype=torch.float16, device="cpu"
+        )
+        halves = {name: value.half() if name in ("scale", "zero") else value for name, value in meta.items()}
+        want = library.Quantizer.dequantize(fields, halves | {"compute_dtype": torch.float32})
+        stored = {"W_q": fields, **{name: encode(value) for name, value in halves.items()}}
+        assert torch.equal(want, read_hqq(stored)), module
+        return {name: value for name, value in stored.items() if isinstance(value, Tensor)}
 
     return tensors_of
 
@@ -157,6 +186,7 @@ def group_of(fields: Mapping[str, Any], targets: list[str]) -> dict[str, Any]:
     return {"targets": targets, "weights": weights, "input_activations": fields.get("input_activations")}
 
 
+HQQ = {"weight_quant_params": {"nbits": 4, "channel_wise": True, "group_size": 64, "axis": 1}}
 W4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP}
 W3 = {"num_bits": 3, "type": "int", "symmetric": True, "strategy": "channel"}
 W8A8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"} | {
@@ -164,15 +194,17 @@ W8A8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"} 
 }
 
 
-def main(libraries: Path) -> None:
+def main(libraries: Path, names: Collection[str]) -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
     awq = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
     packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     of_attention = ["re:.*self_attn.*"]
     cases = {
-        "autogptq": (gptq, by_autogptq(libraries)),
-        "autoawq-gemm": (awq | {"version": "gemm"}, by_autoawq(libraries, "gemm")),
-        "autoawq-gemv": (awq | {"version": "gemv"}, by_autoawq(libraries, "gemv")),
+        "autogptq": (gptq, lambda: by_autogptq(libraries)),
+        "autoawq-gemm": (awq | {"version": "gemm"}, lambda: by_autoawq(libraries, "gemm")),
+        "autoawq-gemv": (awq | {"version": "gemv"}, lambda: by_autoawq(libraries, "gemv")),
+        "autoawq-gemv_fast": (awq | {"version": "gemv_fast"}, lambda: by_autoawq(libraries, "gemv_fast")),
+        "hqq": ({"quant_method": "hqq", "quant_config": HQQ, "skip_modules": ["lm_head"]}, lambda: by_hqq(libraries)),
         # One projection of the second layer stays floats; attention has four bits, the MLP three.
         "compressed-tensors-mixed": (
             packed
@@ -180,24 +212,29 @@ def main(libraries: Path) -> None:
                 "config_groups": {"group_0": group_of(W4, of_attention), "group_1": group_of(W3, ["Linear"])},
                 "ignore": ["lm_head", "re:.*1.self_attn.v_proj"],
             },
-            by_compressed_tensors(libraries, {"0.self_attn": W4, "q_proj": W4, "k_proj": W4, "o_proj": W4, "mlp": W3}),
+            lambda: by_compressed_tensors(
+                libraries, {"0.self_attn": W4, "q_proj": W4, "k_proj": W4, "o_proj": W4, "mlp": W3}
+            ),
         ),
         "compressed-tensors-w8a8": (
             packed | {"format": "int-quantized", "config_groups": {"group_0": group_of(W8A8, ["Linear"])}},
-            by_compressed_tensors(libraries, {"": W8A8}),
+            lambda: by_compressed_tensors(libraries, {"": W8A8}),
         ),
     }
     with tempfile.TemporaryDirectory() as folder:
         source = base(Path(folder) / "base", tie_word_embeddings=True)
-        for name, (config, tensors_of) in cases.items():
+        for name, (config, library) in cases.items():
+            if names and name not in names:
+                continue
             shutil.rmtree(DATA / name, ignore_errors=True)
-            made = convert(source, DATA / name, config, tensors_of)
+            made = convert(source, DATA / name, config, library())
             tensors = load_file(made / "model.safetensors")
             kept = {n: t.bfloat16() if t.dtype == torch.float32 and "proj" not in n else t for n, t in tensors.items()}
             save_file(kept, made / "model.safetensors", {"format": "pt"})
             tidy(made)
-        by_bitsandbytes(libraries, source)
+        if not names or any(name.startswith("bitsandbytes") for name in names):
+            by_bitsandbytes(libraries, source)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from ggml_blocks import kind_of, quantize
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import TOKENIZER_CONFIG, tiny_tokenizer_json, write_tiny
 from torch import Tensor
@@ -158,6 +160,58 @@ def read_awq(stored: Mapping[str, Tensor], group: int, version: str = "gemm") ->
     return (fields - zeros[:, groups_of]).float() * scales[:, groups_of]
 
 
+def read_awq_fast(stored: Mapping[str, Tensor], group: int) -> Tensor:
+    """The weight [O, H] fp32 of a module of gemv_fast: every field is looked for in turn."""
+    words = stored["qweight"].numpy().view(np.uint16)
+    outputs, inputs = 4 * words.shape[0], words.shape[1]
+    weight = torch.empty(outputs, inputs)
+    for o in range(outputs):
+        for i in range(inputs):
+            # Of 32 inputs, the pair of each eighth at the same place; in eight of these, the first ones come first.
+            eighth, place, second = i % 32 // 8, i % 8 // 2, i % 2
+            at = i // 32 * 32 + 8 * place + 4 * second + eighth
+            field = at // 64 * 256 + o % 4 * 64 + at % 64
+            q = int(words[o // 4, field // 4]) >> 4 * (field % 4) & 15
+            weight[o, i] = q * stored["scales"][i // group, o].float() + stored["qzeros"][i // group, o].float()
+    return weight
+
+
+EETQ_ROWS = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+
+
+def eetq_tensors(weight: Tensor) -> Tensors:
+    """The four steps of EETQ's packing, one number at a time."""
+    scales = (weight.abs().amax(1) / 128).half()
+    codes = (weight / scales.float()[:, None]).round().clamp(-128, 127).to(torch.int8).T.numpy()
+    inputs, outputs = codes.shape
+    permuted = np.empty_like(codes)
+    for row in range(inputs):
+        permuted[row] = codes[row // 16 * 16 + EETQ_ROWS[row % 16]]
+    flat = np.empty(inputs * outputs, np.int64)
+    for o in range(outputs):
+        for i in range(inputs):
+            flat[o // 2 * 2 * inputs + i // 64 * 128 + o % 2 * 64 + i % 64] = int(permuted[i, o]) + 128
+    for start in range(0, len(flat), 4):
+        flat[start + 1], flat[start + 2] = flat[start + 2], flat[start + 1]
+    stored = torch.from_numpy(flat.astype(np.uint8)).view(torch.int8).view(inputs, outputs)
+    return {"qweight": stored, "weight_scales": scales}
+
+
+def read_hqq(stored: Mapping[str, Tensor]) -> Tensor:
+    """The weight [O, H] fp32 of a module of HQQ."""
+    bits, axis, group = (int(stored[name]) for name in ("nbits", "axis", "group_size"))
+    outputs, inputs = (int(n) for n in stored["shape"])
+    count = outputs * inputs // group
+    rows, columns = (count, group) if axis else (group, count)
+    per = 10 if bits == 3 else 8 // bits
+    weight = torch.empty(rows, columns)
+    height = len(stored["W_q"])
+    for row in range(rows):
+        words = stored["W_q"][row % height].long()
+        weight[row] = (words >> bits * (per - 1 - row // height)) & (1 << bits) - 1
+    return ((weight - stored["zero"].float()) * stored["scale"].float()).view(outputs, inputs)
+
+
 def read_compressed(stored: Mapping[str, Tensor], bits: int) -> Tensor:
     """The weight [O, H] fp32 of a module of compressed-tensors, densely packed or int8."""
     scales, middle = stored["weight_scale"].float(), 1 << bits - 1
@@ -234,6 +288,19 @@ def convert(
     return target
 
 
+def dense_gguf(source: Path, target: Path, kinds: Mapping[str, str]) -> Path:
+    """Write the floats that the gguf package reads from blocks of these types (`tiny_checkpoints.write_gguf`)."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            kind = kind_of(name, kinds)
+            stored = quantize(tensor.float().numpy(), kind)
+            tensors[name] = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).copy())
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 def with_config(folder: Path, **changes: Any) -> None:
     """Change config.json; None removes a key."""
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -258,7 +325,9 @@ def dense(folder: Path, target: Path, read: Callable[[str, Mapping[str, Tensor]]
     target.mkdir(parents=True)
     modules: dict[str, Tensors] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        module, _, end = name.rpartition(".")
+        # Tensors of a weight that bitsandbytes has packed are called module.weight.END.
+        module, _, end = name.rpartition(".") if ".weight." not in name else name.partition(".weight.")
+        end = f"weight.{end}" if ".weight." in name else end
         modules.setdefault(module, {})[end] = tensor
     tensors: Tensors = {}
     for module, parts in modules.items():

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ggml_blocks import kind_of, quantize
 from peft_adapters import peft_adapter
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -88,20 +89,20 @@ def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., Path]:
-    """(Hugging Face directory, target file, type such as "Q4_1", extra metadata) -> the file, as llama.cpp converts it:
-    q and k permuted for llama, 1 added to gemma's norms, norms and biases in fp32, one quantized type for the rest.
-    Names and bytes are the gguf package's.
+    """(Hugging Face directory, target file, type such as "Q4_1", or types by parts of names, extra metadata) -> the
+    file, as llama.cpp converts it: q and k permuted for llama, 1 added to gemma's norms, norms and biases in fp32, one
+    quantized type for the rest.
     """
     return _write_gguf
 
 
-def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
+def _write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extra: object) -> Path:
     import gguf
     from safetensors.torch import load_file
 
     config = json.loads((source / "config.json").read_text())
-    kind_of = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
-    arch = kind_of.get(config["model_type"], config["model_type"])
+    architectures = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+    arch = architectures.get(config["model_type"], config["model_type"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(target, arch)
     _add_metadata(writer, config, source)
@@ -116,10 +117,11 @@ def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
             values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        wanted = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        of_matrix = kind if isinstance(kind, str) else kind_of(name, kind)
+        wanted = of_matrix if values.ndim == 2 else "F32"
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None
-        writer.add_tensor(stored, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        writer.add_tensor(stored, quantize(values, wanted), raw_dtype=gguf.GGMLQuantizationType[wanted])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""Decoding of GGML blocks to fp32, and to codes without another rounding. The formulas are ggml's.
+"""Decoding of GGML blocks to fp32. The formulas are ggml's.
 
 A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
 levels q. K-quants and similar types are decoded by the gguf package, imported when the first such tensor is read.
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lorasrv.errors import UnsupportedModel
 from lorasrv.models.loader.gguf_file import BLOCK, GgmlType, ggml_type
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight
 
-__all__ = ["decode", "decode_codes", "ggml_type"]
+__all__ = ["decode", "ggml_type"]
 
 
 def _nibbles(q: Tensor) -> Tensor:
@@ -82,26 +81,3 @@ def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -
     """Decode stored bytes to a new tensor of `shape`, fp32 or the stored float dtype."""
     decoder = _DECODERS.get(kind.name) or _by_gguf(kind.name)
     return decoder(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
-
-
-def decode_codes(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> GroupQuantizedWeight | None:
-    """Decode stored bytes to codes with the file's own levels, scales and minima.
-
-    Q4_0's d * (q - 8) is d * q + m with m = -8 d, which fp16 holds exactly unless it overflows.
-
-    Returns: codes of `shape` [O, H], or None for types that are no such codes.
-    """
-    if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or len(shape) != 2:
-        return None
-    blocks = torch.from_numpy(raw).view(-1, kind.block_bytes)
-    scale_bytes = 4 if kind.name == "Q4_1" else 2
-    factors = blocks[:, :scale_bytes].contiguous().view(torch.float16).view(shape[0], -1, scale_bytes // 2)
-    scales, levels = factors[..., 0].contiguous(), blocks[:, scale_bytes:]
-    if kind.name == "Q8_0":
-        codes = levels.contiguous().view(torch.int8).view(shape)
-        return GroupQuantizedWeight(codes, scales, None, INT8_LEVELS)
-    codes = torch.cat((levels & 15, levels >> 4), dim=1).view(shape)
-    minima = factors[..., 1].contiguous() if kind.name == "Q4_1" else scales * -8
-    if not minima.isfinite().all():
-        return None
-    return GroupQuantizedWeight(codes, scales, minima, INT4_LEVELS)

@@ -11,7 +11,8 @@ from torch import Tensor
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader.checkpoint import check_shapes
-from lorasrv.models.loader.ggml_dequant import decode, decode_codes
+from lorasrv.models.loader.ggml_codes import decode_codes, packing_of
+from lorasrv.models.loader.ggml_dequant import decode
 from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
 from lorasrv.models.loader.locate import gguf_family
 from lorasrv.models.rope_config import longrope_from_gguf
@@ -19,6 +20,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
 from sgmv_kernels.ops import GroupQuantizedWeight
 
+_LAYERS = "model.layers."
 _ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
 
 
@@ -29,8 +31,6 @@ class GgufCheckpoint:
         CorruptModel, UnsupportedModel: as `GgufFile` and `Family`, or tensors that do not fit the metadata.
     """
 
-    packing = None
-
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or path.stem
         self._file = GgufFile(path)
@@ -40,6 +40,13 @@ class GgufCheckpoint:
         self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
         found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
         check_shapes(self.spec, found)
+        self.packing = packing_of(
+            {
+                name: self._file.tensors[self._stored[name]]
+                for name, shape in tensor_shapes(self.spec).items()
+                if name.startswith(_LAYERS) and len(shape) == 2
+            }
+        )
 
     def names(self) -> Iterable[str]:
         return self._stored.keys()
@@ -54,7 +61,7 @@ class GgufCheckpoint:
     def codes(self, name: str) -> GroupQuantizedWeight | None:
         stored = self._stored[name]
         info = self._file.tensors[stored]
-        codes = decode_codes(self._file.raw(stored), info.type, info.shape)
+        codes = decode_codes(stored, self._file.raw(stored), info.type, info.shape)
         heads = self._family.permuted_heads(name, self.spec)
         if codes is None or heads is None:
             return codes

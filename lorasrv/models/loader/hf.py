@@ -140,7 +140,7 @@ class HfCheckpoint:
         if not sizes:
             return None
         rounding = "" if self._packed is None else self._packed.rounding
-        held = {module: 8 if rounding else bits[module] for module in sizes}
+        held = {} if self._packed is None else self._packed.held
         mean = sum(held[module] * size for module, size in sizes.items()) / sum(sizes.values())
         return StoredPacking(method, tuple(sorted({bits[module] for module in sizes})), mean, rounding)
 

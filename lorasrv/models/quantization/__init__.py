@@ -13,7 +13,10 @@ from lorasrv.models.quantization.stored import (
     AwqFormat,
     BitsAndBytesFormat,
     CompressedTensorsFormat,
+    EetqFormat,
+    GgufFormat,
     GptqFormat,
+    HqqFormat,
     MixedFormat,
 )
 from lorasrv.models.quantization.unquantized import NoneFormat
@@ -32,7 +35,16 @@ __all__ = [
     "get_format",
     "select_format",
 ]
-_STORED = (GptqFormat, AwqFormat, CompressedTensorsFormat, BitsAndBytesFormat, MixedFormat)
+_STORED = (
+    GptqFormat,
+    AwqFormat,
+    CompressedTensorsFormat,
+    BitsAndBytesFormat,
+    HqqFormat,
+    EetqFormat,
+    GgufFormat,
+    MixedFormat,
+)
 _ALL: tuple[type[QuantFormat], ...] = (NoneFormat, Int8Format, Int4Format, Q3hFormat, Fp8Format, *_STORED)
 FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 """Every format by its name, which `--quantization` takes."""

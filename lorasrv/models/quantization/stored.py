@@ -1,4 +1,4 @@
-"""Serve checkpoints that are quantized already as they are: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8, and what
+"""Serve checkpoints that are quantized already as they are: those of libraries for transformers, GGUF, and what
 `lorasrv quantize` has made in several formats.
 
 Linears keep the codes, scales and zeros of the file, or what its loader makes of values that no codes give; linears
@@ -114,6 +114,24 @@ class BitsAndBytesFormat(StoredFormat):
     """Keep `--quantization bitsandbytes`."""
 
     name, title = "bitsandbytes", "bitsandbytes"
+
+
+class HqqFormat(StoredFormat):
+    """Keep `--quantization hqq`."""
+
+    name, title = "hqq", "HQQ"
+
+
+class EetqFormat(StoredFormat):
+    """Keep `--quantization eetq`."""
+
+    name, title = "eetq", "EETQ"
+
+
+class GgufFormat(StoredFormat):
+    """Keep `--quantization gguf`: files with types that neither int4 nor int8 holds."""
+
+    name, title = "gguf", "GGUF (K-quants, IQ4, MXFP4, ...)"
 
 
 class MixedFormat(StoredFormat):

@@ -60,6 +60,7 @@ class CompressedModules:
         whole = [m for m in tensors.modules("weight") if tensors.dtype(f"{m}.weight") == "I8"]
         self._schemes_of = {module: self._scheme(module) for module in (*packed, *whole)}
         self.bits: Mapping[str, int] = {module: self._bits(module) for module in self._schemes_of}
+        self.held = self.bits
 
     def shape(self, module: str) -> tuple[int, int]:
         if not self._is_packed(module):

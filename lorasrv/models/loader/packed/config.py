@@ -7,7 +7,7 @@ from typing import Any
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 
-METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8", "hqq", "eetq")
 _SAME = {"fbgemm-fp8": "fp8"}
 """Other names of a method."""
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -34,6 +34,7 @@ class Fp8Modules:
         self._blocks = [size for size in settings.wholes("weight_block_size") if size > 0]
         found = [module for module in tensors.modules("weight") if tensors.dtype(f"{module}.weight") == _E4M3]
         self.bits: Mapping[str, int] = dict.fromkeys(found, 8)
+        self.held = self.bits
 
     def shape(self, module: str) -> tuple[int, int]:
         outputs, inputs = self._tensors.shape(f"{module}.weight", 2)

@@ -50,6 +50,7 @@ class GptqModules:
         self._is_v2 = stored == "gptq_v2"
         self._rules = [(settings.pattern(text.removeprefix("+:")), rule) for text, rule in self._dynamic()]
         self.bits: Mapping[str, int] = {module: self._bits(module) for module in tensors.modules("qweight")}
+        self.held = self.bits
 
     def shape(self, module: str) -> tuple[int, int]:
         rows, outputs = self._tensors.shape(f"{module}.qweight", 2)

@@ -9,8 +9,10 @@ from lorasrv.models.loader.packed.awq import AwqModules
 from lorasrv.models.loader.packed.bitsandbytes import BitsAndBytesModules
 from lorasrv.models.loader.packed.compressed_tensors import CompressedModules, check_plain
 from lorasrv.models.loader.packed.config import QuantizationSettings
+from lorasrv.models.loader.packed.eetq import EetqModules
 from lorasrv.models.loader.packed.fp8 import Fp8Modules
 from lorasrv.models.loader.packed.gptq import GptqModules
+from lorasrv.models.loader.packed.hqq import HqqModules
 from lorasrv.models.loader.packed.stored_tensors import StoredTensors
 from sgmv_kernels.ops import GroupQuantizedWeight
 
@@ -20,7 +22,12 @@ class PackedModules(Protocol):
 
     @property
     def bits(self) -> Mapping[str, int]:
-        """Return the bits of every module's codes."""
+        """Return the bits of every module's codes in the file."""
+        ...
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Return the bits of every module's codes as `codes` gives them."""
         ...
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -37,7 +44,7 @@ class PackedModules(Protocol):
         ...
 
     def weight(self, module: str) -> Tensor:
-        """Read the weight of a module exactly, [O, H] fp32.
+        """Read the weight of a module as the file has it, [O, H] fp32.
 
         Raises:
             CorruptModel, UnsupportedModel: as `codes`.
@@ -69,6 +76,10 @@ def open_modules(settings: QuantizationSettings, tensors: StoredTensors) -> Pack
             return BitsAndBytesModules(settings, tensors)
         case "fp8":
             return Fp8Modules(settings, tensors)
+        case "hqq":
+            return HqqModules(settings, tensors)
+        case "eetq":
+            return EetqModules(settings, tensors)
         case _ if settings.text("format", "") == "float-quantized":
             check_plain(settings)
             return Fp8Modules(settings, tensors)

@@ -133,5 +133,32 @@ def group_codes(
         made = GroupQuantizedWeight(
             columns.contiguous(), scales.contiguous(), None, levels, offsets.contiguous(), order
         )
-    smaller = min(group & -group, MOST_GROUP)
-    return made if smaller in (group, 1) else made.in_groups_of(smaller)
+    return _in_groups_that_kernels_take(made)
+
+
+def minima_codes(fields: Tensor, scales: Tensor, minima: Tensor, bits: int) -> GroupQuantizedWeight:
+    """Make codes of unpacked fields: fields * scales + minima.
+
+    Args:
+        fields: [O, H] uint8.
+        scales, minima: [O, G], fp16 or fp32.
+        bits: of a field.
+    Returns: as `group_codes`.
+    """
+    middle = 1 << bits - 1
+    if bits > 4:
+        # Bytes wrap.
+        minima, scales = minima.float() + middle * scales.float(), scales.float()
+        codes, levels = (fields - middle).view(torch.int8), INT8_LEVELS
+    else:
+        group = fields.shape[1] // scales.shape[1]
+        codes, levels = fields, Q3H_LEVELS if bits <= 3 and group % 64 == 0 else INT4_LEVELS
+    if scales.dtype != minima.dtype:
+        scales, minima = scales.float(), minima.float()
+    made = GroupQuantizedWeight(codes.contiguous(), scales.contiguous(), minima.contiguous(), levels)
+    return _in_groups_that_kernels_take(made)
+
+
+def _in_groups_that_kernels_take(codes: GroupQuantizedWeight) -> GroupQuantizedWeight:
+    smaller = min(codes.group & -codes.group, MOST_GROUP)
+    return codes if smaller in (codes.group, 1) else codes.in_groups_of(smaller)

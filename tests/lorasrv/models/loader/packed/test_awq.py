@@ -1,4 +1,4 @@
-"""AWQ checkpoints against a reading bit by bit, in both versions; one line for what is damaged or not supported."""
+"""AWQ checkpoints against a reading bit by bit, in every version; one line for what is damaged or not supported."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import Quantized, Tensors, awq_tensors, base, committed, convert, read_awq, with_config
+from packed_checkpoints import (
+    Quantized,
+    Tensors,
+    awq_tensors,
+    base,
+    committed,
+    convert,
+    read_awq,
+    read_awq_fast,
+    with_config,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,6 +44,25 @@ def test_a_file_packed_by_autoawq(tmp_path: Path, version: str) -> None:
             assert codes is not None
             assert torch.equal(codes.dequantize(), want)
             assert (codes.levels, codes.group) == (INT4_LEVELS, 32)
+
+
+def test_a_file_packed_for_gemv_fast(tmp_path: Path) -> None:
+    folder = committed("autoawq-gemv_fast", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    with closing(open_checkpoint(str(folder))) as checkpoint:
+        assert len(checkpoint.packing.bits) == 1
+        for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", DOWN):
+            want = read_awq_fast({k: tensors[f"{module}.{k}"] for k in ("qweight", "qzeros", "scales")}, 32)
+            codes = checkpoint.codes(f"{module}.weight")
+            assert torch.equal(codes.dequantize(), want)
+            assert (codes.levels, codes.group, codes.minima.dtype) == (INT4_LEVELS, 32, torch.float16)
+    tensors[f"{DOWN}.qzeros"][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with (
+        closing(open_checkpoint(str(folder))) as checkpoint,
+        pytest.raises(CorruptModel, match="qzeros holds what is no number"),
+    ):
+        checkpoint.codes(f"{DOWN}.weight")
 
 
 def test_the_outputs_of_a_word_lie_in_their_order(tmp_path: Path) -> None:
@@ -65,7 +94,7 @@ def test_other_groups(tmp_path: Path, version: str, group: int) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"version": "gemv_fast"}, "AWQ in version 'gemv_fast' is not supported, only gemm and gemv"),
+        ({"version": "gemv_faster"}, "AWQ in version 'gemv_faster' is not supported, only gemm, gemv, gemv_fast"),
         ({"version": "Marlin"}, "AWQ in version 'marlin'"),
         ({"bits": 3}, "AWQ of 3 bits"),
         ({"group_size": 48}, "groups of 48 do not divide its"),

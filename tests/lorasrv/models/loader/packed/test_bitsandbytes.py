@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.packed.value_tables import byte_table
 from lorasrv.models.quantization.rounding import round_symmetric
-from sgmv_kernels.ops import INT8_LEVELS
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS
 
 DOWN = "model.layers.1.mlp.down_proj"
 LINEARS = {"int8": 14, "nf4": 14, "fp4": 13}
@@ -36,19 +37,23 @@ def test_files_saved_by_the_library(tmp_path: Path, kind: str) -> None:
         packing = checkpoint.packing
         assert packing is not None
         assert (packing.method, packing.bits) == ("bitsandbytes", (8,) if kind == "int8" else (4,))
-        assert (packing.rounding == "", packing.mean_bits) == (kind == "int8", 8)
+        assert (packing.rounding == "", packing.mean_bits) == (kind == "int8", 8 if kind == "int8" else 4)
+        changes = []
         for module in modules:
             want, name = read_bitsandbytes(parts_of(tensors, module)), f"{module}.weight"
             torch.testing.assert_close(checkpoint.tensor(name), want, rtol=3e-7, atol=0)
             codes = checkpoint.codes(name)
             assert codes is not None
-            assert codes.levels == INT8_LEVELS
             if kind == "int8":
+                assert codes.levels == INT8_LEVELS
                 assert torch.equal(codes.dequantize(), checkpoint.tensor(name))
             else:
-                assert torch.equal(codes.codes, round_symmetric(want, 32).codes)
-                assert (codes.dequantize() - want).norm() < 0.007 * want.norm()
+                assert (codes.levels, codes.group) == (INT4_LEVELS, 64)
+                changes.append(torch.stack(((codes.dequantize() - want).norm(), want.norm())))
         assert (checkpoint.codes("model.layers.1.self_attn.v_proj.weight") is None) == (kind == "fp4")
+        if changes:
+            change, norm = torch.stack(changes).norm(dim=0)
+            assert 0.003 < change / norm < 0.005, "the rms that the start states"
 
 
 def test_blocks_may_span_rows(tmp_path: Path) -> None:
@@ -63,6 +68,24 @@ def test_blocks_may_span_rows(tmp_path: Path) -> None:
     with closing(open_checkpoint(str(folder))) as checkpoint:
         want = read_bitsandbytes(parts_of(tensors, DOWN))
         assert torch.equal(checkpoint.tensor(f"{DOWN}.weight"), want)
+        codes = checkpoint.codes(f"{DOWN}.weight")
+        assert codes is not None
+        assert torch.equal(codes.codes, round_symmetric(want, 32).codes)
+        assert checkpoint.packing is not None
+        assert checkpoint.packing.rounding.startswith("stored in 8 bits, with a scale for every 32 inputs")
+        assert 4 < checkpoint.packing.mean_bits < 8
+
+
+def test_tables_of_bytes() -> None:
+    """The published values of NF4; whole numbers are their own table."""
+    nf4 = (-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0)
+    nf4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1)
+    table, unit = byte_table(nf4)
+    assert table == (-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112)
+    assert unit == pytest.approx(1 / 112.05)
+    doubled = tuple(float(n) for n in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+    table, unit = byte_table(doubled)
+    assert [n * unit for n in table] == pytest.approx(doubled)
 
 
 def state_is(**fields: Any) -> Callable[[Tensors], object]:
@@ -102,6 +125,8 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         (on("weight.absmax", lambda t: None), r"lacks .*weight\.absmax"),
         (on("weight.quant_map", lambda t: t[:8]), r"quant_map is \[8\], not \[16\]"),
         (on("weight.nested_absmax", lambda t: t * torch.nan), "absmax holds what is no number"),
+        (on("weight.quant_map", lambda t: t * torch.inf), "quant_map holds what is no number"),
+        (on("weight.quant_map", lambda t: t * 0), "quant_map holds only zeros"),
     ],
 )
 def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
