@@ -104,9 +104,9 @@ class ServerSettings(BaseModel):
     quantization: Annotated[
         _Name,
         _model(
-            "Format of the base weights: none, int8, int4, q3h, fp8, or auto (that of a quantized file, else int8); "
-            "gptq, awq, compressed-tensors or bitsandbytes: the checkpoint must be one; or by part of a layer: "
-            "attn=int4,mlp=q3h",
+            "Format of the base weights: none, int8, int4, q3h, nf4, fp4, fp8, or auto (that of a quantized file, else "
+            "int8); gptq, awq, compressed-tensors, bitsandbytes, hqq, eetq or gguf: the checkpoint must be one; or by "
+            "part of a layer: attn=int4,mlp=q3h",
             aliases=("quantize",),
             metavar="FORMAT",
         ),

@@ -20,6 +20,8 @@ from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
+from lorasrv.models.quantization.fp8 import Fp8Format
+from lorasrv.models.quantization.grouped import Int8Format
 from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
@@ -38,6 +40,7 @@ from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
 from lorasrv.worker.weights import load_weights, silent
+from sgmv_kernels.formats.fp8 import multiplies_fp8
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 
@@ -185,7 +188,13 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
         UnsupportedFormat: an unknown format or group, one that the model's linears do not fit, or another than that of
             --quantized-weights.
     """
-    name, accepted = select_format(StoredWeights.of(checkpoint), options.quantization, options.quantization_group)
+    asked = options.quantization
+    if asked == Fp8Format.name and not multiplies_fp8(ops.device):
+        logger.warning("--quantization fp8: %s multiplies no e4m3; weights are rounded to int8 instead", ops.device)
+        asked = Int8Format.name
+    name, accepted = select_format(StoredWeights.of(checkpoint), asked, options.quantization_group)
+    if asked not in ("auto", name):
+        logger.info("--quantization %s: served as %s", asked, name)
     if options.quantized_weights is not None and accepted.fit < Fit.EXACT:
         raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
     if accepted.fit == Fit.REFUSED:

@@ -140,14 +140,16 @@ def test_start_failures_are_one_clear_line(cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--quantization", "int5"], "--quantization 'int5' is unknown; choose from auto, none, int8, int4, q3h, fp8"),
+        (
+            ["--quantization", "int5"],
+            "--quantization 'int5' is unknown; choose from auto, none, int8, int4, q3h, nf4, fp4, fp8",
+        ),
         pytest.param(
             ["--quantization", "int4", "--quantization-group", "48"],
             "choose from 32, 64, 128",
             marks=pytest.mark.exhaustive,
         ),
         (["--quantization", "int4", "--quantization-group", "128"], "do not divide the 576 inputs"),
-        pytest.param(["--quantization", "fp8"], "fp8", marks=pytest.mark.exhaustive),
         (["--quantized-weights", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
     ],
 )

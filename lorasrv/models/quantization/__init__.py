@@ -19,6 +19,7 @@ from lorasrv.models.quantization.stored import (
     HqqFormat,
     MixedFormat,
 )
+from lorasrv.models.quantization.tables import Fp4Format, Nf4Format
 from lorasrv.models.quantization.unquantized import NoneFormat
 from sgmv_kernels.ops import Ops
 
@@ -45,9 +46,14 @@ _STORED = (
     GgufFormat,
     MixedFormat,
 )
-_ALL: tuple[type[QuantFormat], ...] = (NoneFormat, Int8Format, Int4Format, Q3hFormat, Fp8Format, *_STORED)
+_ROUNDING = (NoneFormat, Int8Format, Int4Format, Q3hFormat, Nf4Format, Fp4Format, Fp8Format)
+_ALL: tuple[type[QuantFormat], ...] = (*_ROUNDING, *_STORED)
 FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 """Every format by its name, which `--quantization` takes."""
+_OF_FLOATS = {"bitsandbytes": "int8", "eetq": "int8", "bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4"}
+"""What TGI's names of methods that round floats at the start stand for. int8 has a scale for every 32 inputs, theirs
+for every output.
+"""
 
 
 def select_format(stored: StoredWeights, name: str = "auto", group: int | None = None) -> tuple[str, Acceptance]:
@@ -62,7 +68,17 @@ def select_format(stored: StoredWeights, name: str = "auto", group: int | None =
     """
     if name == "auto":
         name = max(FORMATS, key=lambda known: FORMATS[known].accepts(stored).fit)
+    name = _meant(name, stored)
     return name, find_format(name, group).accepts(stored, group)
+
+
+def _meant(name: str, stored: StoredWeights) -> str:
+    """Return the format that a name stands for: of bitsandbytes and EETQ, for a checkpoint of floats another than for
+    one of theirs.
+    """
+    if stored.packing is None:
+        return _OF_FLOATS.get(name, name)
+    return "bitsandbytes" if name in ("bitsandbytes-nf4", "bitsandbytes-fp4") else name
 
 
 def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes: bool = True) -> QuantFormat:

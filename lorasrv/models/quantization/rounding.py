@@ -5,15 +5,18 @@ Rows are rounded in chunks, so that temporaries stay small beside a large tensor
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedFormat
-from sgmv_kernels.ops import INT8_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight
 
 _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127
+_TABLE_SCALES = tuple(64 + i / 20 for i in range((_MAX_INT8 - 64) * 20 + 1))
+"""What the largest of 16 values may become in a table of int8."""
 _SMALLEST = 2.0**-24
 """Smallest positive number of fp16: no scale may become 0."""
 _SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
@@ -116,3 +119,29 @@ def _by_chunks(weight: Tensor, group: int, levels: int, rounded) -> GroupQuantiz
         if minima is not None:
             minima[chunk] = minimum
     return GroupQuantizedWeight(codes, scales, minima, levels)
+
+
+def table_codes(codes: Tensor, largest: Tensor, values: Tensor) -> GroupQuantizedWeight:
+    """Return codes into a table near to some values.
+
+    Args:
+        codes: [O, H] uint8 below 16.
+        largest: [O, G] fp32, what the values of each group are multiplied with.
+        values: [16] fp32, not all 0.
+    """
+    entries, unit = byte_table(tuple(values.tolist()))
+    table = torch.tensor(entries, dtype=torch.int8, device=codes.device)
+    return GroupQuantizedWeight(codes, largest * unit, None, INT4_LEVELS, table=table)
+
+
+@cache
+def byte_table(values: tuple[float, ...]) -> tuple[tuple[int, ...], float]:
+    """Return whole numbers of at most 127, and the unit by which they are nearest to values (least squares)."""
+    exact = torch.tensor(values, dtype=torch.float64)
+    most = float(exact.abs().max())
+
+    def entries(scale: float) -> Tensor:
+        return (exact * (scale / most)).round()
+
+    best = min(_TABLE_SCALES, key=lambda scale: float((entries(scale) * (most / scale) - exact).square().sum()))
+    return tuple(int(entry) for entry in entries(best)), most / best

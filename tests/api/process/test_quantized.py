@@ -135,12 +135,12 @@ SCALES = "model.layers.1.mlp.down_proj.scales"
             lambda folder: with_config(folder, quantization_config={"quant_method": "exl2"}),
             (),
             "this checkpoint is quantized by 'exl2' (config.json), which is not supported; supported: gptq, awq, "
-            "compressed-tensors, bitsandbytes, fp8. Give one of these, or the original weights",
+            "compressed-tensors, bitsandbytes, fp8, hqq, eetq. Give one of these, or the original weights",
         ),
         (
-            lambda folder: with_config(folder, quantization_config=AWQ | {"version": "gemv_fast"}),
+            lambda folder: with_config(folder, quantization_config=AWQ | {"version": "marlin"}),
             (),
-            "AWQ in version 'gemv_fast' is not supported, only gemm and gemv",
+            "AWQ in version 'marlin' is not supported, only gemm, gemv, gemv_fast",
         ),
         (
             lambda folder: None,

@@ -16,12 +16,15 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.checkpoint import StoredPacking
 from lorasrv.models.quantization import FORMATS, Acceptance, Fit, Linear, StoredWeights, get_format, select_format
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
+from lorasrv.models.quantization.tables import TableFormat
 from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
-OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "mixed")
-ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19} | dict.fromkeys(OF_FILES, 4e-3)
+OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "eetq", "gguf", "mixed")
+ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19, "nf4": 0.11, "fp4": 0.14} | dict.fromkeys(
+    OF_FILES, 4e-3
+)
 """Relative to the true product of normal numbers."""
 TORCH, NUMBA = (Ops(torch.device("cpu"), name) for name in ("torch", "numba"))
 every_ops = pytest.mark.parametrize("ops", [NUMBA, TORCH], ids=lambda ops: ops.name)
@@ -51,6 +54,24 @@ def test_linear_is_near_the_float_product(ops: Ops, name: str, dtype: torch.dtyp
     y = linear(x)
     assert (y.dtype, linear.in_features, linear.out_features) == (torch.float32, 128, 96)
     assert relative(y, torch.nn.functional.linear(x, w, bias)) < ERROR[name]
+
+
+def test_nf4_and_fp4_are_those_of_bitsandbytes() -> None:
+    """Codes as the library's: of a weight that its 16 values give exactly, and 64 neighbours share a magnitude."""
+    for name in ("nf4", "fp4"):
+        kind = FORMATS[name]
+        assert issubclass(kind, TableFormat)
+        values = torch.tensor(kind.values)
+        which = torch.randint(0, 16, (6, 128), generator=torch.Generator().manual_seed(0))
+        which[:, ::64] = 15
+        largest = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)) + 0.1
+        exact = values[which] * largest.repeat_interleave(64, 1)
+        held = get_format(name, TORCH).linear(exact, None, torch.float32)
+        assert relative(held.dequantize(), exact) < 0.005
+        assert held.nbytes * 8 == (8 + 32 / 64) * 6 * 128 + 16 * 8, "the torch kernels give a code a byte"
+        assert torch.equal(held.dequantize() == 0, exact == 0)
+        nothing = get_format(name, TORCH).linear(exact * 0, None, torch.float32)
+        assert not nothing.dequantize().any()
 
 
 @every_format
@@ -145,7 +166,7 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
 @pytest.mark.parametrize(
     ("name", "group", "words"),
     [
-        ("int3", None, "--quantization 'int3' is unknown; choose from auto, none, int8, int4, q3h, fp8"),
+        ("int3", None, "--quantization 'int3' is unknown; choose from auto, none, int8, int4, q3h, nf4, fp4, fp8"),
         ("int4", 48, "--quantization-group 48 does not go with int4; choose from 32, 64, 128"),
         ("q3h", 32, "--quantization-group 32 does not go with q3h; choose from 64, 128"),
         ("none", 64, "--quantization none has no groups"),
@@ -197,13 +218,18 @@ class TestWhichFormatServesACheckpoint:
 
     def test_formats_asked_for_by_name(self) -> None:
         for name in FORMATS:
-            accepted = select_format(stored(), name)[1]
-            assert (accepted.fit == Fit.REFUSED) == (name in OF_FILES)
+            served_as, accepted = select_format(stored(), name)
+            assert served_as == {"bitsandbytes": "int8", "eetq": "int8"}.get(name, name)
+            assert (accepted.fit == Fit.REFUSED) == (served_as in OF_FILES)
             assert accepted.reason
         for name in OF_FILES:
             packed = replace(stored(INT4_LEVELS), packing=StoredPacking(name, (4,), 4.0))
             assert select_format(packed)[0] == name
             assert select_format(packed)[1].fit == Fit.OWN
+        for name, served_as in (("bitsandbytes-nf4", "nf4"), ("bitsandbytes-fp4", "fp4")):
+            assert select_format(stored(), name)[0] == served_as
+            packed = replace(stored(INT4_LEVELS), packing=StoredPacking("bitsandbytes", (4,), 4.0))
+            assert select_format(packed, name)[0] == "bitsandbytes"
         refused = select_format(stored(spec=replace(SPEC, hidden_size=96)), "q3h")[1]
         assert refused.fit == Fit.REFUSED
         assert refused.reason.startswith("groups of 64 do not divide the 96 inputs of a linear; choose another")
@@ -261,7 +287,7 @@ class TestAFormatThatOnlyItsOwnFileKnows:
                 (
                     "int5",
                     None,
-                    "choose from auto, none, int8, .*, gptq, awq, compressed-tensors, bitsandbytes, mixed, negated",
+                    "choose from auto, none, int8, .*, nf4, fp4, .*, gptq, awq, .*, bitsandbytes, .*, mixed, negated",
                 ),
                 ("auto", 128, "^--quantization int8: groups of 128 do not divide the 64 inputs"),
             ):

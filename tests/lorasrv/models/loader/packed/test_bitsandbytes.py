@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.loader.packed.value_tables import byte_table
-from lorasrv.models.quantization.rounding import round_symmetric
+from lorasrv.models.quantization.rounding import byte_table, round_symmetric
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS
 
 DOWN = "model.layers.1.mlp.down_proj"
