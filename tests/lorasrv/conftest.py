@@ -7,6 +7,7 @@ from tiny_checkpoints import (  # noqa: F401
     builtin_source,
     builtin_tokenizer,
     corpus,
+    gguf_writer,
     library,
     llama_dir,
     llama_gguf,
@@ -14,6 +15,5 @@ from tiny_checkpoints import (  # noqa: F401
     store,
     tiny_hf_checkpoints,
     tiny_tokenizer_file,
-    write_gguf,
 )
 from tiny_engine import alone, engine, keys, observers  # noqa: F401

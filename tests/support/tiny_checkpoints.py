@@ -87,16 +87,16 @@ def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
-def write_gguf() -> Callable[..., Path]:
+@pytest.fixture(scope="session", name="write_gguf")
+def gguf_writer() -> Callable[..., Path]:
     """(Hugging Face directory, target file, type such as "Q4_1", or types by parts of names, extra metadata) -> the
     file, as llama.cpp converts it: q and k permuted for llama, 1 added to gemma's norms, norms and biases in fp32, one
     quantized type for the rest.
     """
-    return _write_gguf
+    return write_gguf
 
 
-def _write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extra: object) -> Path:
+def write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extra: object) -> Path:
     import gguf
     from safetensors.torch import load_file
 

@@ -1,16 +1,19 @@
 """Quantized bases behind the real command line: served with an adapter, verified, or refused in one line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from cli_process import run
-from packed_checkpoints import Tensors, committed, dense, read_awq, with_config
+from packed_checkpoints import Tensors, base, committed, dense, dense_gguf, read_awq, read_bitsandbytes, with_config
 from peft_adapters import peft_adapter
 from safetensors.torch import load_file, save_file
 from served import lorasrv, serve
+from tiny_checkpoints import write_gguf
 
+from lorasrv.models.loader.gguf_file import GgufFile
 from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 pytestmark = pytest.mark.long
@@ -52,6 +55,57 @@ def test_the_base_and_an_adapter_say_what_transformers_and_peft_say(folder: Path
             assert texts["tiny-awq"] == tokenizer.decode(greedy(adapted))
         done = lorasrv("verify", "mia", "--server", served.url)
         assert (done.returncode, "exact" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def gguf_of(root: Path, kinds: Mapping[str, str]) -> tuple[Path, Path]:
+    """A GGUF file of these types, and a directory of what it holds as floats."""
+    source = base(root / "source", hidden_size=256, intermediate_size=512)
+    return write_gguf(source, root / "tiny.gguf", kinds), dense_gguf(source, root / "floats", kinds)
+
+
+K_QUANTS = {"embed": "Q8_0", "lm_head": "Q8_0", "v_proj": "Q5_K", "gate_proj": "IQ4_XS", "": "Q4_K"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "exact", "line"),
+    [
+        ("gguf", [4, 5], True, "weights: gguf, 4 and 5 bits, 14 linears: kept exactly as the file has them"),
+        (
+            "bitsandbytes",
+            [4],
+            False,
+            "weights: bitsandbytes, 4 bits, 14 linears: the 16 values of a code are held in 8",
+        ),
+    ],
+)
+def test_other_formats_and_an_adapter(tmp_path: Path, kind: str, bits: list[int], exact: bool, line: str) -> None:
+    """With the CPU's kernels; `verify` compares with PEFT on the served weights."""
+    if kind == "gguf":
+        path, floats = gguf_of(tmp_path, K_QUANTS)
+    else:
+        path = committed("bitsandbytes-nf4", tmp_path / "tiny")
+        floats = dense(path, tmp_path / "floats", lambda m, t: read_bitsandbytes(t) if "weight.absmax" in t else None)
+    peft_adapter(floats, tmp_path / "mia", r=6)
+    flags = ("--model", path, "--dtype", "float32", "--pool-bytes", "16MiB", "--served-model-name", "tiny")
+    with serve(*flags, adapters={"mia": tmp_path / "mia"}) as served:
+        cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
+        assert cards["tiny"]["weights"] == {"format": kind, "method": kind, "bits": bits, "exact": exact}
+        assert cards["tiny"]["batch_invariant"]
+        assert served.log.count(line) == 1
+        done = lorasrv("verify", "mia", "--server", served.url)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tgis_names_round_floats_at_the_start(model: Path, tmp_path: Path) -> None:
+    peft_adapter(model, tmp_path / "mia", r=6)
+    for asked, held in (("bitsandbytes-nf4", "nf4"), ("eetq", "int8"), ("fp8", "int8")):
+        flags = ("--model", model, "--dtype", "float32", "--pool-bytes", "16MiB", "--quantize", asked)
+        with serve(*flags, adapters={"mia": tmp_path / "mia"}) as served:
+            assert served.http.get("/v1/models").json()["data"][0]["weights"] == {"format": held}
+            said = "fp8: cpu multiplies no e4m3" if asked == "fp8" else f"--quantization {asked}: served as {held}"
+            assert served.log.count(said) == 1
+            done = lorasrv("verify", "mia", "--server", served.url)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_formats_by_part_are_served_as_what_was_chosen(model: Path, tmp_path: Path) -> None:
@@ -124,6 +178,24 @@ def damaged(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
 
 
 SCALES = "model.layers.1.mlp.down_proj.scales"
+
+
+def test_damaged_blocks_end_with_one_line(tmp_path: Path) -> None:
+    """A scale that is no number, and half a tensor."""
+    path, _ = gguf_of(tmp_path, K_QUANTS)
+    raw = path.read_bytes()
+    with closing(GgufFile(path)) as file:
+        at = file.tensors["blk.1.ffn_down.weight"].offset
+    for damaged, says in (
+        (raw[:at] + b"\x00\x7e" + raw[at + 2 :], "blk.1.ffn_down.weight holds what is no number"),
+        (raw[: at + 100], "the GGUF file is truncated: tensor "),
+    ):
+        path.write_bytes(damaged)
+        done = run("serve", "--model", path, "--store", tmp_path / "store", "--port", "0")
+        assert (done.returncode, done.stdout) == (1, "")
+        (error,) = [line for line in done.stderr.splitlines() if line.startswith("lorasrv: ")]
+        assert says in error
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
