@@ -163,7 +163,7 @@ class ServerSettings(BaseModel):
 
     kv_cache_dtype: Annotated[
         str,
-        _memory("Data type of the KV cache", aliases=("kv_dtype",), choices=("auto", *KV_FORMATS)),
+        _memory("Format of the KV cache", aliases=("kv_dtype",), choices=("auto", *KV_FORMATS)),
     ] = _MEMORY.kv_cache_dtype
     pool_bytes: Annotated[
         ByteSize | None,

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from sgmv_kernels.cpu_kernels.rotation import code_dim, rotate
 from sgmv_kernels.cpu_ops.pointwise import (
     FLOAT,
     HALF,
     HEADS,
+    KEY_SCALES,
     KEYS,
     KV_HEADS,
     NUM_ARGS,
@@ -18,6 +20,7 @@ from sgmv_kernels.cpu_ops.pointwise import (
     PAGES,
     ROWS,
     SLOTS,
+    VALUE_SCALES,
     VALUES,
     WIDTH,
     A,
@@ -44,6 +47,8 @@ from sgmv_kernels.cpu_simd.elementwise import (
     weighted,
 )
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.kv_codes import largest, put_code
+from sgmv_kernels.formats.kv_format import LEAST, LEVELS
 
 
 def norm(raw: Any) -> None:
@@ -68,18 +73,6 @@ def heads(raw: Any) -> None:
 
 def cap(raw: Any) -> None:
     _cap_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def rope_bf16(raw: Any) -> None:
-    _rope_rows(carray(raw, (NUM_ARGS,), np.int64), BF16)
-
-
-def rope_fp16(raw: Any) -> None:
-    _rope_rows(carray(raw, (NUM_ARGS,), np.int64), FP16)
-
-
-def rope_fp32(raw: Any) -> None:
-    _rope_rows(carray(raw, (NUM_ARGS,), np.int64), FP32)
 
 
 @kernel_part
@@ -156,27 +149,89 @@ def _take_rows(args):  # type: ignore[no-untyped-def]
             scaled(args[A] + 4 * width * i64(args[B], row), width, np.float32(1), args[OUT] + 4 * width * row)
 
 
+def make_rope(store: Any) -> Any:
+    """Return the kernel that rotates queries and keys and stores keys and values by `store(args, page, slot, head, key,
+    value)`, which may change what lies at `key` and `value`.
+    """
+
+    @kernel_part
+    def rope_rows(args):  # type: ignore[no-untyped-def]
+        heads, kv_heads, dim = args[HEADS], args[KV_HEADS], args[WIDTH]
+        half, head_bytes = args[HALF], 4 * dim
+        while True:
+            first = take_next(args.ctypes.data) * ROWS
+            if first >= args[NUM_ROWS]:
+                return
+            for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+                x = args[A] + row * (heads + 2 * kv_heads) * head_bytes
+                cos, sin = args[B] + row * half * 4, args[C] + row * half * 4
+                for h in range(heads):
+                    out = args[OUT] + (row * heads + h) * head_bytes
+                    rotated(x + h * head_bytes, cos, sin, half, out)
+                    for d in range(2 * half, dim):
+                        put_f32(out, d, f32(x + h * head_bytes, d))
+                page, slot = i64(args[PAGES], row) * args[PAGE_BYTES], i64(args[SLOTS], row)
+                for h in range(kv_heads):
+                    key, value = x + (heads + h) * head_bytes, x + (heads + kv_heads + h) * head_bytes
+                    rotated(key, cos, sin, half, key)
+                    store(args, page, slot, h, key, value)
+
+    return rope_rows
+
+
+def make_store(kind: Any) -> Any:
+    """Return how a token is stored as floats of a kind."""
+
+    @kernel_part
+    def store(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
+        dim, tokens = args[WIDTH], args[PAGE]
+        skip = page + head * dim * tokens * itemsize(kind)
+        for d in range(dim):
+            put_kind(args[KEYS] + skip, d * tokens + slot, f32(key, d), kind)
+            put_kind(args[VALUES] + skip, slot * dim + d, f32(value, d), kind)
+
+    return store
+
+
 @kernel_part
-def _rope_rows(args, kind):  # type: ignore[no-untyped-def]
-    heads, kv_heads, dim = args[HEADS], args[KV_HEADS], args[WIDTH]
-    half, page, head_bytes = args[HALF], args[PAGE], 4 * dim
-    while True:
-        first = take_next(args.ctypes.data) * ROWS
-        if first >= args[NUM_ROWS]:
-            return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
-            x = args[A] + row * (heads + 2 * kv_heads) * head_bytes
-            cos, sin = args[B] + row * half * 4, args[C] + row * half * 4
-            for h in range(heads):
-                out = args[OUT] + (row * heads + h) * head_bytes
-                rotated(x + h * head_bytes, cos, sin, half, out)
-                for d in range(2 * half, dim):
-                    put_f32(out, d, f32(x + h * head_bytes, d))
-            base, slot = i64(args[PAGES], row) * args[PAGE_BYTES], i64(args[SLOTS], row)
-            for h in range(kv_heads):
-                key, value = x + (heads + h) * head_bytes, x + (heads + kv_heads + h) * head_bytes
-                skip = base + h * dim * page * itemsize(kind)
-                rotated(key, cos, sin, half, key)
-                for d in range(dim):
-                    put_kind(args[KEYS] + skip, d * page + slot, f32(key, d), kind)
-                    put_kind(args[VALUES] + skip, slot * dim + d, f32(value, d), kind)
+def _put_codes(x, dim, codes, scale, stride, step):  # type: ignore[no-untyped-def]
+    """Round a head to codes: fours of numbers `stride` bytes apart, the numbers of a four `step` bytes apart."""
+    size = largest(x, dim)
+    factor = np.float32(LEVELS) / size if size > np.float32(LEAST) else np.float32(0)
+    unit = np.float32(0) if size <= np.float32(LEAST) else size * np.float32(1 / LEVELS)
+    put_f32(scale, 0, unit)
+    for d in range(dim):
+        put_code(f32(x, d), factor, codes + d // 4 * stride + d % 4 * step)
+
+
+@kernel_part
+def _store_int8(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
+    """Store a token as codes; see `kv_format.Int8KV`."""
+    dim, tokens = args[WIDTH], args[PAGE]
+    skip, width = page + head * code_dim(dim) * tokens, code_dim(dim)
+    scales = page + 4 * (head * tokens + slot)
+    rotate(key, dim, dim)
+    _put_codes(key, dim, args[KEYS] + skip + 4 * slot, args[KEY_SCALES] + scales, 4 * tokens, 1)
+    values = args[VALUES] + skip + slot // 4 * 4 * width + slot % 4
+    _put_codes(value, dim, values, args[VALUE_SCALES] + scales, 16, 4)
+
+
+_rope_bf16, _rope_fp16, _rope_fp32, _rope_int8 = (
+    make_rope(store) for store in (*(make_store(kind) for kind in (BF16, FP16, FP32)), _store_int8)
+)
+
+
+def rope_bf16(raw: Any) -> None:
+    _rope_bf16(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def rope_fp16(raw: Any) -> None:
+    _rope_fp16(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def rope_fp32(raw: Any) -> None:
+    _rope_fp32(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def rope_int8(raw: Any) -> None:
+    _rope_int8(carray(raw, (NUM_ARGS,), np.int64))

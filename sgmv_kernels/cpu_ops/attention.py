@@ -14,6 +14,7 @@ from torch import Tensor
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
 from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import Int32
 
@@ -25,11 +26,11 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP, TREES, WORDS, POSITIONS = range(23, 27)
-"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; the last three are 0 without
-draft trees."""
-NUM_ARGS = POSITIONS + 1
-ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES = range(23, 29)
+"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and positions
+are 0 without draft trees, the last two for pages of floats."""
+NUM_ARGS = VALUE_SCALES + 1
+ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8"}
 """KV formats that the kernel reads, and its entry for each."""
 
 
@@ -69,6 +70,8 @@ def attention_cpu(
         SCALE: np.float64(scale).view(np.int64).item(),
         SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
         WINDOW: window or 0,
+        KEY_SCALES: kv.address(formats.KEY_SCALES),
+        VALUE_SCALES: kv.address(formats.VALUE_SCALES),
     }
     launch(MODULE, ENTRIES[kv.format.name], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
     return out
@@ -88,8 +91,8 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
     rows = max(1, TASK_ROWS // group)
     tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
-    # Queries, sums, scores, then the maximum and the sum of every row.
-    scratch_bytes = 4 * rows * group * (2 * dim + block + 2)
+    # Queries, sums, scores, then the maximum, the sum, and four units of every row.
+    scratch_bytes = 4 * rows * group * (2 * formats.padded_dim(dim) + block + 6)
     scratch_bytes = -(-scratch_bytes // 128) * 128
     scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
     sequences.kept.extend((tasks, scratch))

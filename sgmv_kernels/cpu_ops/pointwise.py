@@ -4,6 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
+from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
 
 MODULE = "pointwise"
@@ -14,9 +15,9 @@ TAKEN, SAMPLED = "taken", "sampled"
 A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
 PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 """Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
-HALF = PAGE_BYTES + 1
-NUM_ARGS = HALF + 1
-ROPE = {"bfloat16": "rope_bf16", "float16": "rope_fp16", "float32": "rope_fp32"}
+HALF, KEY_SCALES, VALUE_SCALES = range(PAGE_BYTES + 1, PAGE_BYTES + 4)
+NUM_ARGS = VALUE_SCALES + 1
+ROPE = {"bfloat16": "rope_bf16", "float16": "rope_fp16", "float32": "rope_fp32", "int8": "rope_int8"}
 """KV formats that `rope_write_kv` writes, and its entry for each."""
 
 
@@ -82,6 +83,8 @@ def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages:
         VALUES: kv.values.data_ptr(),
         PAGE_BYTES: kv.page_bytes,
         HALF: cos.shape[1],
+        KEY_SCALES: kv.address(formats.KEY_SCALES),
+        VALUE_SCALES: kv.address(formats.VALUE_SCALES),
     }
     launch(MODULE, ROPE[kv.format.name], rope_part(rows, cos, sin, pages, slots), own)
     return q

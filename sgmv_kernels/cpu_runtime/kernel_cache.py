@@ -26,7 +26,8 @@ import llvmlite.binding as llvm
 from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 
 logger = logging.getLogger(__name__)
-_SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py", "formats/adapter_panels.py"
+_KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
+_SOURCES = *_KERNELS, "formats/adapter_panels.py", "formats/kv_format.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import llvmlite.binding as llvm
 
 Kernel = tuple[str, str]
 """A module of `cpu_kernels`, and the kernel's name in it."""
-_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8"}
 
 
 def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
@@ -23,7 +23,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         ("sgmv", _KINDS[adapter_dtype]),
         *(("linear", entry) for entry in linear),
         *(("pointwise", entry) for entry in pointwise),
-        ("slots", _KINDS[kv_format]),
+        ("slots", "copy"),
         ("program", "run_items"),
     )
 

@@ -300,6 +300,17 @@ def put_f32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def put_i32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
+    """Store an int64 that fits as int32 at `index`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        b.store(b.trunc(args[2], I32), Emitter(b, 1).at(args[0], args[1], 4, I32), align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A), codegen
+
+
+@intrinsic
 def itemsize(typingctx, kind):  # type: ignore[no-untyped-def]
     """Return the bytes of one number of a kind."""
 

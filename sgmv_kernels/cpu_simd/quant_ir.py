@@ -72,12 +72,12 @@ class SmallDot:
 
     def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
         if not self.in_pairs:
-            return _dot_bytes(b, total, code, quad)
+            return dot_bytes(b, total, code, quad)
         return b.add(total, _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad))
 
     def end(self, b: Any, total: Value) -> Value:
         """Return the sums, [LANES] int32."""
-        return _dot_words(b, filled(INTS, 0), total, filled(WORDS, 1)) if self.in_pairs else total
+        return dot_words(b, filled(INTS, 0), total, filled(WORDS, 1)) if self.in_pairs else total
 
 
 class ByteDot:
@@ -87,7 +87,7 @@ class ByteDot:
         return filled(INTS, 0)
 
     def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
-        return _dot_bytes(b, total, code, quad)
+        return dot_bytes(b, total, code, quad)
 
     def end(self, b: Any, total: Value) -> Value:
         """Return the sums, [LANES] int32."""
@@ -107,10 +107,11 @@ class SignedDot(ByteDot):
         magnitude = b.select(is_minus, b.neg(code), code)
         signed = b.select(is_minus, b.neg(quad), quad) if _WIDE else _x86(b, BYTES, "avx2.psign.b", BYTES, quad, code)
         pairs = _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, magnitude, signed)
-        return _dot_words(b, total, pairs, filled(WORDS, 1))
+        return dot_words(b, total, pairs, filled(WORDS, 1))
 
 
-def _dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
+def dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
+    """Add the products of unsigned bytes with signed bytes, four to a lane."""
     code, quad = b.bitcast(code, INTS), b.bitcast(quad, INTS)
     if HAS_BYTE_DOT:
         name = f"llvm.x86.avx512.vpdpbusd.{512 if _WIDE else 256}"
@@ -123,7 +124,8 @@ def _dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
     return total
 
 
-def _dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
+def dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
+    """Add the products of int16 with int16, two to a lane."""
     if HAS_PAIR_DOT:
         return b.add(total, _x86(b, INTS, "avx512.pmaddw.d.512" if _WIDE else "avx2.pmadd.wd", WORDS, code, pair))
     code, pair = b.bitcast(code, INTS), b.bitcast(pair, INTS)

@@ -7,7 +7,7 @@ format through its `read` and `write`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,32 @@ Parts = Mapping[str, Tensor]
 """Views [P, kv_heads, *shape of a head's block] of the pages of one layer, by the names of a format's parts."""
 TOKEN, HEAD_DIM = "token", "head_dim"
 """Axes of a part: the tokens of a page, the numbers of a head."""
+TOKEN_QUAD, QUAD_TOKEN, DIM_QUAD, QUAD_DIM, CODE_DIM = "token_quad", "quad_token", "dim_quad", "quad_dim", "code_dim"
+"""Axes of codes: fours of tokens, the tokens of a four; fours of numbers, the numbers of a four; the padded numbers."""
+CODES_STEP = 16
+"""Codes of a head, and the tokens of their pages, are a multiple of so many: whole vectors on every processor."""
+LEVELS = 127
+"""Code of the largest magnitude of a head."""
+LEAST = 1e-30
+"""Heads without a larger number are stored as zeros."""
+_SIZES: Mapping[str, Callable[[int, int], int]] = {
+    TOKEN: lambda head_dim, page_size: page_size,
+    HEAD_DIM: lambda head_dim, page_size: head_dim,
+    TOKEN_QUAD: lambda head_dim, page_size: page_size // 4,
+    QUAD_TOKEN: lambda head_dim, page_size: 4,
+    DIM_QUAD: lambda head_dim, page_size: padded_dim(head_dim) // 4,
+    QUAD_DIM: lambda head_dim, page_size: 4,
+    CODE_DIM: lambda head_dim, page_size: padded_dim(head_dim),
+}
+_OF_A_SLOT: Mapping[str, Callable[[Any], Any]] = {
+    TOKEN: lambda slots: slots,
+    TOKEN_QUAD: lambda slots: slots // 4,
+    QUAD_TOKEN: lambda slots: slots % 4,
+}
 KEYS, VALUES = "keys", "values"
 """Names of the two parts that every format has."""
+KEY_SCALES, VALUE_SCALES, VALUE_MINIMA = "key_scales", "value_scales", "value_minima"
+"""Names of parts with one number for each token and key head."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 
 
@@ -31,21 +55,20 @@ class KVPart:
     name: str
     # Name of the torch dtype of one stored item, a key of ITEM_BYTES.
     dtype: str
-    # Axes of a head's block, the slowest first; none for one item a head.
+    # Axes of a head's block, the slowest first.
     axes: tuple[str, ...]
-    # Numbers that share one item, along the last axis: 2 for codes of 4 bits in uint8.
-    per_item: int = 1
 
     def shape(self, head_dim: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of one head's block in items."""
-        sizes = [{TOKEN: page_size, HEAD_DIM: head_dim}[axis] for axis in self.axes]
-        if sizes:
-            sizes[-1] = -(-sizes[-1] // self.per_item)
-        return tuple(sizes)
+        return tuple(_SIZES[axis](head_dim, page_size) for axis in self.axes)
 
     def nbytes(self, heads: int, head_dim: int, page_size: int) -> int:
         """Return the bytes of this part in one page of one layer."""
         return heads * math.prod(self.shape(head_dim, page_size)) * ITEM_BYTES[self.dtype]
+
+    def at(self, pages: Tensor, slots: Tensor) -> tuple[Any, ...]:
+        """Return the index that gives the items of tokens, [T, kv_heads, *other axes], of a view of this part."""
+        return pages, slice(None), *(_OF_A_SLOT[a](slots) if a in _OF_A_SLOT else slice(None) for a in self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +79,12 @@ class KVFormat(ABC):
     the pool.
     """
 
-    # Value of --kv-dtype that selects this format.
+    # Value of --kv-cache-dtype that selects this format.
     name: str
     # Arrays of a page in the order of their bytes; "keys" and "values" are among them.
     parts: tuple[KVPart, ...]
+    # Pages have a multiple of so many tokens.
+    page_step: int = 1
 
     def offsets(self, heads: int, head_dim: int, page_size: int) -> tuple[int, ...]:
         """Return the byte offset of every part in its page, and behind them the bytes of the page."""
@@ -86,15 +111,21 @@ class KVFormat(ABC):
         Args:
             parts: the pages of one layer.
             pages, slots: [T] int64, the page of each row's token and its place inside the page.
-            keys, values: [T, kv_heads, D] floats, keys rotated.
+            keys, values: [T, kv_heads, D] floats, keys with their positions.
         """
 
     @abstractmethod
-    def read(self, parts: Parts, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return keys [..., kv_heads, D, page] and values [..., kv_heads, page, D], fp32, of `pages` [...] int64.
 
-        Unwritten slots may contain anything, NaN included.
+        They are those that were written, but for rounding. Unwritten slots may contain anything, NaN included.
         """
+
+    def copy(self, parts: Parts, sources: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> None:
+        """Copy single tokens, (pages, slots) [N] int64 each, bit for bit; all are read before one is written."""
+        for part in self.parts:
+            view = parts[part.name]
+            view[part.at(*targets)] = view[part.at(*sources)]
 
 
 class FloatKV(KVFormat):
@@ -112,17 +143,114 @@ class FloatKV(KVFormat):
         parts[KEYS][pages, :, :, slots] = keys.to(parts[KEYS].dtype)
         parts[VALUES][pages, :, slots] = values.to(parts[VALUES].dtype)
 
-    def read(self, parts: Parts, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         return parts[KEYS][pages].float(), parts[VALUES][pages].float()
 
 
+class CodesKV(KVFormat):
+    """Store keys as int8 codes with a scale for each token and head, and values as the codes of a subclass.
+
+    Keys are rotated by a Hadamard matrix before they are rounded, which spreads a head's few large numbers over all of
+    them; kernels rotate queries likewise, so that scores stay as they are. A token's bytes depend on that token alone.
+    Four neighbours along the axis over which attention adds up lie in one word: numbers of a key, tokens of a value.
+
+    Source: rotation before rounding, QuaRot (Ashkboos et al. 2024).
+    """
+
+    def __init__(self, name: str, values: tuple[KVPart, ...]) -> None:
+        keys = KVPart(KEYS, "int8", (DIM_QUAD, TOKEN, QUAD_DIM)), KVPart(KEY_SCALES, "float32", (TOKEN,))
+        super().__init__(name, keys + values, CODES_STEP)
+
+    def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        codes, scales = round_symmetric(hadamard(keys.float()))
+        items = {KEYS: _padded(codes).unflatten(-1, (-1, 4)), KEY_SCALES: scales} | self.round_values(values.float())
+        for part in self.parts:
+            view = parts[part.name]
+            view[part.at(pages, slots)] = items[part.name].to(view.dtype)
+
+    def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        codes = parts[KEYS][pages].float().transpose(-1, -2).flatten(-3, -2)
+        keys = (codes * parts[KEY_SCALES][pages][..., None, :])[..., :head_dim, :]
+        return hadamard(keys.transpose(-1, -2)).transpose(-1, -2), self.read_values(parts, pages, head_dim)
+
+    @abstractmethod
+    def round_values(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the items of values [T, kv_heads, D] fp32 by the names of their parts."""
+
+    @abstractmethod
+    def read_values(self, parts: Parts, pages: Tensor, head_dim: int) -> Tensor:
+        """Return values as `read` does."""
+
+
+class Int8KV(CodesKV):
+    """Store values as int8 codes with a scale for each token and head."""
+
+    def __init__(self) -> None:
+        codes = KVPart(VALUES, "int8", (TOKEN_QUAD, CODE_DIM, QUAD_TOKEN))
+        super().__init__("int8", (codes, KVPart(VALUE_SCALES, "float32", (TOKEN,))))
+
+    def round_values(self, values: Tensor) -> dict[str, Tensor]:
+        codes, scales = round_symmetric(values)
+        return {VALUES: _padded(codes), VALUE_SCALES: scales}
+
+    def read_values(self, parts: Parts, pages: Tensor, head_dim: int) -> Tensor:
+        codes = parts[VALUES][pages].float().transpose(-1, -2).flatten(-3, -2)
+        return (codes * parts[VALUE_SCALES][pages][..., None])[..., :head_dim]
+
+
 KV_FORMATS: dict[str, KVFormat] = {dtype: FloatKV(dtype) for dtype in ("bfloat16", "float16", "float32")}
-"""Every format by its name, which `--kv-dtype` takes."""
+KV_FORMATS |= {kv_format.name: kv_format for kv_format in (Int8KV(),)}
+"""Every format by its name, which `--kv-cache-dtype` takes."""
 
 
 def get_kv_format(name: str, dtype: str) -> KVFormat:
-    """Return the format that `--kv-dtype` names; "auto" is that of the weights' `dtype`."""
+    """Return the format that `--kv-cache-dtype` names; "auto" is that of the weights' `dtype`."""
     return KV_FORMATS[dtype if name == "auto" else name]
+
+
+def padded_dim(head_dim: int) -> int:
+    """Return the numbers of a head in codes, those behind `head_dim` 0."""
+    return _aligned(head_dim, CODES_STEP)
+
+
+def rotated_block(head_dim: int) -> int:
+    """Return the numbers that are rotated together: the largest power of two that divides a head."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate heads [..., D] fp32 by the orthonormal Hadamard matrix of their blocks, which is its own inverse."""
+    block = rotated_block(x.shape[-1])
+    half = 1
+    while half < block:
+        pairs = x.unflatten(-1, (-1, 2, half))
+        x = x.new_empty(pairs.shape)
+        x[..., 0, :] = pairs[..., 0, :] + pairs[..., 1, :]
+        x[..., 1, :] = pairs[..., 0, :] - pairs[..., 1, :]
+        x, half = x.flatten(-3), 2 * half
+    return x * block**-0.5
+
+
+def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round heads [..., D] fp32 to whole codes, `LEVELS` for the largest magnitude; returns codes and scales [...].
+
+    The scale of a head with a number that is none, or infinite, is NaN.
+    """
+    sizes = x.abs()
+    largest, is_finite = sizes.amax(-1), sizes.sum(-1) < math.inf
+    is_some = largest > LEAST
+    factors = (LEVELS / largest).where(is_finite & is_some, largest.new_zeros(()))
+    scales = (largest * (1 / LEVELS)).where(is_some, largest.new_zeros(()))
+    codes = (x * factors[..., None]).nan_to_num(0.0).round()
+    return codes, scales.where(is_finite, scales.new_tensor(math.nan))
+
+
+def _padded(codes: Tensor) -> Tensor:
+    """Append zeros to heads [..., D]."""
+    dim = codes.shape[-1]
+    padded = codes.new_zeros((*codes.shape[:-1], padded_dim(dim)))
+    padded[..., :dim] = codes
+    return padded
 
 
 def _aligned(nbytes: int, to: int) -> int:

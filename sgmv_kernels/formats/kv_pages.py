@@ -1,13 +1,15 @@
 """View the pages in which one layer of the pool stores keys and values as tensors."""
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.kv_format import KEYS, VALUES, KVFormat
+from sgmv_kernels.formats.kv_format import ITEM_BYTES, KEYS, VALUES, KVFormat
 
 
 class KvPages:
@@ -21,13 +23,15 @@ class KvPages:
         head_dim: D, numbers of a head.
     Attributes:
         parts: views [P, heads, *shape of a head's block] by the names of the format's parts; `keys` and `values` are
-            two of
-            them.
+            two of them.
     Raises:
-        KernelArgumentError: the slab is not a whole number of pages, or not contiguous bytes.
+        KernelArgumentError: the slab is not a whole number of pages, or not contiguous bytes, or the format has no
+            pages of this size.
     """
 
     def __init__(self, slab: Tensor, kv_format: KVFormat, heads: int, page_size: int, head_dim: int) -> None:
+        if page_size % kv_format.page_step:
+            raise KernelArgumentError(f"pages of {kv_format.name} have a multiple of {kv_format.page_step} tokens")
         *offsets, page_bytes = kv_format.offsets(heads, head_dim, page_size)
         if slab.dtype != torch.uint8 or slab.dim() != 1 or not slab.is_contiguous() or slab.numel() % page_bytes:
             raise KernelArgumentError(f"slab must be contiguous uint8 [pages * {page_bytes}]")
@@ -45,13 +49,39 @@ class KvPages:
     def num_pages(self) -> int:
         return len(self.keys)
 
+    def address(self, part: str) -> int:
+        """Return the address of a part in the first page, 0 if the format has none of this name."""
+        return self.parts[part].data_ptr() if part in self.parts else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Return the bytes of the units that `token_places` counts in: one item of the part with the smallest."""
+        return min(view.itemsize for view in self.parts.values())
+
+    def token_places(self) -> Tensor:
+        """Return where the units of each token of a page lie in the page, all parts and heads, [page, units] int32."""
+        return _token_places(self.format, self.num_heads, self.page_size, self.head_dim, self.slab.device)
+
     def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store one token per row; see `KVFormat.write`."""
         self.format.write(self.parts, pages, slots, keys, values)
 
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole pages, fp32; see `KVFormat.read`."""
-        return self.format.read(self.parts, pages)
+        return self.format.read(self.parts, pages, self.head_dim)
+
+
+@cache
+def _token_places(kv_format: KVFormat, heads: int, page_size: int, head_dim: int, device: torch.device) -> Tensor:
+    unit = min(ITEM_BYTES[part.dtype] for part in kv_format.parts)
+    page, slots, found = torch.zeros(page_size, dtype=torch.int64), torch.arange(page_size), []
+    for part, offset in zip(kv_format.parts, kv_format.offsets(heads, head_dim, page_size), strict=False):
+        size = ITEM_BYTES[part.dtype]
+        shape = (1, heads, *part.shape(head_dim, page_size))
+        items = torch.arange(math.prod(shape)).view(shape)[part.at(page, slots)].flatten(1)
+        units = offset + size * items[..., None] + unit * torch.arange(size // unit)
+        found.append(units.flatten(1) // unit)
+    return torch.cat(found, dim=1).to(device, torch.int32)
 
 
 def layer_bytes(layers: Sequence[KvPages]) -> int:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.segments import Int32
@@ -13,7 +11,5 @@ def copy_slots_torch(layers: Sequence[KvPages], moves: Int32) -> None:
     """See `ops.Ops.copy_slots`."""
     device = layers[0].slab.device
     source_pages, source_slots, target_pages, target_slots = upload(list(moves.T), device)
-    rows = torch.arange(len(moves), device=device)
     for kv in layers:
-        keys, values = kv.read(source_pages)
-        kv.write(target_pages, target_slots, keys[rows, :, :, source_slots], values[rows, :, source_slots])
+        kv.format.copy(kv.parts, (source_pages, source_slots), (target_pages, target_slots))

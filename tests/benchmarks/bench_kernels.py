@@ -2,6 +2,7 @@
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py step --rows 1,16,32,64
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py forms --rows 1,16,32,64
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py kv
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py linears --rows 1,4,16,64,256,512
 
 step: shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that
@@ -13,12 +14,15 @@ forms: SGMV with a distinct adapter for every row, stored in bf16 and in int8. T
 turn with the next adapters of the pool, so that none stays in a cache; planning is left out, and the best turn of every
 five layers counts.
 
+kv: attention over pages of each format, in turns, over 64 layers of pages at most, more than a cache holds.
+
 linears: kernels over quantized weights against torch's own ops. Weights of 30 layers of 1536 x 1536 (71 million) go
 through in turn, so that none stays in a cache. Methods take turns, and the best of several rounds counts. int4pack and
 int8pack take bf16 activations and round the scales to bf16.
 """
 
 import argparse
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -214,15 +218,17 @@ def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
         return LAYERS * (least(lambda: model(xs, adapter_names=names), rounds) - base)
 
 
-def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarray]:
+def attention_case(sequences: int, length: int, kv_format: str = "bfloat16") -> tuple[list[KvPages], np.ndarray]:
     """Return layers of cold pages, and page tables in random order."""
     pages = -(-length // PAGE) * sequences
-    kv_format = KV_FORMATS["bfloat16"]
-    slab_bytes = pages * kv_format.page_bytes(KV_HEADS, DIM, PAGE)
+    slab_bytes = pages * KV_FORMATS[kv_format].page_bytes(KV_HEADS, DIM, PAGE)
     layers = [
-        KvPages(torch.randn(slab_bytes // 2).to(torch.bfloat16).view(torch.uint8), kv_format, KV_HEADS, PAGE, DIM)
+        KvPages(torch.empty(slab_bytes, dtype=torch.uint8), KV_FORMATS[kv_format], KV_HEADS, PAGE, DIM)
         for _ in range(max(2, min(64, COLD_BYTES // slab_bytes)))
     ]
+    every, heads = torch.arange(pages).repeat_interleave(PAGE), (pages * PAGE, KV_HEADS, DIM)
+    for kv in layers:
+        kv.write(every, torch.arange(PAGE).repeat(pages), torch.randn(heads), torch.randn(heads))
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     return layers, order.reshape(sequences, -1)
 
@@ -303,6 +309,21 @@ def step(a: argparse.Namespace) -> None:
     for n in (1, 16, 256):
         for op, ours, torchs in pointwise(ops, plain, n):
             row(op, n, f"{1e6 * ours:.1f}", f"{1e6 * torchs:.1f}")
+
+
+def kv_formats(a: argparse.Namespace) -> None:
+    """Time attention over pages of every format; formats take turns, and the best turn counts."""
+    ops, kinds = Ops(CPU), [name for name in KV_FORMATS if name not in ("float16", "float32")]
+    print(f"\nattention, one layer, {a.threads} threads; ms")
+    table(("keys", "case", *kinds, *(f"bfloat16 / {kind}" for kind in kinds[1:])))
+    for sequences, length, queries, softcap in ATTENTION:
+        cases = {kind: attention_case(sequences, length, kind) for kind in kinds}
+        best = dict.fromkeys(kinds, NEVER)
+        for _, kind in itertools.product(range(a.rounds), kinds):
+            best[kind] = min(best[kind], attention_seconds(ops, cases[kind], queries, length, softcap))
+        case = ("decode" if queries == 1 else f"prefill of {queries}") + (", softcap" if softcap else "")
+        ratios = [f"{best['bfloat16'] / best[kind]:.2f}" for kind in kinds[1:]]
+        row(f"{sequences} x {length}", case, *(f"{1e3 * best[kind]:.3f}" for kind in kinds), *ratios)
 
 
 # Base linears.
@@ -441,12 +462,12 @@ def linears(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    measures = {"step": step, "forms": forms, "linears": linears}
+    measures = {"step": step, "forms": forms, "kv": kv_formats, "linears": linears}
     a = arguments(
         __doc__,
         measures,
         rows=((1, 4, 16, 32, 64), "of SGMV, or of a linear"),
-        rounds=(5, "linears: times that each method has its turn; forms: an eighth of the turns"),
+        rounds=(5, "linears, kv: times that each method has its turn; forms: an eighth of the turns"),
         threads=(torch.get_num_threads(), "that compute"),
     )
     torch.set_num_threads(a.threads)

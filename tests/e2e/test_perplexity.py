@@ -55,10 +55,12 @@ def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int = C
     return math.exp(total / (chunks * (CHUNK - 1)))
 
 
-def _logits(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int) -> Iterator[Tensor]:
-    """Logits [511, V] of each chunk, valid until the next."""
+def _logits(
+    weights: ModelWeights, ids: list[int], ops: Ops, chunks: int, kv_format: str = "float32"
+) -> Iterator[Tensor]:
+    """Yield the logits [CHUNK - 1, V] of each chunk, valid until the next."""
     pages = CHUNK // PAGE_SIZE
-    memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
+    memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS[kv_format], CPU)
     decoder = Decoder(weights, memory, DecoderLimits(CHUNK, CHUNK, CHUNK, torch.float32), ops)
     for i in range(chunks):
         chunk = ids[i * CHUNK : (i + 1) * CHUNK]
@@ -66,6 +68,31 @@ def _logits(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int) -> Ite
         batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32, ops)
         tables = replace(batch.tables, sample_rows=torch.arange(CHUNK - 1))
         yield decoder.forward(replace(batch, tables=tables))
+
+
+def kv_costs(name: str, chunks: int = CHUNKS, reference: str = "bfloat16") -> tuple[float, float, float, float]:
+    """Perplexity with pages in the reference format and in another, and over the same tokens, from the one to the
+    other: mean KL divergence in nats, and the share of tokens whose most likely one is the same.
+
+    Linears are those of `--quantization none`: where activations are rounded, float16 pages alone cost 0.005 nats.
+    """
+    with closing(open_checkpoint("smollm2-135m")) as checkpoint:
+        ops, options = Ops(CPU), ModelOptions(quantization="none")
+        weights = load_weights(checkpoint, choose_format(options, checkpoint, ops), torch.float32)
+        ids = _text(checkpoint)
+        losses, divergence, same, count = [0.0, 0.0], 0.0, 0, chunks * (CHUNK - 1)
+        both = zip(*(_logits(weights, ids, ops, chunks, kind) for kind in (reference, name)), strict=True)
+        for i, pair in enumerate(both):
+            wanted = torch.tensor(ids[i * CHUNK + 1 : (i + 1) * CHUNK])
+            known, other = (logits.log_softmax(-1) for logits in pair)
+            losses = [
+                loss - float(found[torch.arange(len(wanted)), wanted].sum())
+                for loss, found in zip(losses, (known, other), strict=True)
+            ]
+            divergence += float((known.exp() * (known - other)).sum())
+            same += int((known.argmax(-1) == other.argmax(-1)).sum())
+    exact, found = (math.exp(loss / count) for loss in losses)
+    return exact, found, divergence / count, same / count
 
 
 def three_bits() -> float:
@@ -180,3 +207,29 @@ def test_what_formats_by_part_cost(cli: Callable[..., Any], tmp_path: Path, caps
     assert kl["int4"] < kl["by site"] < kl["q3h"]
     assert kl["int4"] < kl["attn=int4,mlp=q3h"] < kl["q3h"]
     assert kl["int4"] < kl["--bits 3.8"] < kl["by site"]
+
+
+MOST_KV_COST = {"int8": (0.001, 1.002)}
+"""Bounds of the KL divergence, and of the perplexity against that of bfloat16 pages."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MOST_KV_COST)
+def test_pages_of_codes_cost_little(name: str) -> None:
+    exact, found, divergence, same = kv_costs(name, chunks=2)
+    assert 0 < divergence <= MOST_KV_COST[name][0]
+    assert found <= 1.02 * exact
+    assert same > 0.9
+
+
+@pytest.mark.exhaustive
+def test_what_each_kv_format_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {name: kv_costs(name) for name in ("float16", "float32", *MOST_KV_COST)}
+    with capsys.disabled():
+        print(f"\nover {CHUNK * CHUNKS} tokens, against pages in bfloat16")
+        for name, (exact, perplexity, divergence, same) in found.items():
+            print(f"| {name} | {perplexity:.3f} | {perplexity / exact - 1:+.2%} | {divergence:.5f} | {same:.1%} |")
+    for name, (most, worst) in MOST_KV_COST.items():
+        exact, perplexity, divergence, _ = found[name]
+        assert divergence <= most
+        assert perplexity <= worst * exact

@@ -29,7 +29,7 @@ class ToyInt8KV(KVFormat):
             else:
                 parts[VALUES][pages, :, slots] = codes
 
-    def read(self, parts: Parts, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         keys = parts[KEYS][pages].float() * parts[KEY_SCALES][pages][..., None, :]
         return keys, parts[VALUES][pages].float() * parts[VALUE_SCALES][pages][..., None]
 

@@ -26,7 +26,7 @@ from lorasrv.models.spec import operations
 from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
-from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
 from sgmv_kernels.ops import INT4_LEVELS, GroupQuantizedWeight, Ops
 
 CPU = torch.device("cpu")
@@ -131,6 +131,7 @@ def test_bf16_copies_make_an_answer_depend_on_its_batch(measured: None) -> None:
 
 LAYERS, KV_HEADS, DIM, PAGE = 3, 2, 16, 16
 BLOCK = LAYERS * TOY.page_bytes(KV_HEADS, DIM, PAGE)
+CODES = [name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)]
 ASKED = [[10 + (7 * i + n) % 300 for i in range(20)] for n in range(6)]
 
 
@@ -172,15 +173,27 @@ def test_answers_are_near_those_of_float_pages(opened) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_pages_are_copied_swapped_and_found_again_with_their_scales(opened, preemption: str) -> None:
-    sampling = replace(GREEDY, max_tokens=36)
-    with opened(400, enable_prefix_caching=False) as llm:
-        alone = [answer.token_ids for answer in llm.generate(ASKED, sampling)]
-    with opened(14, preemption_mode=preemption) as llm:
+@pytest.mark.parametrize(("kv_cache_dtype", "kernels"), [(TOY.name, "torch"), *((name, "numba") for name in CODES)])
+def test_pages_are_copied_swapped_and_found_again_with_their_scales(
+    opened, kv_cache_dtype: str, kernels: str, preemption: str
+) -> None:
+    """Kernels whose bits do not depend on the batch give the same log-probabilities to the bit."""
+    sampling, kinds = replace(GREEDY, max_tokens=36, logprobs=2), (kv_cache_dtype, kernels)
+
+    def answers(llm: LLM, asked: Sequence[Sequence[int]]) -> list[Any]:
+        found = llm.generate(asked, sampling)
+        return [(one.token_ids, one.logprobs if kernels == "numba" else None) for one in found]
+
+    options = {"kernels": kernels, "quantization": "int4" if kernels == "numba" else "auto"}
+    block = LAYERS * KV_FORMATS[kv_cache_dtype].page_bytes(KV_HEADS, DIM, PAGE)
+    with opened(400, kv_cache_dtype, enable_prefix_caching=False, max_num_batched_tokens=512, **options) as llm:
+        alone = [one for asked in ASKED for one in answers(llm, [asked])]
+    small = {"pool_bytes": 14 * block, "swap_bytes": 64 * block, "max_num_batched_tokens": 24, "max_num_seqs": 8}
+    with opened(14, kv_cache_dtype, preemption_mode=preemption, **options, **small) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
-        assert [answer.token_ids for answer in llm.generate(ASKED, sampling)] == alone
+        assert answers(llm, ASKED) == alone, kinds
         # The first pages of prompts are still there.
-        assert [answer.token_ids for answer in llm.generate(ASKED[-2:], sampling)] == alone[-2:]
+        assert answers(llm, ASKED[-2:]) == alone[-2:], kinds
         snapshot = llm.engine.metrics.snapshot()
         llm.engine.check_integrity()
     assert snapshot.preemptions_total > 0
@@ -198,7 +211,7 @@ def test_float16_pages_are_served(opened) -> None:
 
 
 def test_formats_and_kernels_that_do_not_fit_are_refused_with_the_fix(model: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32$"):
+    with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32, int8$"):
         MemoryOptions(kv_cache_dtype=TOY.name)
     monkeypatch.setitem(KV_FORMATS, TOY.name, TOY)
     config = engine_config(model, kernels="numba", kv_cache_dtype=TOY.name)

@@ -22,7 +22,7 @@ def test_what_launchers_name_is_compiled_before_serving() -> None:
     entries = {(sgmv.MODULE, entry) for entry in sgmv.ENTRIES.values()}
     entries |= {(attention.MODULE, entry) for entry in attention.ENTRIES.values()}
     entries |= {(pointwise.MODULE, entry) for entry in pointwise.ROPE.values()}
-    entries |= {(slots.MODULE, entry) for entry in slots.ENTRIES.values()}
+    entries |= {(slots.MODULE, slots.ENTRY)}
     entries |= {(linear.MODULE, entry) for entry in linear.ENTRIES.values()}
     dtypes = [str(dtype).removeprefix("torch.") for dtype in sgmv.ENTRIES]
     found = {kernel for dtype in dtypes for kv_format in KV_FORMATS for kernel in needed_kernels(dtype, kv_format)}

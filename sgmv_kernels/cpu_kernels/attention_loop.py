@@ -1,0 +1,185 @@
+"""Compute paged attention on the CPU: the loop over blocks of keys that runs one thread's tasks of `cpu_ops.attention`,
+made of the steps that a KV format does in its own way.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgmv_kernels.cpu_ops.attention import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LENS,
+    NUM_TASKS,
+    OUT,
+    POSITIONS,
+    ROWS,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SOFTCAP,
+    STARTS,
+    TASK_INTS,
+    TASKS,
+    TREES,
+    WINDOW,
+    WORDS,
+    Q,
+)
+from sgmv_kernels.cpu_simd.elementwise import (
+    capped,
+    exp_of,
+    exp_sum,
+    f32,
+    i32,
+    i64,
+    put_f32,
+    row_max,
+    scaled,
+    take_next,
+)
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+
+
+class Steps(NamedTuple):
+    """Hold what attention over one KV format does in its own way; every step is a part of a kernel.
+
+    `width(args)` returns the fp32 numbers of a row of queries or sums. `prepare(args, source, scale, units, room,
+    queries)` makes a row of queries, whose sums are not needed yet, of a head at `source`. `score(args, queries, units,
+    scores, sequence, head, rows, at, first, stop)` computes the scores of keys from `first` to `stop`, the block's
+    first key being `at`. `collect(args, scores, units, sums, sequence, head, rows, at, first, stop)` adds their values
+    by weight. `finish(args, sums, factor, out)` writes a head of the result.
+    """
+
+    width: Any
+    prepare: Any
+    score: Any
+    collect: Any
+    finish: Any
+
+
+def make_attention(steps: Steps) -> Any:
+    """Return the kernel of a KV format, which takes tasks until none is left."""
+    width_of, prepare, score, collect, finish = steps
+
+    @kernel_part
+    def attend(args, scale, softcap, scratch, sequence, head, begin, end):  # type: ignore[no-untyped-def]
+        """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head."""
+        dim, heads, block, width = args[DIM], args[HEADS], args[BLOCK], width_of(args)
+        group = heads // args[KV_HEADS]
+        rows = (end - begin) * group
+        queries, sums = scratch, scratch + 4 * width * args[ROWS]
+        scores = sums + 4 * width * args[ROWS]
+        maxima = scores + 4 * block * args[ROWS]
+        totals = maxima + 4 * args[ROWS]
+        units = totals + 4 * args[ROWS]
+        weight_units = units + 8 * args[ROWS]
+        start, length = i32(args[STARTS], sequence), i32(args[LENS], sequence)
+        offset = length - (i32(args[STARTS], sequence + 1) - start)
+        for i in range(rows):
+            source = args[Q] + 4 * dim * ((start + begin + i // group) * heads + head * group + i % group)
+            prepare(args, source, scale, units + 8 * i, sums + 4 * width * i, queries + 4 * width * i)
+            put_f32(maxima, i, np.float32(-np.inf))
+            put_f32(totals, i, np.float32(0))
+        for i in range(rows * width):
+            put_f32(sums, i, np.float32(0))
+        tree = i32(args[TREES], sequence) if args[TREES] else length
+        first = max(0, min(offset + begin, tree) - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
+        last = offset + end
+        at = first // block * block
+        while at < last:
+            stop = min(at + block, last)
+            score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop)
+            for i in range(rows):
+                row = start + begin + i // group
+                _soften(
+                    args,
+                    scores + 4 * block * i,
+                    sums + 4 * width * i,
+                    maxima + 4 * i,
+                    totals + 4 * i,
+                    row,
+                    row - start + offset,
+                    tree,
+                    at,
+                    stop,
+                    softcap,
+                )
+            collect(args, scores, weight_units, sums, sequence, head, rows, at, max(at, first), stop)
+            at = stop
+        for i in range(rows):
+            total = f32(totals, i)
+            factor = np.float32(1) / total if total > 0 else np.float32(0)
+            out = args[OUT] + 4 * dim * ((start + begin + i // group) * heads + head * group + i % group)
+            finish(args, sums + 4 * width * i, factor, out)
+
+    @kernel_part
+    def work(args, floats):  # type: ignore[no-untyped-def]
+        scale, softcap = np.float32(floats[SCALE]), np.float32(floats[SOFTCAP])
+        scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
+        while True:
+            task = take_next(args.ctypes.data)
+            if task >= args[NUM_TASKS]:
+                return
+            at = args[TASKS] + task * (4 * TASK_INTS)
+            for head in range(i32(at, 1), i32(at, 2)):
+                attend(args, scale, softcap, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4))
+
+    return work
+
+
+@kernel_part
+def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softcap):  # type: ignore[no-untyped-def]
+    """Convert one row's scores to weights, and rescale its sums to the new maximum.
+
+    Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
+    The row's own key is in `slot`, the first of its draft tree in `tree`.
+    """
+    padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
+    position = i32(args[POSITIONS], row) if slot >= tree else slot
+    low = max(0, min(position - args[WINDOW] + 1, tree) - at) if args[WINDOW] else np.int64(0)
+    high = min(stop - at, slot + 1 - at)
+    for j in range(min(low, padded)):
+        put_f32(scores, j, np.float32(-np.inf))
+    for j in range(max(0, high), padded):
+        put_f32(scores, j, np.float32(-np.inf))
+    if high > low and softcap != 0:
+        capped(scores + 4 * low, high - low, softcap)
+    hidden = np.int64(0)
+    if slot >= tree:
+        outside = position - args[WINDOW] + 1 - tree if args[WINDOW] else np.int64(0)
+        hidden = _hide_others(scores, i64(args[WORDS], row), tree - at, high, outside)
+    if high - hidden <= low:
+        for j in range(padded):
+            put_f32(scores, j, np.float32(0))
+        return
+    before = f32(maximum, 0)
+    now = max(before, row_max(scores, padded))
+    if now == np.float32(-np.inf):
+        # Every score is -inf, or NaN, which the maximum ignores and the following code propagates.
+        now = np.float32(0)
+    added = exp_sum(scores, padded, now)
+    if now != before:
+        factor = exp_of(before - now)
+        scaled(sums, args[DIM], factor, sums)
+        put_f32(total, 0, f32(total, 0) * factor)
+        put_f32(maximum, 0, now)
+    put_f32(total, 0, f32(total, 0) + added)
+
+
+@kernel_part
+def _hide_others(scores, word, tree, high, outside):  # type: ignore[no-untyped-def]
+    """Mask the scores from `tree`, where the draft tree begins, to `high` that are no ancestors of a row in its window.
+
+    Returns: how many were masked. The first `outside` ancestors are before the window.
+    """
+    hidden = np.int64(0)
+    for bit in range(high - tree):
+        is_ancestor = (word >> bit) & 1
+        if tree + bit >= 0 and (outside > 0 or not is_ancestor):
+            put_f32(scores, tree + bit, np.float32(-np.inf))
+            hidden += 1
+        outside -= is_ancestor
+    return hidden
