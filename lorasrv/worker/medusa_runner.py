@@ -49,13 +49,13 @@ class MedusaRunner:
         begun = time.perf_counter()
         found = [(share, self._find(share)) for share in asking if share.request_id in said]
         there = [(share, heads) for share, heads in found if heads is not None][: self._max_rows]
-        rows = [DraftRow.of(share, said[share.request_id]) for share, _ in there]
+        rows, deepest = [DraftRow.of(share, said[share.request_id]) for share, _ in there], 0
         if there:
             states = last.of([share for share, _ in there], said)
-            self._draw(rows, [heads for _, heads in there], states)
+            deepest = self._draw(rows, [heads for _, heads in there], states)
             self._drawn.remember(rows)
         drafts = {row.share.request_id: row.draft for row in rows}
-        return DrafterOutput(drafts, time.perf_counter() - begun, max((len(row.confidence) for row in rows), default=0))
+        return DrafterOutput(drafts, time.perf_counter() - begun, deepest)
 
     def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
@@ -64,8 +64,8 @@ class MedusaRunner:
     def _find(self, share: ScheduledRequest) -> MedusaHeads | None:
         return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)
 
-    def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> None:
-        """Draw the tokens of all rows from logits that are computed at once."""
+    def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> int:
+        """Draw the tokens of all rows from logits that are computed at once; return the most heads of a row."""
         counts, left = list[int](), self._max_rows
         for row, own in zip(rows, heads, strict=True):
             counts.append(min(row.share.drafts.num_asked, len(own.heads), left))
@@ -89,3 +89,4 @@ class MedusaRunner:
                 else:
                     draw([row], logits[number : number + 1])
             first += count
+        return max(counts)
