@@ -41,7 +41,8 @@ def choose_lengths(rows: Sequence[RowDraft], step: PlainStep, most: int) -> list
     """Return the number of draft tokens of each row, at most `most` of all together."""
     slots = [(survival, MARGIN * row.token_s, number) for number, row in enumerate(rows) for survival in row.survival]
     slots.sort(key=lambda slot: -slot[0] / slot[1])
-    lengths, tokens, seconds = [0] * len(rows), float(step.num_tokens), step.seconds + step.first_draft_s
+    lengths, tokens = [0] * len(rows), float(step.num_tokens)
+    seconds = step.seconds + MARGIN * step.first_draft_s
     for survival, token_s, number in slots[:most]:
         if survival * seconds <= token_s * tokens:
             break
