@@ -56,7 +56,7 @@ test-exhaustive: setup
 
 # What every format of the base costs, with what `lorasrv quantize` makes of it: the table of docs/benchmarks.md.
 test-quality: setup
-	$(BIN)/python -m pytest -s -m exhaustive tests/e2e/test_perplexity.py
+	$(BIN)/python -m pytest -s -m exhaustive tests/e2e/test_perplexity.py $(ARGS)
 
 # Everything at once for MINUTES against a real server, every token compared: the result is in docs/reliability.md.
 MINUTES ?= 15

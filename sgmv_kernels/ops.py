@@ -303,12 +303,14 @@ class Ops:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Compute causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
 
-        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j seen by t) V; a row sees the keys up to its own, of its
-        draft tree only its ancestors and itself, and where given only those of the last `window` positions; cap(s) =
-        softcap * tanh(s / softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a visible
+        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (p(j) - p(t)), j seen by t) V; the position p of
+        a draft token is that of its depth in the tree; a row sees the keys up to its own, of its draft tree only its
+        ancestors and itself, and where given only those of the last `window` positions; cap(s) = softcap * tanh(s /
+        softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a visible
         key gives zeros
 
         Args:
@@ -318,17 +320,22 @@ class Ops:
             scale: factor of the scores.
             window: keys that a row sees, its own included; None for all.
             softcap: bound of the scores; None for no bound (Gemma 2).
+            slopes: [heads] fp32, what a head's scores lose for each token of distance (ALiBi); None for nothing.
         Returns: [T, heads, D] in q's dtype.
         Raises:
             KernelArgumentError: shapes that do not fit, or a KV format that the kernels do not read.
         Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); key and value
-            splits for long contexts of Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024).
+            splits for long contexts of Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024);
+            ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
         check_queries(q, kv, window, softcap)
+        if slopes is not None:
+            fits = slopes.shape == q.shape[1:2] and slopes.dtype == torch.float32 and slopes.is_contiguous()
+            require(fits, f"slopes must be contiguous float32 [{q.shape[1]}]")
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         self._check_pages(kv, plan)
-        return self._backend.attention(q, kv, plan, scale, window, softcap)
+        return self._backend.attention(q, kv, plan, scale, window, softcap, slopes)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
         """Rotate queries and keys, and store keys and values in their pages.
@@ -385,14 +392,18 @@ class Ops:
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         """
-        self._check_activation(x, "x")
-        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
-        require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
-        if delta is not None:
-            fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
-            require(fits, "delta must be like x")
+        self._check_normed(x, delta, weight)
         return self._backend.add_rms_norm_(x, delta, weight, eps)
+
+    def add_layer_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add to the residual stream in place, and norm the sum less its mean.
+
+        Semantics: x += delta; c / sqrt(mean(c^2) + eps) * weight, c = x - mean(x)
+
+        Args, Returns, Raises: as `add_rms_norm_`.
+        """
+        self._check_normed(x, delta, weight)
+        return self._backend.add_layer_norm_(x, delta, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Gate by SiLU.
@@ -423,6 +434,21 @@ class Ops:
         self._check_activation(gate_up, "gate_up")
         check_gated(gate_up)
         return self._backend.gelu_mul(gate_up)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """Apply GELU in its exact form, by the error function.
+
+        Semantics: x * (1 + erf(x / sqrt(2))) / 2
+
+        Args:
+            x: [T, F] contiguous.
+        Returns: [T, F] in x's dtype, a new tensor.
+        Raises:
+            KernelArgumentError: a shape or dtype that does not fit.
+        """
+        self._check_activation(x, "x")
+        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, F]")
+        return self._backend.gelu(x)
 
     def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
         """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation.
@@ -555,6 +581,15 @@ class Ops:
 
     def _reads(self, kv_format: KVFormat) -> bool:
         return self._backend.kv_formats is None or kv_format.name in self._backend.kv_formats
+
+    def _check_normed(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
+        self._check_activation(x, "x")
+        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
+        require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
+        if delta is not None:
+            fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
+            require(fits, "delta must be like x")
 
     def _check_activation(self, x: Tensor, name: str) -> None:
         if x.dtype not in self._backend.activations:

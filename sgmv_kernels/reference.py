@@ -57,10 +57,12 @@ def paged_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     parents: Sequence[Parents] = (),
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of T query rows over paged keys and values, one sequence at a time.
 
-    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j seen by t) V; a row sees the keys up to its own, of its
+    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (p(j) - p(t)), j seen by t) V; the position p of a
+    draft token is that of its depth in the tree; a row sees the keys up to its own, of its
     draft tree only its ancestors and itself, and where given only those of the last `window` positions; cap(s) =
     softcap * tanh(s / softcap), or s
 
@@ -69,6 +71,7 @@ def paged_attention_reference(
         keys: [P, kv_heads, D, page].
         values: [P, kv_heads, page, D].
         parents: draft trees as `Ops.plan_attention` takes them.
+        slopes: [heads] of ALiBi; None for 0.
     Returns: [T, heads, D] fp32.
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
@@ -82,6 +85,10 @@ def paged_attention_reference(
         scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
         if softcap is not None:
             scores = softcap_reference(scores, softcap)
+        if slopes is not None:
+            seen = _visible(length, n, tree, None)
+            distance = seen.cumsum(-1) - seen.sum(-1, keepdim=True)
+            scores = scores + slopes[:, None, None] * distance
         probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
         out[start : start + n] = (probs @ v).transpose(0, 1)
         start += n
@@ -120,6 +127,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
+def layer_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm the last dimension less its mean.
+
+    Semantics: c / sqrt(mean(c^2) + eps) * weight, c = x - mean(x)
+    """
+    return rms_norm_reference(x.float() - x.float().mean(-1, keepdim=True), weight, eps)
+
+
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, D] in Hugging Face's half-split order; cos, sin [T, N / 2], N <= D.
 
@@ -148,6 +163,14 @@ def gelu_mul_reference(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def gelu_reference(x: Tensor) -> Tensor:
+    """Apply GELU.
+
+    Semantics: x * (1 + erf(x / sqrt(2))) / 2
+    """
+    return (x.double() * (1 + torch.erf(x.double() / math.sqrt(2))) / 2).float()
 
 
 def softcap_reference(x: Tensor, cap: float) -> Tensor:

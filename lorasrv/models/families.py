@@ -12,7 +12,7 @@ from typing import Any
 
 from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
 from lorasrv.models.rope_config import Ropes, rope_from_config, rope_from_gguf
-from lorasrv.models.spec import ModelSpec
+from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
 
@@ -71,9 +71,11 @@ def _number(values: Mapping[str, Any], rule: Mapping[str, Any], label: str) -> i
 
 
 SPEC_DIR = Path(__file__).parent / "specs"
-NORMS = ("rms",)
+NORMS = ("rms", "layer")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Spelling in a checkpoint -> the decoder's name."""
+"""Spelling in a checkpoint -> the decoder's name, of MLPs with a gate."""
+PLAIN_ACTIVATIONS = {"gelu": "gelu"}
+"""The same of MLPs without one."""
 _FIELD_TYPES: dict[str, type] = {
     "num_layers": int,
     "hidden_size": int,
@@ -95,6 +97,8 @@ _FIELD_TYPES: dict[str, type] = {
     "norms_less_one": bool,
     "scaled_embedding": bool,
     "fused": bool,
+    "gated": bool,
+    "alibi_max": float,
     "query_scalar": float,
     "attn_softcap": float,
     "final_softcap": float,
@@ -124,9 +128,16 @@ class Family:
             CorruptModel: a field is missing or of the wrong type.
             UnsupportedModel: an unknown RoPE kind, activation, storage or setting; the message names it.
         """
+        for table in self.config.get("nested", ()):
+            inner = config.get(table) or {}
+            if not isinstance(inner, dict):
+                raise CorruptModel(f"config.json: {table} must be an object, not {inner!r:.60}")
+            config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
         for key, only in self.config.get("only", {}).items():
-            if config.get(key) not in (None, only):
-                raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {only!r}")
+            values = only if isinstance(only, list) else [only]
+            if config.get(key) not in (None, *values):
+                known = " or ".join(map(repr, values)) or "none"
+                raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {known}")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
         windowed: tuple[bool, ...] = ()
         if fields.get("sliding_window"):
@@ -195,12 +206,13 @@ class Family:
 
     def _build(self, fields: dict[str, Any], ropes: Ropes, **rest: Any) -> ModelSpec:
         activation = fields["activation"]
-        if activation not in ACTIVATIONS:
-            raise UnsupportedModel(f"activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        known = ACTIVATIONS if fields.get("gated", True) else PLAIN_ACTIVATIONS
+        if activation not in known:
+            raise UnsupportedModel(f"activation {activation!r} is not supported; known: {', '.join(known)}")
         windowed = rest.get("windowed_layers", ())
         no_window = windowed and not any(windowed)
         fields |= {
-            "activation": ACTIVATIONS[activation],
+            "activation": known[activation],
             "max_position": min(fields["max_position"], ropes[0].max_position or fields["max_position"]),
             "query_scalar": fields.get("query_scalar") or float(fields["head_dim"]),
             "sliding_window": None if no_window else fields.get("sliding_window") or None,
@@ -215,7 +227,9 @@ class Family:
             raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
         if not fields["vocab_size"]:
             raise CorruptModel("the checkpoint does not declare its vocabulary size")
-        return ModelSpec(family=self.name, **fields, **rest)
+        names = self.config.get("names", {})
+        parts = {"norms": tuple(names["norms"]), "sites": tuple(map(tuple, names["sites"]))} if names else {}
+        return ModelSpec(family=self.name, norm=self.norm, names=ModuleNames(**(names | parts)), **fields, **rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,8 @@ class _Source:
         table: Mapping[str, Any] = {"key": rule} if isinstance(rule, str) else rule
         if "value" in table:
             return table["value"]
+        if "field" in table:
+            return known[table["field"]] * table.get("times", 1)
         if "tensor" in table:
             return table["tensor"] in self.tensors
         if "at_layers" in table:
@@ -357,9 +373,9 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 def split_layer(module: str) -> tuple[int | None, str]:
     """Split `model.layers.3.mlp.up_proj` into (3, "mlp.up_proj"); (None, module) outside the layers."""
-    if not module.startswith("model.layers."):
+    if not module.startswith(LLAMA_LAYERS):
         return None, module
-    layer, _, inner = module.removeprefix("model.layers.").partition(".")
+    layer, _, inner = module.removeprefix(LLAMA_LAYERS).partition(".")
     return int(layer), inner
 
 

@@ -23,7 +23,14 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
         for site in spec.sites()
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
-    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name, checkpoint=checkpoint)
+    return BaseShapes(
+        family=spec.family,
+        num_layers=spec.num_layers,
+        modules=modules,
+        layer_prefix=spec.names.layers,
+        name=name,
+        checkpoint=checkpoint,
+    )
 
 
 def base_sample(checkpoint: "Checkpoint") -> list[float]:

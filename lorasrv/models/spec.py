@@ -7,7 +7,7 @@ a multiplication and an addition each as one operation. `SHAPES` has well-known 
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,36 @@ class SiteShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Name the modules of a checkpoint where they are not Llama's. Names outside this class have Llama's prefix and
+    these modules inside a layer.
+    """
+
+    layers: str = "model.layers."
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    # Before attention and before the MLP, inside a layer.
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    # Of the four sites, inside a layer; empty for Llama's.
+    sites: tuple[tuple[str, ...], ...] = ()
+
+    def in_file(self, name: str) -> str:
+        """Return the checkpoint's own name of a canonical tensor name."""
+        if name.startswith(LLAMA_LAYERS):
+            return self.layers + name.removeprefix(LLAMA_LAYERS)
+        module, dot, kind = name.rpartition(".")
+        return {"model.embed_tokens": self.embedding, "model.norm": self.final_norm}.get(module, module) + dot + kind
+
+
+LLAMA_LAYERS = "model.layers."
+"""Prefix of layers in canonical names."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Describe a decoder-only transformer: pre-norm, RMSNorm, rotary attention with grouped heads, gated MLP."""
+    """Describe a decoder-only transformer: pre-norm, grouped heads, rotary attention or ALiBi, an MLP with a gate or
+    without.
+    """
 
     family: str
     num_layers: int
@@ -64,7 +92,13 @@ class ModelSpec:
     vocab_size: int
     max_position: int
     norm_eps: float
+    # rms or layer.
+    norm: str = "rms"
     activation: str = "silu"
+    # The MLP multiplies by a gate.
+    gated: bool = True
+    # Exponent of ALiBi's last slope; 0 for a rotary embedding.
+    alibi_max: float = 0.0
     rope: RopeSpec = RopeSpec()
     qkv_bias: bool = False
     attn_out_bias: bool = False
@@ -90,6 +124,7 @@ class ModelSpec:
     # Bound of the scores, then of the logits, by tanh; None for no bound.
     attn_softcap: float | None = None
     final_softcap: float | None = None
+    names: ModuleNames = ModuleNames()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -108,10 +143,19 @@ class ModelSpec:
         """Return the factor of attention scores."""
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
+    def alibi_slopes(self) -> tuple[float, ...]:
+        """Return what each head's scores lose for a token of distance, as MPT has it; empty without ALiBi."""
+        if not self.alibi_max:
+            return ()
+        count = 1 << (self.num_heads - 1).bit_length()
+        slopes = [2.0 ** (-self.alibi_max * (i + 1) / count) for i in range(count)]
+        return tuple(slopes if count == self.num_heads else (slopes[1::2] + slopes[::2])[: self.num_heads])
+
     def norms(self) -> dict[str, tuple[str, int]]:
         """Return the norms of a layer: the decoder's name -> (Hugging Face module path inside the layer, width)."""
-        h, after = self.hidden_size, "post_attention_layernorm"
-        norms = {"input_norm": ("input_layernorm", h), "post_attn_norm": (after, h)}
+        h = self.hidden_size
+        before, after = self.names.norms
+        norms = {"input_norm": (before, h), "post_attn_norm": (after, h)}
         if self.post_norms:
             norms["post_attn_norm"] = ("pre_feedforward_layernorm", h)
             norms |= {"attn_out_norm": (after, h), "mlp_out_norm": ("post_feedforward_layernorm", h)}
@@ -134,12 +178,13 @@ class ModelSpec:
         if self.fused:
             qkv = SiteShape("qkv", h, (attn + "qkv_proj",), (q + 2 * kv,))
             gate_up = SiteShape("gate_up", h, (mlp + "gate_up_proj",), (2 * f,))
-        return (
-            qkv,
-            SiteShape("o", q, (attn + "o_proj",), (h,)),
-            gate_up,
-            SiteShape("down", f, (mlp + "down_proj",), (h,)),
-        )
+        if not self.gated:
+            gate_up = SiteShape("gate_up", h, (mlp + "up_proj",), (f,))
+        o, down = SiteShape("o", q, (attn + "o_proj",), (h,)), SiteShape("down", f, (mlp + "down_proj",), (h,))
+        if not self.names.sites:
+            return qkv, o, gate_up, down
+        named = zip((qkv, o, gate_up, down), self.names.sites, strict=True)
+        return tuple(replace(site, modules=modules) for site, modules in named)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,13 +119,19 @@ class Decoder:
         self._spec = weights.spec
         self._memory = memory
         self._ops = ops
-        self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[weights.spec.activation]
         spec = weights.spec
+        activations = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul, "gelu": ops.gelu}
+        self._activation = activations[spec.activation]
+        self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
+        slopes = spec.alibi_slopes()
+        self._slopes = torch.tensor(slopes, dtype=torch.float32, device=memory.device) if slopes else None
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
         # What the head read last: its addresses are in recordings and graphs, which round their rows up.
         num_states = -(-limits.max_samples // STATE_ROWS) * STATE_ROWS
         self._states = torch.zeros((num_states, spec.hidden_size), dtype=self._dtype, device=memory.device)
-        self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
+        self._angles = [
+            rope_tables(rope, 0 if slopes else spec.head_dim, limits.max_model_len, memory.device) for rope in ropes
+        ]
         self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
 
     @property
@@ -192,14 +198,14 @@ class Decoder:
         delta = None
         for layer in self._computed:
             weights = self._weights.layers[layer]
-            normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
+            normed = self._add_norm(x, delta, weights.input_norm, self._spec.norm_eps)
             turned = angles[-1] if self._spec.window(layer) else angles[0]
             delta = self._normed(self._attention(normed, layer, tables, turned), weights.attn_out_norm)
-            normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
+            normed = self._add_norm(x, delta, weights.post_attn_norm, self._spec.norm_eps)
             delta = self._normed(self._mlp(normed, layer, tables), weights.mlp_out_norm)
         if not len(tables.sample_rows):
             return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
-        normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
+        normed = self._add_norm(x, delta, self._weights.final_norm, self._spec.norm_eps)
         count = len(tables.sample_rows)
         out = self._states[:count] if count <= len(self._states) else x.new_empty((count, x.shape[1]))
         return self._logits(self._ops.take_rows(normed, tables.sample_rows, out))
@@ -212,7 +218,7 @@ class Decoder:
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
         """Apply the norm that some families have behind attention or MLP to `delta` [T, H]."""
-        return delta if weight is None else self._ops.add_rms_norm_(delta, None, weight, self._spec.norm_eps)
+        return delta if weight is None else self._add_norm(delta, None, weight, self._spec.norm_eps)
 
     def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights.layers[layer]
@@ -222,7 +228,7 @@ class Decoder:
             self._ops.norm_heads_(qkv, weights.q_norm, weights.k_norm, spec.num_kv_heads, spec.norm_eps)
         q = self._ops.rope_write_kv(qkv, *rotation, pages, tables.attention)
         attended = self._ops.paged_attention(
-            q, pages, tables.attention, spec.attention_scale, spec.window(layer), softcap=spec.attn_softcap
+            q, pages, tables.attention, spec.attention_scale, spec.window(layer), spec.attn_softcap, self._slopes
         )
         return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
 

@@ -19,6 +19,7 @@ from sgmv_kernels.cpu_ops.attention import (
     SCALE,
     SCRATCH,
     SCRATCH_BYTES,
+    SLOPES,
     SOFTCAP,
     STARTS,
     TASK_INTS,
@@ -106,6 +107,7 @@ def make_attention(steps: Steps) -> Any:
                     at,
                     stop,
                     softcap,
+                    f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0),
                 )
             collect(args, scores, weight_units, sums, sequence, head, rows, at, max(at, first), stop)
             at = stop
@@ -131,7 +133,7 @@ def make_attention(steps: Steps) -> Any:
 
 
 @kernel_part
-def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softcap):  # type: ignore[no-untyped-def]
+def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softcap, slope):  # type: ignore[no-untyped-def]
     """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
     Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
@@ -147,6 +149,9 @@ def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softc
         put_f32(scores, j, np.float32(-np.inf))
     if high > low and softcap != 0:
         capped(scores + 4 * low, high - low, softcap)
+    if slope != 0:
+        word = i64(args[WORDS], row) if slot >= tree else np.int64(0)
+        _lean(scores, slope, word, tree - at, low, high, at - position)
     hidden = np.int64(0)
     if slot >= tree:
         outside = position - args[WINDOW] + 1 - tree if args[WINDOW] else np.int64(0)
@@ -167,6 +172,21 @@ def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softc
         put_f32(total, 0, f32(total, 0) * factor)
         put_f32(maximum, 0, now)
     put_f32(total, 0, f32(total, 0) + added)
+
+
+@kernel_part
+def _lean(scores, slope, word, tree, low, high, distance):  # type: ignore[no-untyped-def]
+    """Add ALiBi's bias to the scores from `low` to `high`; the first is of a key `distance` after the row, mostly < 0.
+
+    From `tree` on, the bias is for ancestors, whose position is their place among the ancestors.
+    """
+    for j in range(low, min(high, tree)):
+        put_f32(scores, j, f32(scores, j) + slope * np.float32(distance + j))
+    depth = np.int64(0)
+    for bit in range(high - tree):
+        if tree + bit >= 0:
+            put_f32(scores, tree + bit, f32(scores, tree + bit) + slope * np.float32(distance + tree + depth))
+        depth += (word >> bit) & 1
 
 
 @kernel_part

@@ -34,13 +34,16 @@ from sgmv_kernels.cpu_simd.elementwise import (
     FP32,
     add_square_sum,
     capped,
+    centered,
     f32,
+    gelu_of,
     gelu_times,
     i64,
     itemsize,
     put_f32,
     put_kind,
     rotated,
+    row_sum,
     scaled,
     silu_times,
     take_next,
@@ -55,6 +58,10 @@ def norm(raw: Any) -> None:
     _norm_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
 
 
+def layer_norm(raw: Any) -> None:
+    _layer_norm_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
 def silu(raw: Any) -> None:
     _silu_rows(carray(raw, (NUM_ARGS,), np.int64))
 
@@ -65,6 +72,10 @@ def take(raw: Any) -> None:
 
 def gelu(raw: Any) -> None:
     _gelu_rows(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def gelu_exact(raw: Any) -> None:
+    _gelu_exact_rows(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def heads(raw: Any) -> None:
@@ -87,6 +98,34 @@ def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
             x, delta = args[A] + skip, args[B] + skip if args[B] else np.int64(0)
             mean = add_square_sum(x, delta, width) / np.float32(width)
             weighted(x, args[C], width, np.float32(1) / np.sqrt(mean + eps), args[OUT] + skip)
+
+
+@kernel_part
+def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
+    width, eps = args[WIDTH], np.float32(floats[FLOAT])
+    while True:
+        first = take_next(args.ctypes.data) * ROWS
+        if first >= args[NUM_ROWS]:
+            return
+        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+            skip = 4 * width * row
+            x, out = args[A] + skip, args[OUT] + skip
+            if args[B]:
+                add_square_sum(x, args[B] + skip, width)
+            mean = row_sum(x, width) / np.float32(width)
+            square = centered(x, mean, width, out) / np.float32(width)
+            weighted(out, args[C], width, np.float32(1) / np.sqrt(square + eps), out)
+
+
+@kernel_part
+def _gelu_exact_rows(args):  # type: ignore[no-untyped-def]
+    width = args[WIDTH]
+    while True:
+        first = take_next(args.ctypes.data) * ROWS
+        if first >= args[NUM_ROWS]:
+            return
+        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+            gelu_of(args[A] + 4 * width * row, width, args[OUT] + 4 * width * row)
 
 
 @kernel_part

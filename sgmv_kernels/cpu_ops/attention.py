@@ -26,10 +26,10 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES = range(23, 29)
+SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, SLOPES = range(23, 30)
 """Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and positions
-are 0 without draft trees, the last two for pages of floats."""
-NUM_ARGS = VALUE_SCALES + 1
+are 0 without draft trees, scales for pages of floats, SLOPES without ALiBi."""
+NUM_ARGS = SLOPES + 1
 ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8"}
 """KV formats that the kernel reads, and its entry for each."""
 
@@ -58,6 +58,7 @@ def attention_cpu(
     scale: float,
     window: int | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = empty("attended", q.shape)
@@ -72,6 +73,7 @@ def attention_cpu(
         WINDOW: window or 0,
         KEY_SCALES: kv.address(formats.KEY_SCALES),
         VALUE_SCALES: kv.address(formats.VALUE_SCALES),
+        SLOPES: 0 if slopes is None else slopes.data_ptr(),
     }
     launch(MODULE, ENTRIES[kv.format.name], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
     return out

@@ -23,6 +23,15 @@ ROPE = {"bfloat16": "rope_bf16", "float16": "rope_fp16", "float32": "rope_fp32",
 
 def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `ops.Ops.add_rms_norm_`."""
+    return _normed("norm", x, delta, weight, eps)
+
+
+def add_layer_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_layer_norm_`."""
+    return _normed("layer_norm", x, delta, weight, eps)
+
+
+def _normed(entry: str, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = empty("normed", x.shape)
     own = {
         A: x.data_ptr(),
@@ -32,7 +41,7 @@ def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
         WIDTH: x.shape[1],
         FLOAT: _bits(eps),
     }
-    _launch("norm", len(x), own)
+    _launch(entry, len(x), own)
     return out
 
 
@@ -95,6 +104,13 @@ def gelu_mul_cpu(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty("gated", (rows, width))
     _launch("gelu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
+    return out
+
+
+def gelu_cpu(x: Tensor) -> Tensor:
+    """See `ops.Ops.gelu`."""
+    out = empty("gated", x.shape)
+    _launch("gelu_exact", len(x), {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: x.shape[1]})
     return out
 
 

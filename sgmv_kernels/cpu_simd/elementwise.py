@@ -108,6 +108,38 @@ def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def row_sum(typingctx, x, n):  # type: ignore[no-untyped-def]
+    """Return the sum of n numbers."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            return [b.fadd(state[0], emit.load(args[0], at))]
+
+        (wide, first), (_, rest) = each(b, args[1], body, (0.0,))
+        return b.fadd(wide.sum(first[0]), rest[0])
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
+def centered(typingctx, x, mean, n, out):  # type: ignore[no-untyped-def]
+    """Compute out[h] = x[h] - mean for h < n; returns the sum of squares of out."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, mean, n, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = b.fsub(emit.load(x, at), emit.splat(mean))
+            emit.store(value, out, at)
+            return [emit.fma(value, value, state[0])]
+
+        (wide, first), (_, rest) = each(b, n, body, (0.0,))
+        return b.fadd(wide.sum(first[0]), rest[0])
+
+    return _F(_A, _F, _A, _A), codegen
+
+
+@intrinsic
 def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-def]
     """Compute out[h] = x[h] * factor * weight[h] for h < n."""
 
@@ -163,6 +195,33 @@ def gelu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
         return ctx.get_dummy_value()
 
     return types.void(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def gelu_of(typingctx, x, n, out):  # type: ignore[no-untyped-def]
+    """Compute out[h] = x[h] (1 + erf(x[h] / sqrt 2)) / 2 for h < n; erf to 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = emit.load(x, at)
+            size = b.fmul(emit.call("fabs", value), emit.const(math.sqrt(0.5)))
+            one = emit.const(1.0)
+            t = b.fdiv(one, emit.fma(size, emit.const(0.3275911), one))
+            poly = emit.const(1.061405429)
+            for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+                poly = emit.fma(poly, t, emit.const(factor))
+            power = emit.exp(b.fneg(b.fmul(size, size)))
+            tail = b.fmul(b.fmul(b.fmul(poly, t), power), emit.const(0.5))
+            share = b.select(b.fcmp_ordered("<", value, emit.const(0.0)), tail, b.fsub(one, tail))
+            emit.store(b.fmul(value, share), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A), codegen
 
 
 @intrinsic

@@ -103,15 +103,16 @@ def attention_torch(
     scale: float,
     window: int | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = torch.empty_like(q)
     sequences: TorchSequences = plan.prepared
     for group in sequences.singles:
-        single = _single_queries(q[group.rows].float(), kv, group, scale, window, softcap)
+        single = _single_queries(q[group.rows].float(), kv, group, scale, window, softcap, slopes)
         out[group.rows] = single.to(q.dtype)
     for chunk in sequences.chunks:
-        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, softcap).to(q.dtype)
+        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, softcap, slopes).to(q.dtype)
     return out
 
 
@@ -128,6 +129,7 @@ def _single_queries(
     scale: float,
     window: int | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Attend with q [B, heads, D]; returns [B, heads, D]. Heads that share a key head take the place of query
     positions.
@@ -145,6 +147,9 @@ def _single_queries(
     scores = (grouped @ keys).mul_(scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
+    if slopes is not None:
+        distance = (position - (lens - 1))[:, None, None]
+        scores.add_(slopes.view(kv.num_heads, -1, 1) * distance)
     scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
     out: Tensor = scores.softmax(-1) @ values
     return out.reshape(b, heads, d)
@@ -157,17 +162,19 @@ def _chunk(
     scale: float,
     window: int | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Attend with the rows of one sequence, q [n, heads, D]; returns [n, heads, D]."""
     n, length = q.shape[0], chunk.length
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None and softcap is None and chunk.tree is None:
+    if n == length and window is None and softcap is None and slopes is None and chunk.tree is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        visible = _visible(chunk, n, window, q.device)
-        bias = torch.zeros((n, length), device=q.device).masked_fill_(~visible, float("-inf"))
+        visible, distance = _visible(chunk, n, window, q.device)
+        bias = torch.zeros((n, length), device=q.device) if slopes is None else slopes[:, None, None] * distance
+        bias.masked_fill_(~visible, float("-inf"))
         if softcap is None:
             out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
         else:
@@ -175,8 +182,10 @@ def _chunk(
     return out[0].transpose(0, 1)
 
 
-def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which keys the last n rows of a sequence see, bool [n, length]."""
+def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which keys the last n rows of a sequence see, bool [n, length], and the positions of keys less those of
+    rows, where they are seen.
+    """
     last = torch.arange(chunk.length - n, chunk.length, device=device)[:, None]
     at = torch.arange(chunk.length, device=device)[None]
     visible, position, key_position = at <= last, last, at
@@ -187,7 +196,8 @@ def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> 
         position = chunk.tree.positions[:, None]
         # An ancestor's depth is its place among the ancestors.
         key_position = torch.where(slot < 0, at, visible.cumsum(-1) - 1)
-    return visible if window is None else visible & (key_position > position - window)
+    distance = key_position - position
+    return (visible if window is None else visible & (distance > -window)), distance
 
 
 def _capped(query: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:

@@ -23,6 +23,13 @@ def add_rms_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
+def add_layer_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_layer_norm_`."""
+    if delta is not None:
+        x.add_(delta)
+    return F.layer_norm(x.float(), (x.shape[-1],), weight, None, eps).to(x.dtype)
+
+
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
     """See `ops.Ops.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -33,6 +40,11 @@ def gelu_mul_torch(gate_up: Tensor) -> Tensor:
     """See `ops.Ops.gelu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu_torch(x: Tensor) -> Tensor:
+    """See `ops.Ops.gelu`."""
+    return F.gelu(x)
 
 
 def norm_heads_torch_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:

@@ -16,6 +16,7 @@ kernel also lets the group fill the rows; parts and reduce, Flash-Decoding (Dao 
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -58,6 +59,7 @@ def attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
@@ -95,6 +97,7 @@ def attention(
                 scale,
                 0.0 if softcap is None else softcap,
                 0 if window is None else window,
+                q if slopes is None else slopes,
                 *kv.keys.stride(),
                 *kv.values.stride(),
                 HEADS=heads,
@@ -104,6 +107,7 @@ def attention(
                 PAGE=kv.page_size,
                 WINDOW=window is not None,
                 SOFTCAP=softcap is not None,
+                SLOPES=slopes is not None,
                 TREES=most.tree_rows > 0,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
@@ -136,6 +140,17 @@ def _rows(config: AttentionConfig, group: int) -> tuple[int, int]:
     return power_of_two(group, DECODE_M), power_of_two(group, config.prefill_m)
 
 
+@triton.jit
+def _ones(bits):  # type: ignore[no-untyped-def]
+    """Return the number of ones in int64 numbers that are not negative."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits = bits + (bits >> 8)
+    bits = bits + (bits >> 16)
+    return (bits + (bits >> 32)) & 0x7F
+
+
 @kernel("items_at", "starts_at", "lens_at", "pages_at", "trees_at", "tree_rows_at", "max_pages", "window")
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -155,6 +170,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     scale,
     softcap,
     window,
+    slopes,
     key_page,
     key_head,
     key_dim,
@@ -170,6 +186,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     TREES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,6 +220,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(part_end, tl.minimum(kv_len, first_last + block_q))
     begin, first_position = part_begin, first_last
     tree, word = kv_len, tl.full((BLOCK_M,), 0, dtype=tl.int64)
+    ancestors, slope = word, tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
+    if SLOPES:
+        slope = tl.load(slopes + head, mask=row_ok, other=0.0)
     if TREES:
         tree = tl.load(ints + trees_at + sequence)
         first_position = tl.minimum(first_position, tree)
@@ -210,6 +230,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         position = tl.load(about, mask=row_ok, other=0)
         word = tl.load(about + 1, mask=row_ok, other=0).to(tl.int64) & 0xFFFFFFFF
         word = word | tl.load(about + 2, mask=row_ok, other=0).to(tl.int64) << 32
+        ancestors = word
         if WINDOW:
             # Forget the first ancestors, which are before the window.
             outside = position - window + 1 - tree
@@ -245,8 +266,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if SOFTCAP:
             scores = softened(scores, softcap)
         visible = key_ok[None, :] & (at[None, :] <= last[:, None])
+        slot_in_tree = tl.minimum(tl.maximum(at - tree, 0), _MAX_SLOTS - 1).to(tl.int64)
+        if SLOPES:
+            key_position = at[None, :]
+            if TREES:
+                # An ancestor's depth is its place among the ancestors.
+                depth = _ones(ancestors[:, None] & ((tl.full((BLOCK_N,), 1, tl.int64) << slot_in_tree) - 1)[None, :])
+                key_position = tl.where((at < tree)[None, :], key_position, tree + depth.to(tl.int32))
+            scores += slope[:, None] * (key_position - position[:, None]).to(tl.float32)
         if TREES:
-            slot_in_tree = tl.minimum(tl.maximum(at - tree, 0), _MAX_SLOTS - 1).to(tl.int64)
             is_ancestor = (word[:, None] >> slot_in_tree[None, :]) & 1
             visible = visible & ((at < tree)[None, :] | (is_ancestor > 0))
         if WINDOW:

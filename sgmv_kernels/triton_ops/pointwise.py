@@ -49,11 +49,20 @@ def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Ten
 
 def add_rms_norm_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `ops.Ops.add_rms_norm_`."""
+    return _normed(x, delta, weight, eps, centered=False)
+
+
+def add_layer_norm_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_layer_norm_`."""
+    return _normed(x, delta, weight, eps, centered=True)
+
+
+def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
     out = torch.empty_like(x)
     rows, width = x.shape
     if rows:
         block = power_of_two(width)
-        _add_rms_norm_kernel[(rows,)](
+        _add_norm_kernel[(rows,)](
             x,
             x if delta is None else delta,
             weight,
@@ -61,6 +70,7 @@ def add_rms_norm_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
             eps,
             WIDTH=width,
             ADD=delta is not None,
+            CENTERED=centered,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )
@@ -84,6 +94,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     if rows and width:
         block = min(SILU_BLOCK, power_of_two(width))
         _gelu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `ops.Ops.gelu`."""
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _gelu_kernel[(rows, triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
     return out
 
 
@@ -186,7 +206,7 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+def _add_norm_kernel(  # type: ignore[no-untyped-def]
     x,
     delta,
     weight,
@@ -194,9 +214,10 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     eps,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
+    CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute one row: x += delta, rounded to x's dtype, then the norm of what was stored."""
+    """Compute one row: x += delta, rounded to x's dtype, then the norm of what was stored, or of that less its mean."""
     column = tl.arange(0, BLOCK)
     ok = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -205,6 +226,8 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         stored = cast(total + tl.load(delta + at, mask=ok, other=0.0).to(tl.float32), x.dtype.element_ty)
         tl.store(x + at, stored, mask=ok)
         total = stored.to(tl.float32)
+    if CENTERED:
+        total = tl.where(ok, total - tl.sum(total, 0) / WIDTH, 0.0)
     mean = tl.sum(total * total, 0) / WIDTH
     normed = total * tl.rsqrt(mean + eps) * tl.load(weight + column, mask=ok, other=0.0)
     tl.store(out + at, cast(normed, out.dtype.element_ty), mask=ok)
@@ -235,6 +258,16 @@ def _gelu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  #
     small = tl.exp(-tl.abs(z))
     sigmoid = tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
     tl.store(out + row * WIDTH + column, cast(gate * sigmoid * up, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _gelu_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply GELU to columns of one row."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    value = tl.load(x + at, mask=column < WIDTH, other=0.0).to(tl.float32)
+    gated = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(out + at, cast(gated, out.dtype.element_ty), mask=column < WIDTH)
 
 
 @kernel()

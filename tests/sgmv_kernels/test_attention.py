@@ -80,6 +80,21 @@ def test_softcap(ops: Ops, short_parts: None, softcap: float, window: int | None
     assert not torch.allclose(got, case.attend(ops, 0.5, window), atol=1e-3)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+@every_backend
+def test_slopes(ops: Ops, short_parts: None, window: int | None) -> None:
+    """A row's bias counts tokens back from its own: chunks, single rows and rows alone have the same bits."""
+    case = make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64)
+    case.slopes = torch.tensor([1.0, 0.25, 0.0, 0.0625])
+    got = case.check(ops, 0.5, window)
+    heads = (got - replace(case, slopes=None).attend(ops, 0.5, window)).abs().amax(dim=(0, 2))
+    assert (heads > 0.1).tolist() == [True, True, False, True]
+    if ops.name == "numba":
+        case.q, case.query_lens, case.kv_lens = case.q[5:6].contiguous(), [1], [66]
+        case.tables = case.tables[1:2]
+        assert torch.equal(case.attend(ops, 0.5, window), got[5:6])
+
+
 @every_backend
 def test_softcap_keeps_nan_and_bits(ops: Ops) -> None:
     case = make_case([5], [45], 4, 2, 64)
@@ -187,14 +202,16 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
         ({"kv_lens": [30]}, "one entry a sequence"),
         ({"window": 0}, "window"),
         ({"softcap": 0.0}, "softcap must be positive"),
+        ({"slopes": torch.ones(3)}, "slopes must be contiguous float32"),
         ({"page": 999}, "outside the pool"),
     ],
 )
 def test_bad_arguments(ops: Ops, change: dict, message: str) -> None:
     case = make_case([1, 4], [30, 4], 4, 2, 64)
     case.tables[0, 1] = change.get("page", case.tables[0, 1])
+    case.slopes = change.get("slopes")
     with pytest.raises(KernelArgumentError, match=message):
-        case.attend(ops, **{name: value for name, value in change.items() if name != "page"})
+        case.attend(ops, **{name: value for name, value in change.items() if name not in ("page", "slopes")})
 
 
 # At full size, in tensor cores: only a CUDA device can show that.

@@ -12,6 +12,8 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import (
     gelu_mul_reference,
+    gelu_reference,
+    layer_norm_reference,
     rms_norm_reference,
     rope_reference,
     silu_mul_reference,
@@ -35,15 +37,20 @@ every_backend = pytest.mark.parametrize("ops", ["torch", "numba", "triton"], ind
 @kinds
 @pytest.mark.parametrize("width", [576, 100, 7, 4096])
 @pytest.mark.parametrize("residual", [False, True])
-def test_add_rms_norm(ops: Ops, width: int, residual: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_of_sums(ops: Ops, norm: str, width: int, residual: bool, dtype: torch.dtype) -> None:
+    add, reference = {
+        "rms": (ops.add_rms_norm_, rms_norm_reference),
+        "layer": (ops.add_layer_norm_, layer_norm_reference),
+    }[norm]
     spread = torch.tensor([30.0, 30.0, 3e-3])[:, None]  # of the last row epsilon is a large part
-    x, weight = (torch.randn(3, width) * spread).to(dtype), torch.randn(width)
+    x, weight = ((torch.randn(3, width) + 1) * spread).to(dtype), torch.randn(width)
     delta = (torch.randn(3, width) * spread / 30).to(dtype) if residual else None
     total = x + delta if residual else x.clone()
     held = x.to(ops.device, copy=True)
-    got = ops.add_rms_norm_(held, None if delta is None else delta.to(ops.device), weight.to(ops.device), 1e-5)
+    got = add(held, None if delta is None else delta.to(ops.device), weight.to(ops.device), 1e-5)
     assert got.dtype == dtype
-    torch.testing.assert_close(got.cpu().float(), rms_norm_reference(total, weight, 1e-5), **CLOSE[dtype])
+    torch.testing.assert_close(got.cpu().float(), reference(total, weight, 1e-5), **CLOSE[dtype])
     assert torch.equal(held.cpu(), total)
 
 
@@ -119,6 +126,16 @@ def test_gates(ops: Ops, gate: str, reference, spread: float, edges: list[float]
     got = getattr(ops, gate)(gate_up.to(ops.device)).cpu()
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), reference(gate_up), **CLOSE[dtype])
+
+
+@kinds
+@pytest.mark.parametrize("width", [48, 1536, 13])
+def test_gelu(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, width) * 4).to(dtype)
+    x[0, :6] = torch.tensor([-100.0, 100.0, -9.0, 0.0, 1e-4, -1e-4])
+    got = ops.gelu(x.to(ops.device)).cpu()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), gelu_reference(x), **CLOSE[dtype])
 
 
 @kinds

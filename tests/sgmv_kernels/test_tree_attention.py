@@ -54,7 +54,9 @@ def on_paths(case: Case, scale: float, window: int | None, softcap: float | None
                 node = parents[node]
             path = [*range(min(start, slot + 1)), *reversed(path)]
             alone = (keys[None, :, :, path], values[None, :, path], [[0]], [1], [len(path)])
-            out.append(paged_attention_reference(case.q[row : row + 1], *alone, scale, window, softcap))
+            out.append(
+                paged_attention_reference(case.q[row : row + 1], *alone, scale, window, softcap, (), case.slopes)
+            )
             row += 1
     return torch.cat(out)
 
@@ -111,6 +113,14 @@ def test_every_shape_of_heads(ops: Ops, heads: tuple[int, int, int], window: int
 )
 def test_pages_and_softcap(ops: Ops, short_parts: None, page: int, softcap: float | None) -> None:
     check(grow(make_case([17, 65, 9], [17, 300, 72], 4, 2, 64, page=page), 9, 16, 64, 9), ops, 33, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@every_backend
+def test_slopes_count_depths(ops: Ops, short_parts: None, window: int | None) -> None:
+    case = grow(make_case([17, 65, 9, 1], [17, 300, 72, 40], 4, 2, 64), 9, 16, 64, 9, 0)
+    case.slopes = torch.tensor([0.5, 0.25, 2.0, 0.0])
+    check(case, ops, window)
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])

@@ -30,6 +30,8 @@ class Case:
     kv_lens: list[int]
     # Draft trees, as `Ops.plan_attention` takes them.
     parents: list[Parents] = field(default_factory=list)
+    # Of ALiBi, for every query head.
+    slopes: torch.Tensor | None = None
 
     def q_of(self, order: list[int], device: torch.device) -> torch.Tensor:
         parts = self.q.split(self.query_lens)
@@ -42,12 +44,13 @@ class Case:
         lens |= {"parents": [self.parents[i] for i in order] if self.parents else []}
         plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
         q = self.q_of(order, ops.device)
-        return ops.paged_attention(q, pages_on(self.kv, ops.device), plan, scale, window, softcap).cpu()
+        slopes = None if self.slopes is None else self.slopes.to(ops.device)
+        return ops.paged_attention(q, pages_on(self.kv, ops.device), plan, scale, window, softcap, slopes).cpu()
 
     def reference(self, scale: float, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         tables = [row[: -(-n // self.kv.page_size)].tolist() for row, n in zip(self.tables, self.kv_lens, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
-        return paged_attention_reference(*args, scale, window, softcap, self.parents)
+        return paged_attention_reference(*args, scale, window, softcap, self.parents, self.slopes)
 
     def check(self, ops: Ops, scale=0.125, window=None, softcap=None, **close: float) -> torch.Tensor:
         """What the kernels compute, which is what the reference does."""

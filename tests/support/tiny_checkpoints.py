@@ -210,7 +210,14 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma": {"head_dim": 24, "num_key_value_heads": 1, "pad_token_id": 0},
     "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
     "gemma3": GEMMA | {"sliding_window_pattern": 3},
+    "mpt": {"no_bias": True, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
+}
+MPT_NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
 }
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -252,12 +259,14 @@ def write_tiny(
 
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
     qkv biases and a tied head; qwen3 norms of heads; gemma one key head; gemma2 and gemma3 windows on some of 4 layers,
-    gemma3 two thetas; phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them.
+    gemma3 two thetas; mpt ALiBi, LayerNorm and no gate; phi3 fused modules. `shard_bytes` splits the weights, `dtype`
+    casts them.
     """
     import transformers
 
     stem = "Gemma3Text" if family == "gemma3" else family.capitalize()
-    config = getattr(transformers, f"{stem}Config")(**{**COMMON, **FAMILIES[family], **changes})
+    common = {MPT_NAMES.get(key, key): value for key, value in COMMON.items()} if family == "mpt" else COMMON
+    config = getattr(transformers, f"{stem}Config")(**{**common, **FAMILIES[family], **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
     with torch.no_grad():

@@ -50,6 +50,8 @@ class HfCheckpoint:
             self._open_weights()
             check_num_layers(self.spec, len(self._readers))
             settings = _quantization(path, _read_json(path / "config.json"))
+            if settings is not None and self.spec.names.sites:
+                raise UnsupportedModel(f"quantized checkpoints of family {self.spec.family} are not supported")
             self._packed = None if settings is None else _packed_modules(settings, self._readers)
             check_shapes(self.spec, dict(self._shapes()))
             self.packing = None if settings is None else self._packing(settings.method)
@@ -65,7 +67,8 @@ class HfCheckpoint:
         module = self._quantized_module(name)
         if module is not None and self._packed is not None:
             return self._packed.weight(module)
-        weight: Tensor = self._readers[name].get_tensor(name)
+        own = self.spec.names.in_file(name)
+        weight: Tensor = self._readers[own].get_tensor(own)
         return weight
 
     def codes(self, name: str) -> "GroupQuantizedWeight | None":
@@ -127,10 +130,12 @@ class HfCheckpoint:
         packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
         yield from packed.items()
         wanted = tensor_shapes(self.spec)
-        for name in self._readers:
+        canonical = {self.spec.names.in_file(name): name for name in wanted}
+        for own in self._readers:
+            name = canonical.get(own, own)
             # A quantized module has other tensors, of integers, too.
             if name not in packed and (self._packed is None or name in wanted):
-                yield name, self._shape(name)
+                yield name, self._shape(own)
 
     def _packing(self, method: str) -> StoredPacking | None:
         """Describe the quantization; None if it left all linears as floats."""

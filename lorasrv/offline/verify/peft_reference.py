@@ -23,6 +23,7 @@ from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
 from adapter_store.formats.weights import AdapterWeights, Array
 from adapter_store.spec import INT8
+from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader import Checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.offline.verify.hf_config import config_from_spec
@@ -30,7 +31,7 @@ from lorasrv.offline.verify.job import CannotVerify, VerifyJob
 from lorasrv.worker.weights import ModelWeights, Progress
 
 NAME = "default"
-PREFIX = "base_model.model.model.layers."
+WRAPPER = "base_model.model."
 SELECTING = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
 READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED) - SELECTING
 
@@ -41,10 +42,11 @@ class PeftReference:
     def __init__(
         self, job: VerifyJob, checkpoint: Checkpoint, weights: ModelWeights, adapter: AdapterWeights, progress: Progress
     ) -> None:
+        self._layers = checkpoint.spec.names.layers
         base = _base(job, checkpoint.spec)
         _fill(base, checkpoint, weights, progress)
         with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
-            _write_adapter(Path(folder), job, adapter)
+            _write_adapter(Path(folder), job, adapter, WRAPPER + self._layers)
             self._model: Any = peft.PeftModel.from_pretrained(base, folder, adapter_name=NAME)
         self._model.eval()
 
@@ -60,7 +62,7 @@ class PeftReference:
     @torch.inference_mode()
     def delta(self, layer: int, module: str, x: Tensor, width: int) -> Tensor:
         """Return what PEFT adds to one linear, x [T, in] -> [T, width]; zeros where it adapts nothing."""
-        lora = self._model.get_base_model().get_submodule(f"model.layers.{layer}.{module}")
+        lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
         if NAME not in getattr(lora, "lora_A", {}):
             return torch.zeros(len(x), width)
         added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
@@ -93,9 +95,11 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
     """
     spec = weights.spec
     gemma = spec.family.startswith("gemma")
-    parameters = dict(model.named_parameters())
-    for i, (name, parameter) in enumerate(parameters.items()):
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    canonical = {spec.names.in_file(name): name for name in tensor_shapes(spec)}
+    for i, (own, parameter) in enumerate(parameters.items()):
         progress("filling the reference model", i / len(parameters))
+        name = canonical.get(own, own)
         try:
             value = checkpoint.tensor(name).float() if name.endswith(".bias") else weights.dequantized(name)
         except KeyError:
@@ -106,13 +110,14 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
         parameter.copy_(value)
     progress("filling the reference model", 1.0)
     tied = {"lm_head.weight"} if spec.tied_head else set()
-    if missing := sorted(set(checkpoint.names()) - parameters.keys() - tied):
+    filled = {canonical.get(own, own) for own in parameters}
+    if missing := sorted(set(checkpoint.names()) - filled - tied):
         raise CannotVerify(f"the {spec.family} model of transformers lacks {missing[0]}, which this base has")
 
 
-def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:
-    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names or its form is
-    int8; then the matrices that the codes stand for.
+def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, prefix: str) -> None:
+    """Write the adapter for PEFT, whose tensors begin with `prefix`: the stored file itself, unless PEFT would ignore
+    its tensor names or its form is int8; then the matrices that the codes stand for.
 
     The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
     expressions, which may take exponential time to match; here they are the modules that have weights.
@@ -122,7 +127,7 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> Non
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
     for m in adapter.spec.modules:
-        stem = f"{PREFIX}{m.layer}.{m.module}"
+        stem = f"{prefix}{m.layer}.{m.module}"
         names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
     if adapter.spec.stored == INT8:
         save_file(

@@ -44,6 +44,8 @@ CASES = {
     "gemma2-uncapped-bias": {**UNCAPPED, "attention_bias": True},
     "gemma3": {},
     "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0},
+    "mpt": {},
+    "mpt-six-heads": {"n_heads": 6, "d_model": 96},
     "phi3": {},
     "phi3-window-partial": {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
     "phi3-longrope": {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64},
@@ -51,7 +53,7 @@ CASES = {
 }
 """By name, which begins with the family: changes of its tiny configuration."""
 EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
-EVERYDAY |= {"gemma", "gemma-mha-bias"}
+EVERYDAY |= {"gemma", "gemma-mha-bias", "mpt", "mpt-six-heads"}
 EVERYDAY |= {"phi3-window-partial"}
 """One of each family and of each kind of attention; the others are for test-long."""
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -65,12 +67,18 @@ CONFIGS = {
     },
     "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]},
 }
-FUSED = dict.fromkeys(ATTENTION[:3], "qkv_proj") | dict.fromkeys(MLP[:2], "gate_up_proj")
+FUSED = {
+    "phi3": dict.fromkeys(ATTENTION[:3], "qkv_proj") | dict.fromkeys(MLP[:2], "gate_up_proj"),
+    "mpt": dict.fromkeys(ATTENTION[:3], "Wqkv")
+    | {"o_proj": "out_proj", "gate_proj": "up_proj", "layers.1.mlp.down_proj": "blocks.1.ffn.down_proj"},
+}
+"""What a family's own modules are called."""
 
 
-def _fused(config: dict[str, Any]) -> dict[str, Any]:
-    modules = list(dict.fromkeys(FUSED.get(name, name) for name in config["target_modules"]))
-    ranks = {FUSED.get(name, name): rank for name, rank in config.get("rank_pattern", {}).items()}
+def _fused(config: dict[str, Any], family: str) -> dict[str, Any]:
+    own = FUSED[family]
+    modules = list(dict.fromkeys(own.get(name, name) for name in config["target_modules"]))
+    ranks = {own.get(name, name): rank for name, rank in config.get("rank_pattern", {}).items()}
     return config | {"target_modules": modules, "rank_pattern": ranks}
 
 
@@ -86,9 +94,10 @@ def cases(kernels: str, *names: str, mark: pytest.MarkDecorator | None = None, e
 def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
     from transformers import AutoConfig
 
-    is_fused = AutoConfig.from_pretrained(directory).model_type == "phi3"
+    family = AutoConfig.from_pretrained(directory).model_type
     for i, (name, config) in enumerate(CONFIGS.items()):
-        peft_adapter(directory, out / name, seed=100 + i, **(_fused(config) if is_fused else config))
+        own = _fused(config, family) if family in FUSED else config
+        peft_adapter(directory, out / name, seed=100 + i, **own)
     return {name: out / name for name in CONFIGS}
 
 
@@ -114,7 +123,7 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
         *cases("numba", *ALL, mark=pytest.mark.long, everyday=True),
         *cases("torch", *(name for name in ALL if name.startswith("llama"))),
         *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.long),
-        *cases("triton", "llama", "gemma2", "phi3-partial", mark=pytest.mark.long),
+        *cases("triton", "llama", "gemma2", "mpt", "phi3-partial", mark=pytest.mark.long),
         *cases("triton", "mistral", "gemma3", mark=pytest.mark.exhaustive),
     ],
 )

@@ -93,7 +93,8 @@ def served(tiny_hf_checkpoints, tmp_path: Path) -> Callable[..., HandDecoder]:
 
     def make(family: str, kernels: str, **options: str) -> HandDecoder:
         directory = tiny_hf_checkpoints[family]()
-        targets = ["qkv_proj"] if family == "phi3" else ["q_proj", "v_proj", "down_proj"]
+        own = {"phi3": ["qkv_proj"], "mpt": ["Wqkv", "down_proj"]}
+        targets = own.get(family, ["q_proj", "v_proj", "down_proj"])
         adapter = tmp_path / f"a-{family}"
         if not adapter.exists():
             peft_adapter(directory, adapter, seed=3, r=4, lora_alpha=8, target_modules=targets)
@@ -106,9 +107,9 @@ def served(tiny_hf_checkpoints, tmp_path: Path) -> Callable[..., HandDecoder]:
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [
-        *((family, "numba") for family in ("llama", "gemma2", "gemma3")),
-        ("gemma3", "torch"),
-        long("gemma3", "triton"),
+        *((family, "numba") for family in ("llama", "gemma2", "gemma3", "mpt")),
+        *((family, "torch") for family in ("gemma3", "mpt")),
+        *(long(family, "triton") for family in ("gemma3", "mpt")),
     ],
 )
 def test_a_tree_is_its_paths(served: Callable[..., HandDecoder], family: str, kernels: str) -> None:
@@ -140,7 +141,7 @@ def test_a_tree_is_its_paths(served: Callable[..., HandDecoder], family: str, ke
         torch.testing.assert_close(then, alone(i, [*said, 7, 8, 9]), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mpt"])
 def test_a_recorded_tree_is_the_tree(served: Callable[..., HandDecoder], family: str) -> None:
     """Bit for bit, logits, keys and values; and a chain written as a tree is the chain."""
     recorded, called, plain = (served(family, "numba", weights="int4") for _ in range(3))

@@ -139,7 +139,7 @@ def load(server: Server) -> dict[str, Any]:
     with torch.inference_mode(), noted() as keys:
         server.compute(next(server.warm_up.all()))
     by_name = {key.name: key for key in keys}
-    wanted = [by_name[name] for name in ("_silu_mul_kernel", "_rope_write_kernel", "_add_rms_norm_kernel")]
+    wanted = [by_name[name] for name in ("_silu_mul_kernel", "_rope_write_kernel", "_add_norm_kernel")]
     progress: list[float] = []
     found: list[bool] = []
     loaded = KernelKey.load

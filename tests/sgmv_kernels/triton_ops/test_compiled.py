@@ -72,12 +72,12 @@ def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_h
     slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
     kv = KvPages(slab, KV_FORMATS[str(stored).removeprefix("torch.")], kv_heads, 16, dim)
     plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
-    q = torch.zeros(71, heads, dim, dtype=active)
+    q, lean = torch.zeros(71, heads, dim, dtype=active), torch.zeros(heads)
     for trees in (None, build_trees([(-1,), (-1, 0, 0)], np.diff(plan.query_starts), plan.kv_lens)):
         plan = replace(plan, trees=trees)
         plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
-        for window, softcap in ((None, None), (100, None), (None, 50.0)):
-            attention_triton.attention(q, kv, plan, 0.1, window, softcap)
+        for window, softcap, slopes in ((None, None, None), (100, None, None), (None, 50.0, None), (None, None, lean)):
+            attention_triton.attention(q, kv, plan, 0.1, window, softcap, slopes)
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
@@ -92,6 +92,8 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 4096, dtype=dtype)
     pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
     pointwise_triton.add_rms_norm_(x, None, torch.zeros(4096), 1e-5)
+    pointwise_triton.add_layer_norm_(x, x, torch.zeros(4096), 1e-5)
+    pointwise_triton.gelu(x)
     pointwise_triton.silu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
     pointwise_triton.gelu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
     pointwise_triton.norm_heads_(torch.zeros(2, 48 * 128, dtype=dtype), torch.zeros(128), torch.zeros(128), 8, 1e-5)

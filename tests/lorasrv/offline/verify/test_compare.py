@@ -33,7 +33,7 @@ from lorasrv.offline.verify.verdict import ComparisonOutcome
 from lorasrv.worker.decoder import Decoder
 
 Tiny = dict[str, Callable[..., Path]]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3")
 PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
@@ -55,7 +55,7 @@ def job_of(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) 
 
     @cache
     def adapter(folder: Path, trained: bool) -> Path:
-        target = tmp_path_factory.mktemp("adapter")
+        target, is_mpt = tmp_path_factory.mktemp("adapter"), "mpt" in folder.name
         peft_adapter(
             folder,
             target,
@@ -63,8 +63,8 @@ def job_of(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) 
             strength=0.3,  # of the size of what the base computes, as a trained one, not ten times that
             lora_alpha=6,
             init_lora_weights=not trained,
-            rank_pattern={"layers.1.self_attn.o_proj": 7},
-            alpha_pattern={"layers.2.mlp.down_proj": 3},
+            rank_pattern={"blocks.1.attn.out_proj" if is_mpt else "layers.1.self_attn.o_proj": 7},
+            alpha_pattern={"blocks.2.ffn.down_proj" if is_mpt else "layers.2.mlp.down_proj": 3},
         )
         return target
 
