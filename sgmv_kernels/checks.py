@@ -136,13 +136,28 @@ def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:
         require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
 
 
-def check_queries(q: Tensor, kv: KvPages, window: int | None, softcap: float | None) -> None:
-    """Check queries [T, heads, D] against the pages, and that window and softcap are positive."""
+def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
+    """Check rows [T, H] of a residual stream, what is added to them, and the weight of their norm."""
+    require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+    fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
+    require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
+    if delta is not None:
+        fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
+        require(fits, "delta must be like x")
+
+
+def check_queries(
+    q: Tensor, kv: KvPages, window: int | None, softcap: float | None, slopes: Tensor | None = None
+) -> None:
+    """Check queries [T, heads, D] against the pages, one slope a head, and that window and softcap are positive."""
     require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
     require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
     require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
     require(window is None or window > 0, f"window must be positive, not {window}")
     require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
+    if slopes is not None:
+        fits = slopes.shape == q.shape[1:2] and slopes.dtype == torch.float32 and slopes.is_contiguous()
+        require(fits, f"slopes must be contiguous float32 [{q.shape[1]}]")
 
 
 def check_slab(slab: Tensor, plan: SgmvPlan, device: torch.device) -> None:

@@ -35,6 +35,7 @@ from sgmv_kernels.checks import (
     check_gated,
     check_heads,
     check_moves,
+    check_normed,
     check_pages,
     check_queries,
     check_rotated,
@@ -329,10 +330,7 @@ class Ops:
             ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
-        check_queries(q, kv, window, softcap)
-        if slopes is not None:
-            fits = slopes.shape == q.shape[1:2] and slopes.dtype == torch.float32 and slopes.is_contiguous()
-            require(fits, f"slopes must be contiguous float32 [{q.shape[1]}]")
+        check_queries(q, kv, window, softcap, slopes)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         self._check_pages(kv, plan)
         return self._backend.attention(q, kv, plan, scale, window, softcap, slopes)
@@ -392,7 +390,8 @@ class Ops:
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         """
-        self._check_normed(x, delta, weight)
+        self._check_activation(x, "x")
+        check_normed(x, delta, weight)
         return self._backend.add_rms_norm_(x, delta, weight, eps)
 
     def add_layer_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -402,7 +401,8 @@ class Ops:
 
         Args, Returns, Raises: as `add_rms_norm_`.
         """
-        self._check_normed(x, delta, weight)
+        self._check_activation(x, "x")
+        check_normed(x, delta, weight)
         return self._backend.add_layer_norm_(x, delta, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -581,15 +581,6 @@ class Ops:
 
     def _reads(self, kv_format: KVFormat) -> bool:
         return self._backend.kv_formats is None or kv_format.name in self._backend.kv_formats
-
-    def _check_normed(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
-        self._check_activation(x, "x")
-        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
-        require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
-        if delta is not None:
-            fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
-            require(fits, "delta must be like x")
 
     def _check_activation(self, x: Tensor, name: str) -> None:
         if x.dtype not in self._backend.activations:
