@@ -21,10 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_SCALES, CodesKV, rotated_block
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
+from sgmv_kernels.triton_ops.kv_codes import hadamard_matrix, words_of
 
 _ITEM = tl.constexpr(5)
 _REDUCE = tl.constexpr(4)
@@ -33,9 +35,11 @@ _TREE = tl.constexpr(3)
 _MAX_SLOTS = tl.constexpr(64)
 SUMS = 2
 DECODE_M = 16
+CODES_N = 64
+"""Fewest keys of a tile of codes: `tl.dot` takes 16 of each of four."""
 REDUCED_PARTS = 16
 """Partial results that are read at once: what a warp holds in registers."""
-KV_FORMATS = ("bfloat16", "float16", "float32")
+KV_FORMATS = ("bfloat16", "float16", "float32", "int8")
 """KV formats that the kernels read."""
 new_partials = torch.empty
 """Allocator of the partial results; tests replace it by one that fills them with NaN."""
@@ -73,7 +77,11 @@ def attention(
     slots = (max(1, most.max_slots), kv.num_heads, decode_m)
     partial = new_partials((*slots, padded), dtype=torch.float32, device=q.device)
     sums = new_partials((*slots, SUMS), dtype=torch.float32, device=q.device)
-    compute, precision = product_dtype(q.dtype, kv.keys.dtype)
+    is_coded = isinstance(kv.format, CodesKV)
+    compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
+    keys, values = (words_of(kv.keys), words_of(kv.values)) if is_coded else (kv.keys, kv.values)
+    # Pages of floats have no scales: any address serves.
+    key_scales, value_scales = (kv.parts.get(name, keys) for name in (KEY_SCALES, VALUE_SCALES))
     for items, items_at, block_m, block_n, warps, stages in (
         (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
         (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
@@ -81,8 +89,10 @@ def attention(
         if items:
             _attention_kernel[(items, kv.num_heads)](
                 q,
-                kv.keys,
-                kv.values,
+                keys,
+                values,
+                key_scales,
+                value_scales,
                 out,
                 partial,
                 sums,
@@ -98,8 +108,9 @@ def attention(
                 0.0 if softcap is None else softcap,
                 0 if window is None else window,
                 q if slopes is None else slopes,
-                *kv.keys.stride(),
-                *kv.values.stride(),
+                *keys.stride(),
+                *values.stride(),
+                *key_scales.stride()[:2],
                 HEADS=heads,
                 GROUP=group,
                 D=dim,
@@ -109,8 +120,11 @@ def attention(
                 SOFTCAP=softcap is not None,
                 SLOPES=slopes is not None,
                 TREES=most.tree_rows > 0,
+                CODES=is_coded,
+                ROTATED=rotated_block(dim),
+                QUADS_PAD=power_of_two(-(-dim // 4)),
                 BLOCK_M=block_m,
-                BLOCK_N=block_n,
+                BLOCK_N=max(block_n, CODES_N) if is_coded else block_n,
                 COMPUTE=compute,
                 PRECISION=precision,
                 num_warps=warps,
@@ -156,6 +170,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     partial,
     sums,
@@ -179,6 +195,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     value_head,
     value_slot,
     value_dim,
+    scale_page,
+    scale_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -188,6 +206,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
     TREES: tl.constexpr,
+    CODES: tl.constexpr,
+    ROTATED: tl.constexpr,
+    QUADS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -244,8 +265,20 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
     nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     table = ints + pages_at + sequence.to(tl.int64) * max_pages
-    k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
     v_base = values + kv_head.to(tl.int64) * value_head + d.to(tl.int64)[None, :] * value_dim
+    if CODES:
+        # A word has four numbers of a key, or four tokens of a value: queries and weights are taken four apart.
+        quad = tl.arange(0, QUADS_PAD)
+        k_ok = quad < (D + 3) // 4
+        k_base = keys + kv_head.to(tl.int64) * key_head + quad.to(tl.int64)[:, None] * key_dim
+        q_0 = _rotated_quarter(q_tile, d, quad, 0, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_1 = _rotated_quarter(q_tile, d, quad, 1, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_2 = _rotated_quarter(q_tile, d, quad, 2, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_3 = _rotated_quarter(q_tile, d, quad, 3, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        fours = tl.arange(0, BLOCK_N // 4)
+    else:
+        k_ok, fours, q_0, q_1, q_2, q_3 = dim_ok, n, q_tile, q_tile, q_tile, q_tile
+        k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
     # Without a mask, so that the compiler treats slots of a page as contiguous; the table is padded.
     next_page = tl.load(table + (begin // BLOCK_N * BLOCK_N + n) // PAGE)
     # Tiles begin at multiples of BLOCK_N, so that where the window begins does not move them.
@@ -257,12 +290,20 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         next_page = tl.load(table + (at + BLOCK_N) // PAGE)
         # A masked key may be NaN: it affects only its own column of scores, which `visible` masks below.
         page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < last_page)
+        places = page * scale_page + kv_head.to(tl.int64) * scale_head + at % PAGE
         k_tile = tl.load(
             k_base + (page * key_page + (at % PAGE) * key_slot)[None, :],
-            mask=dim_ok[:, None] & page_ok[None, :],
-            other=0.0,
+            mask=k_ok[:, None] & page_ok[None, :],
+            other=0,
         )
-        scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
+        if CODES:
+            scores = dot(q_0, _byte(k_tile, 0).to(COMPUTE), nothing, PRECISION)
+            scores = dot(q_1, _byte(k_tile, 1).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_2, _byte(k_tile, 2).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_3, _byte(k_tile, 3).to(COMPUTE), scores, PRECISION)
+            scores = scores * (tl.load(key_scales + places, mask=page_ok, other=0.0) * scale)[None, :]
+        else:
+            scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
         if SOFTCAP:
             scores = softened(scores, softcap)
         visible = key_ok[None, :] & (at[None, :] <= last[:, None])
@@ -287,12 +328,31 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         fade = tl.exp(highest - known)
         highest = new_highest
         total = total * fade + tl.sum(weights, 1)
-        v_tile = tl.load(
-            v_base + (page * value_page + (at % PAGE) * value_slot)[:, None],
-            mask=key_ok[:, None] & dim_ok[None, :],
-            other=0.0,
-        )
-        acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc * fade[:, None], PRECISION)
+        acc = acc * fade[:, None]
+        if CODES:
+            scaled = weights * tl.load(value_scales + places, mask=key_ok, other=0.0)[None, :]
+            scaled = tl.where(visible, scaled, 0.0).to(COMPUTE)
+            even, odd = tl.split(tl.reshape(scaled, (BLOCK_M, BLOCK_N // 4, 2, 2)))
+            weights_0, weights_2 = tl.split(even)
+            weights_1, weights_3 = tl.split(odd)
+            first = tile * BLOCK_N + 4 * fours
+            own_page = tl.load(table + first // PAGE).to(tl.int64)
+            v_tile = tl.load(
+                v_base + (own_page * value_page + (first % PAGE) // 4 * value_slot)[:, None],
+                mask=((first + 3 >= begin) & (first < end))[:, None] & dim_ok[None, :],
+                other=0,
+            )
+            acc = dot(weights_0, _byte(v_tile, 0).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_1, _byte(v_tile, 1).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_2, _byte(v_tile, 2).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_3, _byte(v_tile, 3).to(COMPUTE), acc, PRECISION)
+        else:
+            v_tile = tl.load(
+                v_base + (page * value_page + (at % PAGE) * value_slot)[:, None],
+                mask=key_ok[:, None] & dim_ok[None, :],
+                other=0.0,
+            )
+            acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION)
 
     if slot < 0:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -304,6 +364,33 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.store(partial + place[:, None] * D_PAD + d[None, :], acc, mask=row_ok[:, None])
         tl.store(sums + place * _SUMS, highest, mask=row_ok)
         tl.store(sums + place * _SUMS + 1, total, mask=row_ok)
+
+
+@kernel()
+def _rotated_quarter(  # type: ignore[no-untyped-def]
+    q_tile,
+    d,
+    quad,
+    number: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    QUADS_PAD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return every fourth number of rotated queries, from `number` on."""
+    column = 4 * quad + number
+    matrix = tl.where((column < D)[None, :], hadamard_matrix(d[:, None], column[None, :], ROTATED), 0.0)
+    nothing = tl.full((BLOCK_M, QUADS_PAD), 0.0, dtype=tl.float32)
+    rotated = dot(q_tile, matrix.to(COMPUTE), nothing, PRECISION) / tl.sqrt(ROTATED * 1.0)
+    return rotated.to(COMPUTE)
+
+
+@kernel()
+def _byte(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a signed byte of each word."""
+    return (words << (24 - 8 * number)) >> 24
 
 
 @kernel("reduce_at", "starts_at")

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgmv_kernels.formats.kv_format import CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.common import cast, kernel, power_of_two, softened
+from sgmv_kernels.triton_ops.kv_codes import rope_write_codes
 
 SILU_BLOCK = 1024
 ROPE_ROWS = 16
@@ -18,6 +20,8 @@ ROPE_ROWS = 16
 
 def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
     """See `ops.Ops.rope_write_kv`."""
+    if isinstance(kv.format, CodesKV):
+        return rope_write_codes(qkv, cos, sin, kv, pages, slots)
     rows, dim = len(qkv), kv.head_dim
     heads = qkv.shape[1] // dim - 2 * kv.num_heads
     q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)

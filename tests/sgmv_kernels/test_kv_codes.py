@@ -4,6 +4,7 @@ bytes and a row's bits depend on nothing beside them."""
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ PAGE, PAGES = 16, 26
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 1, 80), (4, 2, 96), (2, 1, 256), (4, 2, 24)]
 """(query heads, key heads, numbers of a head)."""
 BACKENDS = ("torch", "numba")
-every_backend = pytest.mark.parametrize("ops", BACKENDS, indirect=True)
+every_backend = pytest.mark.parametrize("ops", [*BACKENDS, "triton"], indirect=True)
 every_format = pytest.mark.parametrize("name", CODES)
 
 
@@ -54,7 +55,7 @@ class Sequences:
             row[:used] = [order.pop() for _ in range(used)]
         spread = torch.randn((heads + 2 * kv_heads) * dim).div(2).exp()  # a few numbers of a head are much larger
         qkv = [torch.randn(n, len(spread)) * spread for n in lens]
-        return cls(heads, kv, tables, qkv, [6 * torch.rand(n, (turned or dim) // 2) for n in lens])
+        return cls(heads, kv, tables, qkv, [6 * torch.rand(n, (dim if turned is None else turned) // 2) for n in lens])
 
     def step(
         self,
@@ -62,7 +63,7 @@ class Sequences:
         kv: KvPages,
         spans: Sequence[tuple[int, int, int]],
         parents: Sequence[Parents] = (),
-        **how: float | None,
+        **how: Any,
     ) -> torch.Tensor:
         """Compute tokens from `begin` to `end` of some sequences, (sequence, begin, end), in one step."""
         chosen, query_lens = [s for s, _, _ in spans], [end - begin for _, begin, end in spans]
@@ -84,7 +85,7 @@ class Sequences:
     def queries(self, spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         return self.turned(spans, 0, self.heads)
 
-    def reference(self, kv: KvPages, spans, parents: Sequence[Parents] = (), **how: float | None) -> torch.Tensor:
+    def reference(self, kv: KvPages, spans, parents: Sequence[Parents] = (), **how: Any) -> torch.Tensor:
         """Attention in fp32 over what the pages hold, un-rotated."""
         keys, values = (part.cpu() for part in kv.read(torch.arange(PAGES, device=kv.slab.device)))
         used = [self.tables[s][: -(-end // PAGE)].tolist() for s, _, end in spans]
@@ -131,7 +132,13 @@ ROUNDED = {"int8": (0.012, 0.03)}
 
 @pytest.mark.parametrize(
     ("ops", "shape", "window", "softcap"),
-    [*itertools.product(BACKENDS, SHAPES, (None, 7, 40), (None,)), *((b, SHAPES[0], 9, 2.0) for b in BACKENDS)],
+    [
+        *itertools.product(BACKENDS, SHAPES, (None, 7, 40), (None,)),
+        *((backend, SHAPES[0], 9, 2.0) for backend in (*BACKENDS, "triton")),
+        ("triton", SHAPES[3], None, None),
+        pytest.param("triton", SHAPES[2], 40, None, marks=pytest.mark.long),
+        pytest.param("triton", SHAPES[5], None, None, marks=pytest.mark.long),
+    ],
     indirect=["ops"],
 )
 @every_format
@@ -148,6 +155,16 @@ def test_attention_is_that_over_what_the_pages_hold(ops: Ops, name: str, shape, 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     """A thousandth of each head: queries and weights are rounded to 15 bits."""
     assert ((got - want).norm(dim=-1) <= 1e-3 * want.norm(dim=-1)).all()
+
+
+@every_format
+@every_backend
+def test_slopes_of_a_model_without_rotary_embedding(ops: Ops, name: str) -> None:
+    made, spans = Sequences.make(name, [40, 17], 4, 2, 64, turned=0), [(0, 0, 40), (1, 0, 17)]
+    slopes, kv = torch.tensor([0.5, 0.25, 0.1, 0.05]), pages_on(made.kv, ops.device)
+    got, want = made.step(ops, kv, spans, slopes=slopes.to(ops.device)), made.reference(kv, spans, slopes=slopes)
+    assert_near(got, want)
+    assert not torch.allclose(want, made.reference(kv, spans), atol=1e-2)
 
 
 @every_format

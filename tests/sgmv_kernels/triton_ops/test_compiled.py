@@ -68,9 +68,9 @@ def compile_sgmv(active: torch.dtype, stored: torch.dtype, rows: int, dims: Site
     sgmv_triton.sgmv_(y, x, torch.zeros(layout.num_pages(1024) * 1024, dtype=torch.uint8), plan, 0, 0)
 
 
-def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
-    kv = KvPages(slab, KV_FORMATS[str(stored).removeprefix("torch.")], kv_heads, 16, dim)
+def compile_attention(active: torch.dtype, kv_format: str, heads: int, kv_heads: int, dim: int) -> None:
+    slab = torch.zeros(20 * KV_FORMATS[kv_format].page_bytes(kv_heads, dim, 16), dtype=torch.uint8)
+    kv = KvPages(slab, KV_FORMATS[kv_format], kv_heads, 16, dim)
     plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
     q, lean = torch.zeros(71, heads, dim, dtype=active), torch.zeros(heads)
     for trees in (None, build_trees([(-1,), (-1, 0, 0)], np.diff(plan.query_starts), plan.kv_lens)):
@@ -100,6 +100,14 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.softcap_(x, 30.0)
 
 
+def compile_codes(dtype: torch.dtype) -> None:
+    """Compile the write and the copy of pages of codes."""
+    slab = torch.zeros(2 * KV_FORMATS["int8"].page_bytes(8, 128, 16), dtype=torch.uint8)
+    kv, index, angle = KvPages(slab, KV_FORMATS["int8"], 8, 16, 128), torch.arange(20), torch.zeros(20, 64)
+    pointwise_triton.rope_write_kv(torch.zeros(20, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+    slots_triton.copy_slots([kv], np.zeros((2, 4), dtype=np.int32))
+
+
 def compile_linear(
     active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int, *, zeros: bool = False
 ) -> None:
@@ -126,7 +134,7 @@ def compile_served(compiler: Compiler) -> None:
         compile_sgmv(BF16, BF16, rows, dims, rank)
     for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256)):
         compiler.label = f"heads of {dim}"
-        compile_attention(BF16, BF16, heads, kv_heads, dim)
+        compile_attention(BF16, "bfloat16", heads, kv_heads, dim)
     compiler.label = "pointwise"
     compile_pointwise(BF16)
 
@@ -140,7 +148,11 @@ def compile_others(compiler: Compiler) -> None:
     compiler.label = "other"
     compile_sgmv(FP32, FP32, 16, small, 8)
     compile_sgmv(FP16, BF16, 300, small, 64)
-    compile_attention(FP32, FP32, 9, 3, 80)
+    compile_attention(FP32, "float32", 9, 3, 80)
+    compiler.label = "codes"
+    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 1, 80)):
+        compile_attention(BF16, "int8", heads, kv_heads, dim)
+    compile_codes(BF16)
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
         compile_linear(FP32, 1, 576, 576, 64, levels)
         compile_linear(FP16, 9, 576, 576, 64, levels)
