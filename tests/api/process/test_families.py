@@ -45,6 +45,7 @@ def test_answers_in_chunks_behind_a_cached_prefix_and_with_draft_trees(
             with adapted.disable_adapter():
                 assert texts["base"] == tokenizer.decode(greedy(adapted, prompt))
             assert texts["mia"] != texts["base"]
-    with serve(*common, "--quantization", "attn=int4,mlp=q3h", adapters={"mia": tmp_path / "mia"}) as served:
+    few = ("--quantization", "attn=int4,mlp=q3h", "--kv-cache-dtype", "int8")
+    with serve(*common, *few, adapters={"mia": tmp_path / "mia"}) as served:
         done = lorasrv("verify", "mia", "--server", served.url)
         assert done.returncode == 0, done.stdout + done.stderr
