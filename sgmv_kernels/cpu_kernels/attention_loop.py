@@ -39,6 +39,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     put_f32,
     row_max,
     scaled,
+    sloped,
     take_next,
 )
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
@@ -180,8 +181,8 @@ def _lean(scores, slope, word, tree, low, high, distance):  # type: ignore[no-un
 
     From `tree` on, the bias is for ancestors, whose position is their place among the ancestors.
     """
-    for j in range(low, min(high, tree)):
-        put_f32(scores, j, f32(scores, j) + slope * np.float32(distance + j))
+    if min(high, tree) > low:
+        sloped(scores + 4 * low, min(high, tree) - low, slope, distance + low)
     depth = np.int64(0)
     for bit in range(high - tree):
         if tree + bit >= 0:

@@ -225,6 +225,26 @@ def gelu_of(typingctx, x, n, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def sloped(typingctx, x, n, slope, first):  # type: ignore[no-untyped-def]
+    """Add slope * (first + h) to x[h] for h < n; the sums of whole numbers are exact below 2^24."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, slope, first = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            lanes = [float(lane) for lane in range(emit.lanes)]
+            steps = emit.const(0.0) if emit.lanes == 1 else ir.Constant(emit.float, lanes)
+            distance = b.fadd(emit.splat(b.sitofp(b.add(first, at), F32)), steps)
+            emit.store(emit.fma(emit.splat(slope), distance, emit.load(x, at)), x, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, _A), codegen
+
+
+@intrinsic
 def capped(typingctx, x, n, cap):  # type: ignore[no-untyped-def]
     """Replace x[h] by cap * tanh(x[h] / cap) for h < n."""
 
