@@ -84,6 +84,8 @@ class RequestTiming:
     num_accepted_tokens: int = 0
     # How draft tokens were accepted, where the server has more ways than one.
     accept: str | None = None
+    # Why it was not drafted though drafts were asked for.
+    not_drafted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,7 @@ class Request:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             accept=self.message.accept,
+            not_drafted=self.message.not_drafted,
         )
 
 
@@ -324,3 +325,5 @@ class EngineCoreRequest:
     has_draft_heads: bool = False
     # How draft tokens are accepted, where the server has more ways than one.
     accept: str | None = None
+    # Why it is not drafted though drafts are asked for; None if it may be.
+    not_drafted: str | None = None

@@ -306,8 +306,11 @@ def _speculation(choices: ChoiceStream) -> Json:
         "drafted": sum(timing.num_draft_tokens for timing in timings),
         "accepted": sum(timing.num_accepted_tokens for timing in timings),
     }
-    accept = next((timing.accept for timing in timings if timing.accept is not None), None)
-    return counts if accept is None else {**counts, "accept": accept}
+    facts = {
+        "accept": next((timing.accept for timing in timings if timing.accept is not None), None),
+        "not_drafted": next((timing.not_drafted for timing in timings if timing.not_drafted is not None), None),
+    }
+    return counts | {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _fallback(choices: ChoiceStream) -> str | None:

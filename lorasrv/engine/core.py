@@ -68,6 +68,8 @@ class EngineParts:
     may_reject: bool = False
     # Tokens that the base's Medusa heads draft.
     num_draft_heads: int = 0
+    # Names of those that the server has.
+    drafters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

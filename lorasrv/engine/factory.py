@@ -85,6 +85,7 @@ class BuiltModel:
             load_timeout_s=load_timeout_s,
             may_reject=self.parts.may_reject,
             num_draft_heads=self.parts.num_draft_heads,
+            drafters=self.parts.drafters,
         )
 
 
@@ -142,6 +143,7 @@ def build(
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     models = model_names(config.speculation)
     layers = draft_layers(spec.num_layers, config.speculation.draft_layers)
+    made = make_drafters(config.speculation) if drafters is None else drafters
     may_reject = config.speculation.accept == REJECTION
     heads = None
     if "medusa" in models:
@@ -159,7 +161,7 @@ def build(
             frozenset(spec.eos_token_ids),
             is_on_host,
             Speculator(
-                make_drafters(config.speculation) if drafters is None else drafters,
+                made,
                 spec.vocab_size,
                 models=models,
                 makes_trees=config.speculation.draft_trees,
@@ -175,6 +177,7 @@ def build(
         watermark=config.watermark,
         may_reject=may_reject,
         num_draft_heads=len(base_heads),
+        drafters=frozenset((*(drafter.name for drafter in made), *models)),
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable

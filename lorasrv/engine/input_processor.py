@@ -101,6 +101,7 @@ class InputProcessor:
         load_timeout_s: float | None = None,
         may_reject: bool = False,
         num_draft_heads: int = 0,
+        drafters: Collection[str] = (),
     ) -> None:
         self._memory = memory
         self._source = source
@@ -113,6 +114,7 @@ class InputProcessor:
         self._queue_timeout_s = queue_timeout_s
         self._may_reject = may_reject
         self._num_draft_heads = num_draft_heads
+        self._drafters = frozenset(drafters)
         # Starts threads on first use: never offline.
         self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
@@ -187,6 +189,7 @@ class InputProcessor:
             num_draft_heads=max(own_heads, self._num_draft_heads),
             has_draft_heads=own_heads > 0,
             accept=self._accept(sampling, constraint),
+            not_drafted=self._why_not_drafted(speculation, max(own_heads, self._num_draft_heads), beams),
         )
         self._poison.check(request)
         return request
@@ -310,6 +313,15 @@ class InputProcessor:
         if not self._may_reject:
             return None
         return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
+
+    def _why_not_drafted(self, speculation: SpeculationParams, num_heads: int, beams: BeamOptions | None) -> str | None:
+        if not speculation.max_draft:
+            return None
+        if beams is not None:
+            return "beam search"
+        there = self._drafters if num_heads else self._drafters - {"medusa"}
+        asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
+        return "no such drafter" if asked and not asked & there else None
 
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """Return sampling with the values that only the server knows."""
