@@ -29,10 +29,20 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, device_name, linear_config
 from sgmv_kernels.triton_ops.common import INTERPRETED, cast, dot, kernel, product_dtype
 from sgmv_kernels.triton_ops.weight_packing import (
+    MINIMA,
     RUN,
+    SCALES,
+    STEPS,
+    ZEROS,
     check_codes,
+    entries_of,
+    field_of,
+    fields_of,
+    least_of,
     pack_codes,
+    pack_table,
     pack_words,
+    scale_of,
     tile_of,
     word_tiles,
 )
@@ -80,8 +90,10 @@ class TritonLinear:
     group: int
     in_features: int
     out_features: int
-    # Whether words hold zeros in place of minima.
-    has_zeros: bool = False
+    # What words hold: `MINIMA`, `ZEROS`, `SCALES` or `STEPS`.
+    factors: int = MINIMA
+    # The table that codes choose from, as two int64; None for the codes themselves.
+    table: tuple[int, int] | None = None
     # [H] int64: input of each column of the codes, as in `GroupQuantizedWeight`, and column of each input.
     order: Tensor | None = None
     columns: Tensor | None = None
@@ -116,7 +128,10 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None) -> PackedLinea
     sizes = (codes.levels, codes.group, codes.in_features, codes.out_features)
     order = None if codes.order is None else codes.order.long()
     columns = None if order is None else order.argsort()
-    return TritonLinear(pack_codes(codes), pack_words(codes), kept, *sizes, codes.zeros is not None, order, columns)
+    factors = SCALES if codes.table is not None else STEPS if codes.steps is not None else MINIMA
+    factors = ZEROS if codes.zeros is not None else factors
+    table = None if codes.table is None else pack_table(codes.table)
+    return TritonLinear(pack_codes(codes), pack_words(codes), kept, *sizes, factors, table, order, columns)
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
@@ -172,7 +187,10 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         OUT=out,
         ROW_BYTES=packed.codes.shape[1],
         LEVELS=packed.levels,
-        ZEROS=packed.has_zeros,
+        FACTORS=packed.factors,
+        TABLE=packed.table is not None,
+        LOW=0 if packed.table is None else packed.table[0],
+        HIGH=0 if packed.table is None else packed.table[1],
         TILE=packed.tile,
         TILES=tiles,
         WORD_TILES=word_tiles(packed.levels, packed.group),
@@ -225,7 +243,10 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
             OUT=packed.out_features,
             ROW_BYTES=packed.codes.shape[1],
             LEVELS=packed.levels,
-            ZEROS=packed.has_zeros,
+            FACTORS=packed.factors,
+            TABLE=packed.table is not None,
+            LOW=0 if packed.table is None else packed.table[0],
+            HIGH=0 if packed.table is None else packed.table[1],
             TILE=packed.tile,
             TILES=packed.tiles,
             WORD_TILES=word_tiles(packed.levels, packed.group),
@@ -291,25 +312,6 @@ def _ones(stored, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(stored.to(tl.int16) < 256, 1.0, 0.0).to(COMPUTE)
 
 
-@kernel()
-def _fields_of(word, tile, WORD_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Shift the fields of tiles to the low end of their words."""
-    return word if WORD_TILES == 1 else word >> (tile % WORD_TILES * (64 // WORD_TILES))
-
-
-@kernel()
-def _field(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a field of words, fp32."""
-    return ((word >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@kernel()
-def _least(word, PLACE: tl.constexpr, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the minima of words, of which the field `PLACE` is a minimum, or the zero of the scale before it."""
-    stored = _field(word, PLACE)
-    return -stored * _field(word, PLACE - 1) if ZEROS else stored
-
-
 @kernel("num_rows")
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -322,7 +324,10 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
-    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TABLE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -345,6 +350,8 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, out_ok = m < num_rows, n < OUT
     half: tl.constexpr = TILE // 2
+    # The place of the second half's factors in a word.
+    at: tl.constexpr = 2 - WORD_TILES
     tile_bytes: tl.constexpr = TILE if LEVELS == _INT8 else half
     s, k = tl.arange(0, STEP), tl.arange(0, half)
     in_tile = s[:, None] * TILE + k[None, :]
@@ -368,29 +375,28 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
             first_code = first_in[:, :, None] & out_ok[None, None, :]
             second_code = second_in[:, :, None] & out_ok[None, None, :]
         word = tl.load(words + ((tile + s) // WORD_TILES)[:, None] * OUT + n[None, :], mask=there, other=0)
-        word = _fields_of(word, (tile + s)[:, None], WORD_TILES)
+        word = fields_of(word, (tile + s)[:, None], WORD_TILES)
         x_first = tl.load(x_rows + tile * TILE, mask=first_x, other=0.0).to(COMPUTE)
         x_second = tl.load(x_rows + tile * TILE + half, mask=second_x, other=0.0).to(COMPUTE)
         stored = tl.load(code_rows + tile * tile_bytes, mask=first_code, other=0)
-        scale = _field(word, 0)[:, None, :]
         if LEVELS == _INT8:
             more = tl.load(code_rows + tile * tile_bytes + half, mask=second_code, other=0)
-            total += dot(x_first, stored.to(COMPUTE), nothing, PRECISION) * scale
-            total += dot(x_second, more.to(COMPUTE), nothing, PRECISION) * _field(word, 1)[:, None, :]
+            total += dot(x_first, stored.to(COMPUTE), nothing, PRECISION) * field_of(word, 0)[:, None, :]
+            total += dot(x_second, more.to(COMPUTE), nothing, PRECISION) * field_of(word, 1)[:, None, :]
+        elif TABLE:
+            first, second = _halves(stored.to(tl.int32), LEVELS)
+            first, second = entries_of(first, LOW, HIGH).to(COMPUTE), entries_of(second, LOW, HIGH).to(COMPUTE)
+            total += dot(x_first, first, nothing, PRECISION) * scale_of(word, 0, FACTORS)[:, None, :]
+            total += dot(x_second, second, nothing, PRECISION) * scale_of(word, at, FACTORS)[:, None, :]
         else:
             first, second = _numbers(stored, EXACT, MANTISSA, COMPUTE)
             ones = _ones(stored, COMPUTE)
+            scale, least = scale_of(word, 0, FACTORS)[:, None, :], least_of(word, 0, FACTORS)[:, None, :]
             product, x_sum = dot(x_first, first, nothing, PRECISION), dot(x_first, ones, nothing, PRECISION)
             if WORD_TILES == 1:
-                total += product * scale + x_sum * (_least(word, 1, ZEROS)[:, None, :] - OFFSET * scale)
-                product, x_sum, scale, least = (
-                    nothing,
-                    nothing,
-                    _field(word, 2)[:, None, :],
-                    _least(word, 3, ZEROS)[:, None, :],
-                )
-            else:
-                least = _least(word, 1, ZEROS)[:, None, :]
+                total += product * scale + x_sum * (least - OFFSET * scale)
+                product, x_sum = nothing, nothing
+                scale, least = scale_of(word, 1, FACTORS)[:, None, :], least_of(word, 1, FACTORS)[:, None, :]
             product, x_sum = dot(x_second, second, product, PRECISION), dot(x_second, ones, x_sum, PRECISION)
             total += product * scale + x_sum * (least - OFFSET * scale)
     result = tl.sum(total, 0)
@@ -413,7 +419,10 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
-    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TABLE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -449,7 +458,7 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
             tile = run * STEP + i
             there = out_ok & (EVEN or tile < TILES)
             x_ok = row_ok[:, None] & (EVEN or tile < TILES)
-            word = _fields_of(tl.load(words + tile // WORD_TILES * OUT + n, mask=there, other=0), tile, WORD_TILES)
+            word = fields_of(tl.load(words + tile // WORD_TILES * OUT + n, mask=there, other=0), tile, WORD_TILES)
             x_first = tl.load(x_rows + tile * TILE, mask=x_ok, other=0.0).to(COMPUTE)
             x_second = tl.load(x_rows + tile * TILE + half, mask=x_ok, other=0.0).to(COMPUTE)
             if i < _RUN - 1:
@@ -463,8 +472,8 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
             product = dot(x_first, _number(first, EXACT, MANTISSA, COMPUTE), nothing, PRECISION)
             product = dot(x_second, _number(second, EXACT, MANTISSA, COMPUTE), product, PRECISION)
             x_sum = dot(x_second, ones, dot(x_first, ones, nothing, PRECISION), PRECISION)
-            scale = _field(word, 0)[None, :]
-            total += product * scale + x_sum * (_least(word, 1, ZEROS)[None, :] - OFFSET * scale)
+            scale = field_of(word, 0)[None, :]
+            total += product * scale + x_sum * (least_of(word, 0, FACTORS)[None, :] - OFFSET * scale)
     if BIAS and PLANES == 1:
         total += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
     place = (tl.program_id(2) * num_rows + m).to(tl.int64)
@@ -501,7 +510,10 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
-    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TABLE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     WORD_TILES: tl.constexpr,
@@ -516,6 +528,8 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     else:
         row = (start + r).to(tl.int64)
     half: tl.constexpr = TILE // 2
+    # The place of the second half's factors in a word.
+    at: tl.constexpr = 2 - WORD_TILES
     k = tl.arange(0, half)
     code_rows = codes + row[:, None] * ROW_BYTES + k[None, :]
     out_rows = out + r.to(tl.int64)[:, None] * K + k[None, :]
@@ -527,19 +541,18 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
         first_ok = there[:, None] & (tile * TILE + k < K)[None, :]
         second_ok = there[:, None] & (tile * TILE + half + k < K)[None, :]
         word = tl.load(words + (tile // WORD_TILES).to(tl.int64) * OUT + row, mask=there, other=0)[:, None]
-        word = _fields_of(word, tile, WORD_TILES)
-        scale, second_scale = _field(word, 0), _field(word, 0)
+        word = fields_of(word, tile, WORD_TILES)
+        scale, second_scale = field_of(word, 0), field_of(word, 1)
         least, second_least = tl.zeros_like(scale), tl.zeros_like(scale)
         if LEVELS == _INT8:
             first = tl.load(code_rows + tile * TILE, mask=first_ok, other=0)
             second = tl.load(code_rows + tile * TILE + half, mask=second_ok, other=0)
-            second_scale = _field(word, 1)
         else:
-            least, second_least = _least(word, 1, ZEROS), _least(word, 1, ZEROS)
+            scale, second_scale = scale_of(word, 0, FACTORS), scale_of(word, at, FACTORS)
+            if not TABLE:
+                least, second_least = least_of(word, 0, FACTORS), least_of(word, at, FACTORS)
             if LEVELS == _INT4:
                 stored = tl.load(code_rows + tile * half, mask=there[:, None], other=0).to(tl.int32)
-                if WORD_TILES == 1:
-                    second_scale, second_least = _field(word, 2), _least(word, 3, ZEROS)
             elif i < _RUN - 1:
                 plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[:, None], other=0)
                 stored = plane.to(tl.int32) & 127
@@ -547,6 +560,8 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
             else:
                 stored = eighth
             first, second = _halves(stored, LEVELS)
+            if TABLE:
+                first, second = entries_of(first, LOW, HIGH), entries_of(second, LOW, HIGH)
         target = out_rows + tile * TILE
         weight = first.to(tl.float32) * scale + least
         tl.store(target, cast(weight, out.dtype.element_ty), mask=first_ok)

@@ -18,18 +18,26 @@ brings all of them. A word serves one tile of int4 in groups of 32, else two til
     int4 in groups of 32  scale and minimum of the first half, scale and minimum of the second
     else                  of each tile its scale and minimum
 
-Where a weight has zeros, they stand in for minima, as fp16.
+Where a weight has zeros, they stand in for minima, as fp16. Codes with a table have an fp32 scale in place of both,
+with its step multiplied in. Codes of int4 with steps have four bytes in the low half of a word, scale and minimum of
+the first half of the tile and of the second, then the steps of scales and of minima.
 """
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.adapter_panels import STEP_GROUPS
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.triton_ops.common import kernel
 
 RUN = 8
 """Groups of q3h that share seven planes."""
+MINIMA, ZEROS, SCALES, STEPS = range(4)
+"""What words hold: fp16 scales and minima, or zeros; fp32 scales; bytes and their steps."""
+_ZEROS, _SCALES, _STEPS = tl.constexpr(ZEROS), tl.constexpr(SCALES), tl.constexpr(STEPS)
 LEAST_GROUP = 32
 """Smallest group: what one product of bytes takes at once."""
 LEAST_TILE, MOST_TILE = 64, 128
@@ -42,9 +50,14 @@ def check_codes(codes: GroupQuantizedWeight) -> None:
     Raises:
         KernelArgumentError: they have none.
     """
-    if codes.table is not None or codes.scales.dtype != torch.float16 or (codes.signed and codes.zeros is not None):
-        raise KernelArgumentError("a GPU's kernels take fp16 scales, int8 codes without zeros, and no tables")
-    group = codes.group
+    group, has_offsets = codes.group, codes.minima is not None or codes.zeros is not None
+    has_steps = codes.steps is not None and codes.levels == INT4_LEVELS and group == LEAST_GROUP
+    is_half = codes.scales.dtype == torch.float16 and not (codes.signed and has_offsets)
+    if codes.table is None and not has_steps and not is_half:
+        raise KernelArgumentError(
+            f"a GPU's kernels take fp16 factors, int8 codes without minima and zeros, steps of int4 in groups of "
+            f"{LEAST_GROUP}, and tables"
+        )
     if group % LEAST_GROUP or (not codes.signed and group & (group - 1)):
         kinds = f"a multiple of {LEAST_GROUP}" if codes.signed else f"a power of two from {LEAST_GROUP}"
         raise KernelArgumentError(f"codes have groups of {group}; a GPU's kernels take {kinds}")
@@ -82,10 +95,80 @@ def word_tiles(levels: int, group: int) -> int:
 def pack_words(codes: GroupQuantizedWeight) -> Tensor:
     """Pack scales and minima into the words of the module docstring."""
     tile = tile_of(codes.levels, codes.group)
+    if codes.table is None and codes.steps is not None:
+        return _words_of_steps(codes)
     has_halves = codes.signed or word_tiles(codes.levels, codes.group) == 1
     starts = torch.arange(0, codes.in_features, tile // 2 if has_halves else tile, device=codes.scales.device)
-    zeros = None if codes.zeros is None else codes.zeros.half()
-    fields = [held[:, starts // codes.group] for held in (codes.scales, codes.minima, zeros) if held is not None]
-    flat = torch.stack(fields, dim=-1).flatten(1)
+    groups = starts // codes.group
+    if codes.table is not None:
+        flat = codes.factors()[0].float()[:, groups].view(torch.int16)
+    else:
+        zeros = None if codes.zeros is None else codes.zeros.half()
+        fields = [held[:, groups] for held in (codes.scales, codes.minima, zeros) if held is not None]
+        flat = torch.stack(fields, dim=-1).flatten(1).view(torch.int16)
     whole = pad(flat, (0, -flat.shape[1] % WORD_FIELDS)).view(torch.int64)
     return whole.T.contiguous()
+
+
+def _words_of_steps(codes: GroupQuantizedWeight) -> Tensor:
+    assert codes.minima is not None
+    assert codes.steps is not None
+    bytes_of_tile = torch.stack((codes.scales, codes.minima), dim=-1).view(codes.out_features, -1, WORD_FIELDS)
+    steps = codes.steps.repeat_interleave(STEP_GROUPS // 2, dim=1)
+    words = torch.cat((bytes_of_tile.view(torch.int16), steps.view(torch.int16)), dim=-1)
+    return words.view(torch.int64)[..., 0].T.contiguous()
+
+
+def pack_table(table: Tensor) -> tuple[int, int]:
+    """Return the 16 bytes of a table as two int64, the first entries lowest."""
+    low, high = table.cpu().view(torch.int64).tolist()
+    return low, high
+
+
+@kernel()
+def fields_of(word, tile, WORD_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shift the fields of tiles to the low end of their words."""
+    return word if WORD_TILES == 1 else word >> (tile % WORD_TILES * (64 // WORD_TILES))
+
+
+@kernel()
+def field_of(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a field of words, fp32."""
+    return ((word >> (16 * PLACE)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@kernel()
+def byte_of(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a signed byte of words, fp32."""
+    return ((word >> (8 * PLACE)) & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@kernel()
+def scale_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales of words, for one of the two places that a word has for them."""
+    if FACTORS == _SCALES:
+        scale = ((word >> (32 * HALF)) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+    elif FACTORS == _STEPS:
+        scale = byte_of(word, 2 * HALF) * field_of(word, 2)
+    else:
+        scale = field_of(word, 2 * HALF)
+    return scale
+
+
+@kernel()
+def least_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the minima of words beside such scales."""
+    if FACTORS == _ZEROS:
+        least = -field_of(word, 2 * HALF + 1) * field_of(word, 2 * HALF)
+    elif FACTORS == _STEPS:
+        least = byte_of(word, 2 * HALF + 1) * field_of(word, 3)
+    else:
+        least = field_of(word, 2 * HALF + 1)
+    return least
+
+
+@kernel()
+def entries_of(code, LOW: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the entries of a table that int32 codes choose, int8."""
+    half = tl.where(code < 8, tl.full(code.shape, LOW, tl.int64), tl.full(code.shape, HIGH, tl.int64))
+    return ((half >> ((code & 7) * 8)) & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True)

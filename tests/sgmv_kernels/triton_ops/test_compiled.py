@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from compiled_kernels import Compiler, Facts, compiling
+from quantized_codes import random_file_codes
 
 from sgmv_kernels.backend import SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
@@ -116,6 +117,11 @@ def compile_linear(
     codes = GroupQuantizedWeight(torch.zeros(out, width, dtype=stored), scales, minima, levels)
     if zeros:
         codes = replace(codes, minima=None, zeros=scales.to(torch.int16))
+    compile_quantized(active, rows, codes)
+
+
+def compile_quantized(active: torch.dtype, rows: int, codes: GroupQuantizedWeight) -> None:
+    out, width = codes.codes.shape
     packed = linear_triton.pack_linear(codes, torch.zeros(out))
     linear_triton.linear(torch.zeros(rows, width, dtype=active), packed)
     packed.rows(torch.zeros(2, dtype=torch.int64))
@@ -158,6 +164,8 @@ def compile_others(compiler: Compiler) -> None:
         compile_linear(FP16, 9, 576, 576, 64, levels)
     for levels, group in ((INT4_LEVELS, 32), (INT4_LEVELS, 64), (Q3H_LEVELS, 64)):
         compile_linear(BF16, 1, 576, 576, group, levels, zeros=True)
+    for kind in ("table", "table steps", "int4 steps"):
+        compile_quantized(BF16, 1, random_file_codes(kind, 576, 512))
 
 
 @pytest.mark.long

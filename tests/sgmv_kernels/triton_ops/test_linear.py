@@ -1,11 +1,12 @@
 """The Triton linears over quantized codes: compiled on a CUDA device, else under Triton's interpreter."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from quantized_codes import random_codes
+from quantized_codes import random_codes, random_file_codes
 
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -101,6 +102,32 @@ def test_unpacked_in_registers(ops: Ops, rows: int, out: int, width: int, group:
     codes, x, bias = random_codes(levels, group, out, width), torch.randn(rows, width).to(dtype), torch.randn(out)
     packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
     check(linear_triton.through_tiles(x.to(DEVICE), packed, config), x, codes, bias)
+
+
+@pytest.mark.parametrize("config", [FEW, long(WHOLE)], ids=["planes", "one plane"])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("kind", ["table", "table fp32", "table steps", "int4 steps"])
+def test_tables_and_steps(ops: Ops, kind: str, dtype: torch.dtype, config: LinearConfig) -> None:
+    codes, x, bias = random_file_codes(kind, 40, 512), torch.randn(5, 512).to(dtype), torch.randn(40)
+    packed = ops.pack_linear(codes.to(DEVICE), bias.to(DEVICE))
+    assert torch.equal(packed.dequantize().cpu(), codes.dequantize())
+    ids = torch.tensor([36, 0, 5, 5])
+    assert torch.equal(packed.rows(ids.to(DEVICE)).cpu(), codes.dequantize()[ids])
+    check(linear_triton.through_tiles(x.to(DEVICE), packed, config), x, codes, bias)
+
+
+@pytest.mark.parametrize("group", [64, long(128)])
+def test_tables_in_longer_groups(ops: Ops, group: int) -> None:
+    codes = random_file_codes("table fp32", 40, 512)
+    wider = replace(codes, scales=codes.scales[:, : 512 // group].contiguous())
+    packed = ops.pack_linear(wider.to(DEVICE))
+    assert torch.equal(packed.dequantize().cpu(), wider.dequantize())
+    check(linear_triton.through_tiles(torch.ones(3, 512, device=DEVICE), packed, FEW), torch.ones(3, 512), wider)
+
+
+def test_what_words_cannot_hold_is_refused(ops: Ops) -> None:
+    for kind in ("int4 fp32", "int8 fp32", "int8 steps", "q3h fp32"):
+        assert not ops.reads(random_file_codes(kind, 40, 512).to(DEVICE)), kind
 
 
 @every_level
