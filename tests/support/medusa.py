@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, linear, silu
 
 Heads = list[tuple[torch.Tensor, torch.Tensor]]
+BATCH = 256
 
 
 def states(hf: Any, tokens: Sequence[int]) -> torch.Tensor:
@@ -24,7 +25,7 @@ def guesses(hf: Any, heads: Heads, state: torch.Tensor) -> list[int]:
         return [int((output @ (state + silu(linear(state, w, b)))).argmax()) for w, b in heads]
 
 
-def trained(hf: Any, texts: Sequence[Sequence[int]], count: int, steps: int = 150) -> Heads:
+def trained(hf: Any, texts: Sequence[Sequence[int]], count: int, steps: int = 250) -> Heads:
     """Train heads on texts."""
     output = hf.get_output_embeddings().weight.detach()
     torch.manual_seed(0)
@@ -38,7 +39,8 @@ def trained(hf: Any, texts: Sequence[Sequence[int]], count: int, steps: int = 15
         bias = torch.zeros(x.shape[1], requires_grad=True)
         adam = torch.optim.Adam([weight, bias], lr=0.02)
         for _ in range(steps):
-            loss = cross_entropy((x + silu(linear(x, weight, bias))) @ output.T, y)
+            at = torch.randperm(len(x))[:BATCH]
+            loss = cross_entropy((x[at] + silu(linear(x[at], weight, bias))) @ output.T, y[at])
             adam.zero_grad()
             loss.backward()
             adam.step()

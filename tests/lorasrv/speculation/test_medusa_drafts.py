@@ -152,7 +152,7 @@ def test_heads_guess_what_transformers_says(
     with closing(started(model, filled, replace(MEDUSA, draft_heads=str(base_heads)), "none")) as drafting:
         have_heads(drafting)
         drafting.run([Ask(prompt, GREEDY, adapter) for prompt in PROMPTS[:3]])
-        assert drafting.scheduler.draft_counts["medusa"].accepted > 40
+        assert drafting.scheduler.draft_counts["medusa"].accepted > 20
     assert len(drafts) > 40
     for tokens, drafted in drafts:
         state = states(hf[adapter], tokens)[len(tokens) - 2]
