@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +19,8 @@ from lorasrv.engine.factory import choose_format
 from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.quantization import get_format
 from lorasrv.models.quantization.grouped import Int4Format
+from lorasrv.models.quantization.rounding import byte_table
+from lorasrv.models.quantization.tables import Nf4Format, TableFormat
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
@@ -233,3 +236,52 @@ def test_what_each_kv_format_costs(capsys: pytest.CaptureFixture[str]) -> None:
         exact, perplexity, divergence, _ = found[name]
         assert divergence <= most
         assert perplexity <= worst * exact
+
+
+class HeldValues:
+    """The built-in model with linears rounded to one of 16 values, as floats; see `Checkpoint`."""
+
+    def __init__(self, base: Checkpoint, kind: type[TableFormat]) -> None:
+        self._base, self._kind = base, kind
+        self.name, self.spec, self.packing = base.name, base.spec, None
+        self.names, self.tokenizer_source, self.close = base.names, base.tokenizer_source, base.close
+
+    def tensor(self, name: str) -> Tensor:
+        weight = self._base.tensor(name)
+        if "layers" not in name or weight.dim() == 1:
+            return weight
+        held, values = self._kind(Ops(CPU), 64, keep_int8_codes=False).round(weight), torch.tensor(self._kind.values)
+        # The table has whole numbers of a unit, and so have its scales.
+        largest = held.scales / byte_table(tuple(values.tolist()))[1]
+        return values[held.codes.long()] * largest.repeat_interleave(64, 1)
+
+    def codes(self, name: str) -> GroupQuantizedWeight | None:
+        return None if "layers" in name else self._base.codes(name)
+
+
+@pytest.mark.exhaustive
+def test_a_table_of_bytes_costs_little_beside_exact_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """NF4 as bitsandbytes computes it, in floats, against its values in bytes, with rounded activations."""
+    ops, kind, found = Ops(CPU), Nf4Format, {}
+    with closing(open_checkpoint("smollm2-135m")) as checkpoint:
+        ids, held = _text(checkpoint), HeldValues(checkpoint, kind)
+        exact: list[Tensor] = []
+        for name, source in (("none", held), (kind.name, checkpoint)):
+            begun = time.perf_counter()
+            weights = load_weights(source, get_format(name, ops), torch.float32)
+            seconds = time.perf_counter() - begun
+            likelihood = divergence = same = 0.0
+            for i, logits in enumerate(_logits(weights, ids, ops, CHUNKS)):
+                said = logits.log_softmax(-1)
+                exact.extend([said] if name == "none" else [])
+                following = torch.tensor(ids[i * CHUNK + 1 : (i + 1) * CHUNK])
+                likelihood += float(said.gather(1, following[:, None]).sum())
+                divergence += float((exact[i].exp() * (exact[i] - said)).sum())
+                same += float((exact[i].argmax(-1) == said.argmax(-1)).sum())
+            rows = CHUNKS * (CHUNK - 1)
+            found[name] = math.exp(-likelihood / rows)
+            with capsys.disabled():
+                cells = (f"{found[name]:.3f}", f"{divergence / rows:.5f}", f"{same / rows:.2%}")
+                print("", f"{kind.name} as {name}", *cells, f"{weights.nbytes / 1e6:.0f} | {seconds:.1f} |", sep=" | ")
+    assert abs(found[kind.name] / found["none"] - 1) < 0.01
+    assert divergence / rows < 0.01
