@@ -44,7 +44,7 @@ def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir
 @contextlib.contextmanager
 def _with_heads(peft: PeftDir) -> Iterator[PeftDir]:
     """Join a file of Medusa heads to the weights beside it, if there is one."""
-    if HEADS_NAME not in peft.ignored_files:
+    if HEADS_NAME not in peft.ignored_files or not peft.weights_path.with_name(HEADS_NAME).is_file():
         yield peft
         return
     with tempfile.TemporaryDirectory(prefix="lorasrv-heads-") as folder:

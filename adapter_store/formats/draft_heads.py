@@ -27,8 +27,9 @@ MAX_HEADS, MAX_BLOCKS = 8, 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_JOINED_HEADER_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
-_BLOCK = re.compile(r"(?:medusa_head\.|medusa\.)?(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)")
-_OUTPUT = re.compile(r"(?:medusa_head\.|medusa\.)?\d{1,3}\.\d{1,3}\.weight")
+_NUMBER = "(0|[1-9][0-9]?)"
+_BLOCK = re.compile(rf"(?:medusa_head\.|medusa\.)?{_NUMBER}\.{_NUMBER}\.linear\.(weight|bias)")
+_OUTPUT = re.compile(rf"(?:medusa_head\.|medusa\.)?{_NUMBER}\.{_NUMBER}\.weight")
 
 
 def is_head_name(name: str) -> bool:
@@ -58,8 +59,8 @@ def match_heads(
             problems.add("unsupported_draft_heads", at, what)
         elif shape != ((hidden_size,) if found[3] == "bias" else (hidden_size, hidden_size)):
             problems.add("shape_mismatch", at, f"has shape {list(shape)}; this base has {hidden_size} hidden numbers")
-        else:
-            blocks.setdefault((int(found[1]), int(found[2])), {})[found[3]] = name
+        elif blocks.setdefault((int(found[1]), int(found[2])), {}).setdefault(found[3], name) != name:
+            problems.add("unsupported_draft_heads", at, "is there twice, under two names")
     if problems:
         return ()
     return _in_order(blocks, problems)
@@ -109,8 +110,11 @@ def join_heads(weights: BinaryIO, heads: BinaryIO, target: Path) -> None:
         for name, info in header.tensors.items():
             shown = name if header is own else PREFIX + name.removeprefix(PREFIX).removeprefix("medusa.")
             offsets = [info.start + shift, info.end + shift]
+            if shown in entries:
+                raise AdapterInvalid((Problem("unsupported_draft_heads", HEADS_NAME, "names a tensor twice"),))
             entries[shown] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
     with target.open("wb") as out:
         out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for file, header in ((weights, own), (heads, added)):

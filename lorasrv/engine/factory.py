@@ -148,8 +148,9 @@ def build(
     heads = None
     if "medusa" in models:
         base = MedusaHeads.of(base_heads, limits.activation, device) if base_heads else None
-        read = None if adapters is None else adapters.draft_heads
-        heads = DraftHeads(base, read, config.speculation.draft_head_bytes, limits.activation, device)
+        max_bytes = config.speculation.draft_head_bytes
+        read = adapters.draft_heads if adapters is not None and max_bytes else None
+        heads = DraftHeads(base, read, max_bytes, limits.activation, device)
     runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers, heads)
     executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
     runner.warm_up(config.memory.max_lora_rank, progress or silent)

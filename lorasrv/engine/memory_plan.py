@@ -19,6 +19,7 @@ from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader import StoredPacking
 from lorasrv.models.quantization import find_format
 from lorasrv.models.spec import ModelSpec
+from lorasrv.speculation.drafters import model_names
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.speculation_params import REJECTION
 from lorasrv.worker.device import DeviceMemory, activation_dtype
@@ -117,8 +118,9 @@ class MemoryPlan:
             step += step_bytes(draft, config, activation_dtype(device, dtype))
             if config.speculation.accept == REJECTION:
                 step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * draft.vocab_size * _PROBABILITY_BYTES
+        heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
         if memory.on_gpu:
-            step += config.speculation.draft_head_bytes
+            step += heads
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),
@@ -130,7 +132,7 @@ class MemoryPlan:
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
             corpus=config.speculation.corpus_bytes,
-            heads=0 if memory.on_gpu else config.speculation.draft_head_bytes,
+            heads=0 if memory.on_gpu else heads,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 

@@ -27,7 +27,7 @@ MAX_ADAPTERS = 1 << 10
 PRIOR_RIGHT, FORGETTING = 0.3, 0.98
 """Share of first tokens that are assumed to be right, and its weight after one more was seen."""
 MAX_GAIN = 1.0
-"""No window brings more tokens a step: one that costs more is not even tried."""
+"""More tokens a step are not expected of any window: one that costs more is not even tried."""
 TRIAL_STEPS, TRIAL_EVERY, MAX_TRIAL_EVERY = 24, 256, 4096
 """Steps of a trial of windows that do not pay, and steps from one to the next, at first and at last."""
 
@@ -38,8 +38,8 @@ class _Window:
 
     levels: list[list[int]] = field(default_factory=list)
     ngrams: LRUCache[int, tuple[int, ...]] = field(default_factory=lambda: LRUCache(MAX_NGRAMS))
-    # Whether the step under way computes it.
-    is_computed: bool = False
+    # Whether the step before has computed it.
+    is_new: bool = False
 
 
 @dataclass(slots=True)
@@ -79,6 +79,7 @@ class Lookahead(Drafter):
         self._parents = tuple(
             at - places if at >= places else at - 1 if at else ROOT for at in range(places * (length - 1))
         )
+        self._depth = places + length - 2
         self._windows: dict[RequestId, _Window] = {}
         self._worth: LRUCache[AdapterKey | None, _Worth] = LRUCache(MAX_ADAPTERS)
 
@@ -90,12 +91,13 @@ class Lookahead(Drafter):
         return Draft(tail, tuple(("depth", depth) for depth in range(len(tail))))
 
     def probes(self, ask: DraftAsk) -> ProbeTree:
-        window = self._windows.setdefault(ask.request.request_id, _Window())
-        window.is_computed = self._pays(ask)
-        if not window.is_computed:
+        request = ask.request
+        fits = self._depth <= request.message.max_tokens - request.num_generated_tokens
+        if not (fits and self._pays(ask)):
             return NO_PROBES
+        window = self._windows.setdefault(request.request_id, _Window())
         if not window.levels:
-            known = ask.request.token_ids
+            known = request.token_ids
             window.levels = [random.Random(len(known)).choices(known, k=self._places)]
         tokens = tuple(token for level in window.levels for token in level)
         return ProbeTree(tokens, self._parents[: len(tokens)])
@@ -104,6 +106,7 @@ class Lookahead(Drafter):
         window = self._windows.get(request.request_id)
         if window is None or not window.levels:
             return
+        window.is_new = True
         newest = list(token_ids[-self._places :])
         window.levels.append(newest)
         if len(window.levels) == self._length:
@@ -114,8 +117,9 @@ class Lookahead(Drafter):
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Learn how often the n-gram of a token goes on as it was said."""
         window = self._windows.get(request.request_id)
-        if window is None or not window.is_computed or len(window.levels) < self._length - 1:
+        if window is None or not window.is_new or len(window.levels) < self._length - 1:
             return
+        window.is_new = False
         before = request.token_ids[-len(new_token_ids) - 1]
         tail = window.ngrams.get(before, ())
         self._of(request).observe(was_right=tail[:1] == tuple(new_token_ids[:1]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request
-from lorasrv.scheduler_output import DrafterOutput
+from lorasrv.scheduler_output import DrafterOutput, ModelDraft
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths
 from lorasrv.speculation.drafter import Draft
 from lorasrv.speculation.survival import SurvivalTable
@@ -33,6 +33,8 @@ CONFIDENCE_CLASSES = 8
 class _Probe:
     every: int = PROBE_EVERY
     left: int = 0
+    # Whether the last try has brought no token.
+    is_silent: bool = False
 
 
 class ModelDrafter:
@@ -75,6 +77,13 @@ class ModelDrafter:
         """Enter whether the token `depth` of a draft was right; those before it were."""
         self._survival.observe(self.name, request.adapter_key, (draw, ("depth", depth)), was_right=was_right)
 
+    def observe_draft(self, adapter: AdapterKey | None, draft: ModelDraft) -> None:
+        """Enter whether the model had anything to say for an answer of an adapter."""
+        probe = self._probes.setdefault(adapter, _Probe())
+        if not draft.token_ids and not probe.is_silent:
+            probe.left = probe.every
+        probe.is_silent = not draft.token_ids
+
     def observe(self, output: DrafterOutput) -> None:
         """Enter how long drafting took."""
         if output.num_passes:
@@ -97,7 +106,7 @@ class ModelDrafter:
     def _probed(self, adapter: AdapterKey | None, tried: int, length: int) -> int:
         """Return the length, or now and then a few tokens where it is 0."""
         probe = self._probes.setdefault(adapter, _Probe())
-        if length:
+        if length and not probe.is_silent:
             probe.every = probe.left = PROBE_EVERY
             return length
         probe.left -= 1

@@ -173,6 +173,7 @@ class Speculator:
             self._models[name].observe(output)
             for request_id, draft in output.drafts.items():
                 if (request := live.get(request_id)) is not None:
+                    self._models[name].observe_draft(request.adapter_key, draft)
                     trails = self._trails.setdefault(request_id, {})
                     trails.pop(name, None)  # the model knows only the last one that it has drawn
                     if draft.token_ids:

@@ -62,8 +62,10 @@ class HostAdapterStore:
         with self._lock:
             known = self._layouts.get(key)
         if known is None:
-            known = adapter_layout(self._spec, self._store.spec(key), self._dtype.itemsize)
+            spec = self._store.spec(key)
+            known = adapter_layout(self._spec, spec, self._dtype.itemsize)
             with self._lock:
+                self._num_heads[key] = len(spec.heads)
                 known = self._layouts[key] = self._kinds.setdefault(known, known)
         return known
 

@@ -1,18 +1,20 @@
 """Draft heads: Medusa heads of the base and of adapters, ready to compute.
 
-Those of an adapter are read when a draft is first wanted, beside the steps: until then, and while their memory is
-taken by others', the adapter's answers are drafted by the base's heads, or not.
+Those of an adapter are read beside the steps, one after another. Until they are there, and while others take their
+memory, the adapter's answers are drafted by the base's heads, or by none.
 
 Source: Medusa (Cai et al. 2024, arXiv:2401.10774), heads beside adapters after LoRAX.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from cachetools import LRUCache
 from torch import Tensor
@@ -22,13 +24,16 @@ from adapter_store.errors import AdapterError, ProblemList
 from adapter_store.formats.draft_heads import HEADS_NAME, match_heads, read_own_header
 from adapter_store.formats.weights import HeadArrays, head_arrays
 from adapter_store.spec import AdapterKey
-from lorasrv.errors import ConfigError, LorasrvError
+from lorasrv.config import size
+from lorasrv.errors import ConfigError
+from lorasrv.worker.device import compute_alone
 from lorasrv.worker.disk_threads import DiskThreads
 
 _LOG = logging.getLogger(__name__)
 READ_TIMEOUT_S = 60.0
-MAX_UNUSABLE = 4096
-"""Adapters whose heads are not asked for again, at most."""
+READ_AGAIN_S, RETRY_S = 60.0, 600.0
+"""Seconds from one read of the same heads to the next, if others have taken their memory, and after one that failed."""
+MAX_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +88,14 @@ def read_heads(path: Path, hidden_size: int) -> HeadArrays:
             names = match_heads(header, header.tensors, hidden_size, problems)
             problems.raise_if_any()
             file.seek(0)
-            return head_arrays(bytearray(file.read()), header, names)
+            heads = head_arrays(bytearray(file.read()), header, names)
     except OSError as error:
         raise ConfigError(f"--draft-heads {path}: {file_path.name} cannot be read: {error.strerror}") from error
     except AdapterError as error:
-        raise ConfigError(f"--draft-heads {path}: {error}") from error
+        raise ConfigError(f"--draft-heads {path} holds no Medusa heads of this base: {error}") from error
+    if not all(np.isfinite(array).all() for head in heads for block in head for array in block if array is not None):
+        raise ConfigError(f"--draft-heads {path} holds NaN or infinite values")
+    return heads
 
 
 class DraftHeads:
@@ -110,9 +118,11 @@ class DraftHeads:
         self._base, self._read = base, read
         self._dtype, self._device = dtype, device
         self._loaded: LRUCache[AdapterKey, MedusaHeads] = LRUCache(max_bytes, getsizeof=lambda heads: heads.nbytes)
+        # At most one.
         self._arriving: dict[AdapterKey, Future[MedusaHeads]] = {}
-        self._unusable: LRUCache[AdapterKey, None] = LRUCache(MAX_UNUSABLE)
-        self._threads = DiskThreads(1, "draft-heads", READ_TIMEOUT_S)
+        # When heads may be read again.
+        self._next_read_s: LRUCache[AdapterKey, float] = LRUCache(MAX_REMEMBERED)
+        self._threads = DiskThreads(1, "draft-heads", READ_TIMEOUT_S, compute_alone)
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +135,13 @@ class DraftHeads:
         Args:
             has_own: whether the adapter has heads.
         """
+        self._take_arrived()
         if adapter is None or not has_own:
             return self._base
-        self._take_arrived()
         if (own := self._loaded.get(adapter)) is not None:
             return own
-        if self._read is not None and adapter not in self._arriving and adapter not in self._unusable:
+        is_due = time.monotonic() >= self._next_read_s.get(adapter, 0.0)
+        if self._read is not None and is_due and not self._arriving:
             self._arriving[adapter] = self._threads.submit(adapter, partial(self._load, self._read, adapter))
         return self._base
 
@@ -139,9 +150,14 @@ class DraftHeads:
 
     def _take_arrived(self) -> None:
         for adapter in [key for key, result in self._arriving.items() if result.done()]:
+            wait_s = RETRY_S
             try:
-                # Raises ValueError if they are larger than the cache.
-                self._loaded[adapter] = self._arriving.pop(adapter).result()
-            except (AdapterError, LorasrvError, OSError, ValueError) as error:
-                self._unusable[adapter] = None
+                heads = self._arriving.pop(adapter).result()
+                if heads.nbytes <= self._loaded.maxsize:
+                    self._loaded[adapter], wait_s = heads, READ_AGAIN_S
+                else:
+                    most = f"--draft-head-bytes {size(int(self._loaded.maxsize))}"
+                    _LOG.warning("the draft heads of adapter %s take %s, %s", adapter[:12], size(heads.nbytes), most)
+            except Exception as error:  # noqa: BLE001: answers go on without them, whatever it is
                 _LOG.warning("the draft heads of adapter %s are not used: %s", adapter[:12], error)
+            self._next_read_s[adapter] = time.monotonic() + wait_s

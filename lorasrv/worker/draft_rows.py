@@ -121,7 +121,7 @@ class LastStates:
         first, row = 0, dict[RequestId, int]()
         for share in self.sampled:
             tokens = said.get(share.request_id, ())
-            path = path_along(share.draft_token_ids, share.draft_parents, tokens)
+            path = path_along(share.draft_token_ids, share.draft_parents, tokens[:-1])
             row[share.request_id] = first + (path[-1] + 1 if path else 0)
             first += share.num_logit_rows
         rows = [row[share.request_id] for share in shares]

@@ -14,7 +14,7 @@ from torch import Tensor
 from lorasrv.outputs import RequestId
 from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import likeliest_finite
-from lorasrv.scheduler_output import DrafterOutput, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import DrafterOutput, ModelDraft, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, confidence_of, draw
 
@@ -54,7 +54,8 @@ class MedusaRunner:
             states = last.of([share for share, _ in there], said)
             deepest = self._draw(rows, [heads for _, heads in there], states)
             self._drawn.remember(rows)
-        drafts = {row.share.request_id: row.draft for row in rows}
+        nothing = {share.request_id: ModelDraft((), ()) for share, _ in found}
+        drafts = nothing | {row.share.request_id: row.draft for row in rows}
         return DrafterOutput(drafts, time.perf_counter() - begun, deepest)
 
     def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:

@@ -111,3 +111,13 @@ def test_what_is_no_head_is_refused(inside: dict[str, torch.Tensor], code: str, 
 def test_the_largest_heads_are_not_too_large() -> None:
     assert len(save(heads(8, 2))) < max_head_bytes(HIDDEN) + 4096
     assert max_adapter_bytes(BASE, 1) > max_head_bytes(HIDDEN)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    inside = heads(1) | {f"{PREFIX}medusa_head.0.0.linear.bias": torch.ones(HIDDEN)}
+    assert set(problems_of(lambda: check(build.config(), save(build.tensors() | inside)))) == {
+        "unsupported_draft_heads"
+    }
+    own = heads(1, prefix="") | heads(1, prefix="medusa.")
+    with pytest.raises(AdapterInvalid, match="twice"), open_adapter_dir(folder(tmp_path / "in", {}, own)):
+        pass

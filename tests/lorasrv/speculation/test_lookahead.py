@@ -94,7 +94,7 @@ def test_probes_see_their_own_path(model: Path, library: AdapterStore, monkeypat
 
     monkeypatch.setattr(ModelRunner, "run", recorded)
     with closing(started(model, library, "none")) as looking:
-        looking.run([Ask(PROMPT, replace(GREEDY, max_tokens=12))])
+        looking.run([Ask(PROMPT, replace(GREEDY, max_tokens=20))])
     assert len(seen) > 5
     assert max(len(tokens) for _, tokens in seen) == PLACES * (LENGTH - 1)
     for share, behind in seen:
@@ -106,6 +106,22 @@ def test_probes_see_their_own_path(model: Path, library: AdapterStore, monkeypat
         with torch.no_grad():
             want = [int(hf(torch.tensor([[*known, *path]])).logits[0, -1].argmax()) for path in paths]
         assert list(behind) == want
+
+
+def test_windows_end_with_the_answer(looking: Drafted) -> None:
+    """No probe lies behind the last place that an answer may have: the context may end there."""
+    lookahead = Lookahead(PLACES, LENGTH)
+    depth = PLACES + LENGTH - 2
+    for left, has_window in ((depth, True), (depth - 1, False)):
+        ask = ask_of(0.0, [5, 6])
+        message = replace(ask.request.message, prompt_token_ids=(5, 6), max_tokens=left)
+        probes = lookahead.probes(replace(ask, request=Request(message, token_ids=[5, 6])))
+        assert (probes is not NO_PROBES) == has_window
+    context = looking.built.parts.max_model_len
+    prompt = tuple(10 + at % 50 for at in range(context - 40))
+    [said] = looking.run([Ask(prompt, replace(GREEDY, max_tokens=40))]).values()
+    assert (said.error, len(said.token_ids)) == (None, 40)
+    assert looking.engine.retrier.most_tokens is None
 
 
 def ask_of(cost: float, tokens: list[int]) -> DraftAsk:
