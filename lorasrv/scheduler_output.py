@@ -115,9 +115,9 @@ NO_PROBES = ProbeTree((), ())
 class PlannedDrafts(NamedTuple):
     """Plan what a step verifies of an answer, and what is drafted for the next one."""
 
-    # A chain that continues the known tokens, or a tree with `parents`, and who has proposed it.
+    # A chain that continues the known tokens, or a tree with `parents`, and who has proposed each.
     token_ids: tuple[int, ...] = ()
-    drafter: str = ""
+    drafters: tuple[str, ...] = ()
     # The model on the worker that is asked for `num_asked` tokens behind those that the step will have said.
     asked: str = ""
     num_asked: int = 0

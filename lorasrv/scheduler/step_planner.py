@@ -203,7 +203,7 @@ class StepPlanner:
                 room -= len(probes.token_ids)
                 drafts[ask.request.request_id] = PlannedDrafts(
                     taken.token_ids,
-                    "".join(taken.drafters[:1]),
+                    taken.drafters,
                     model,
                     min(num_asked, left),
                     () if taken.is_chain else taken.parents,

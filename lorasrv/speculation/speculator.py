@@ -247,7 +247,7 @@ class Speculator:
             survival = self._chances(name, trail, ask)
             tokens = self._valid(request, trail.tokens[: len(survival)])
             chains.append(Chain(name, tokens, survival[: len(tokens)]))
-        if len(chains) > 1 and not (self._makes_trees and request.message.accept != REJECTION):
+        if len(chains) > 1 and not self._makes_trees:
             chains = [max(chains, key=lambda chain: sum(chain.survival))]
         found = self._proposed[request.request_id] = Proposal.merged(chains).first(ask.max_tokens)
         return found

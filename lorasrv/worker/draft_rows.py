@@ -140,9 +140,9 @@ class DrawnTokens:
         for row in rows:
             self._drawn[row.share.request_id] = (row.num_known, row.drawn_from)
 
-    def find(self, share: ScheduledRequest, at: int) -> Probabilities | None:
-        """Return the probabilities [V] that draft token `at` of a share was drawn from; None if that is not known any
-        more: then it counts as chosen, which is right for any token."""
+    def find(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
+        """Return the probabilities [V] that a share's draft token was drawn from, `depth` places behind the first; None
+        if that is not known any more: then it counts as chosen, which is right for any token."""
         first, drawn = self._drawn.get(share.request_id, (0, []))
-        place = len(share.history) + at - first
+        place = len(share.history) + depth - first
         return drawn[place] if 0 <= place < len(drawn) else None

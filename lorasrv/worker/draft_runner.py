@@ -84,9 +84,9 @@ class DraftRunner:
         drafts = {row.share.request_id: row.draft for row in rows}
         return DrafterOutput(drafts, time.perf_counter() - begun, num_passes)
 
-    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+    def drawn_from(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
-        return self._drawn.find(share, at)
+        return self._drawn.find(share, depth)
 
     def _begin(self, share: ScheduledRequest, said: Sequence[int]) -> _Row:
         row = _Row.of(share, said)

@@ -58,9 +58,9 @@ class MedusaRunner:
         drafts = nothing | {row.share.request_id: row.draft for row in rows}
         return DrafterOutput(drafts, time.perf_counter() - begun, deepest)
 
-    def drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+    def drawn_from(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
-        return self._drawn.find(share, at)
+        return self._drawn.find(share, depth)
 
     def _find(self, share: ScheduledRequest) -> MedusaHeads | None:
         return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)

@@ -30,6 +30,7 @@ from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.medusa_runner import MedusaRunner
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
+from sgmv_kernels.metadata.draft_trees import depths_of
 from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -231,8 +232,9 @@ class ModelRunner:
 
     def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from; None if it was found, not drawn."""
-        model = self._models.get(share.drafts.drafter)
-        return None if model is None else model.drawn_from(share, at)
+        model = self._models.get(share.drafts.drafters[at])
+        depth = depths_of(share.draft_parents)[at] - 1 if share.draft_parents else at
+        return None if model is None else model.drawn_from(share, depth)
 
     def _with_drafts(
         self, step: SchedulerOutput, output: ModelRunnerOutput, sampled: Sequence[ScheduledRequest]

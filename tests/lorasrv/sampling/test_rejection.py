@@ -1,6 +1,7 @@
 """Rejection sampling: whatever the drafts, tokens come as often as without them; a wrong rule is noticed."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from lorasrv.sampling.rejection import DrawnToken, accept_or_draw
 from lorasrv.sampling.sampler import distribution
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import PlannedDrafts, ScheduledRequest
+from lorasrv.speculation.proposal import Chain, Proposal
+from sgmv_kernels.metadata.draft_trees import depths_of
 
 VOCAB, DRAWS = 12, 20_000
 MIX = np.random.default_rng(5)
@@ -95,6 +98,23 @@ def verified(seed: int, sampling: SamplingParams, drafted_by: torch.Tensor) -> t
     return said[RequestId("r")]
 
 
+def verified_tree(seed: int, sampling: SamplingParams, chosen: tuple[int, int], survival: float) -> tuple[int, ...]:
+    """The same with a chain that was chosen, likelier than the drawn one or not; both as a tree."""
+    tokens, dists = chain(seed, sampling, NEXT_Q)
+    tree = Proposal.merged([Chain("drawn", tokens, (0.5, 0.4)), Chain("chosen", chosen, (survival, survival - 0.1))])
+    share = ScheduledRequest(
+        RequestId("r"), (0, *tree.token_ids), 0, (0,), None, True, sampling, 0, (0,), by_rejection=True,
+        drafts=PlannedDrafts(tree.token_ids, tree.drafters, parents=tree.parents),
+    )  # fmt: skip
+    depths = depths_of(tree.parents)
+    said = choose_tokens(
+        NEXT_P[[0, *tree.token_ids]],
+        [share],
+        lambda _, at: dists[depths[at] - 1] if tree.drafters[at] == "drawn" else None,
+    )
+    return said[RequestId("r")]
+
+
 def joint(sampling: SamplingParams) -> Floats:
     """Of the first two tokens, as plain decoding draws them."""
     first = distribution(NEXT_P[0], SamplingMetadata(sampling, 0, (0,)))
@@ -105,10 +125,24 @@ def joint(sampling: SamplingParams) -> Floats:
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", SAMPLINGS, ids=str)
 def test_two_tokens_are_jointly_distributed_as_without_drafts(fields: dict[str, Any]) -> None:
+    is_as_without(fields, lambda seed, sampling: verified(seed, sampling, NEXT_Q))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("survival", [0.6, 0.45])
+@pytest.mark.parametrize("fields", SAMPLINGS[:2], ids=str)
+def test_trees_of_drawn_and_chosen_tokens_too(fields: dict[str, Any], survival: float) -> None:
+    """Recursive rejection: whichever is tried first, also where both have the same token."""
+    likely = int(NEXT_Q[0].argmax())
+    chosen = likely, int(NEXT_Q[likely].argmin())
+    is_as_without(fields, lambda seed, sampling: verified_tree(seed, sampling, chosen, survival))
+
+
+def is_as_without(fields: dict[str, Any], said_of: Callable[[int, SamplingParams], tuple[int, ...]]) -> None:
     counts, num_accepted = np.zeros((VOCAB, VOCAB)), 0
     for seed in range(6000):
         sampling = SamplingParams(seed=seed + (1 << 40), **fields)
-        said = verified(seed, sampling, NEXT_Q)
+        said = said_of(seed, sampling)
         num_accepted += len(said) - 1
         if len(said) == 1:
             # The next step draws the second token without drafts.

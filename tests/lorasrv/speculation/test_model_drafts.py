@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from any_asks import any_asks, make_grammars
-from drafted import Ask, Drafted
+from drafted import Ask, Drafted, ScriptedDrafter, guesser
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
@@ -136,6 +136,19 @@ class TestRejection:
         said = rejecting.run(asks)
         assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
         assert sum(counts.accepted for counts in rejecting.scheduler.draft_counts.values()) > before + 20
+
+    def test_trees_of_a_model_and_of_another_drafter_too(self, model: Path, library: AdapterStore) -> None:
+        guessing = ScriptedDrafter("guessing")
+        guessing.script = guesser
+        speculation = replace(options(model, "model"), accept="rejection", draft_trees=True)
+        with closing(
+            Drafted(model, library, quantization="int8", drafters=[guessing], speculation=speculation)
+        ) as drafting:
+            said = drafting.run([Ask(PROMPT, replace(RANDOM, seed=None), count=4)], guesser)
+            assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
+            counts = drafting.scheduler.draft_counts
+            assert counts["model"].accepted > 20
+            assert counts["guessing"].drafted > 20
 
 
 def test_a_model_without_the_adapter_is_wrong_about_it(plain: Drafted, model: Path, library: AdapterStore) -> None:
