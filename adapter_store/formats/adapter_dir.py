@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from adapter_store.formats.draft_heads import HEADS_NAME, join_heads
 from adapter_store.formats.peft_dir import (
+    HEADS_NAME,
     WEIGHTS_NAME,
     Opener,
     PeftDir,
@@ -34,7 +34,7 @@ def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir
         with _with_heads(read_peft_dir(path, opener)) as peft:
             yield peft
         return
-    # Imported only here: it needs NumPy, which the command line's other uses do not wait for.
+    # Imported only here, as are heads: they need NumPy, which the command line's other uses do not wait for.
     from adapter_store.formats.mlx_dir import convert_mlx
 
     with tempfile.TemporaryDirectory(prefix="lorasrv-mlx-") as target:
@@ -47,6 +47,8 @@ def _with_heads(peft: PeftDir) -> Iterator[PeftDir]:
     if HEADS_NAME not in peft.ignored_files or not peft.weights_path.with_name(HEADS_NAME).is_file():
         yield peft
         return
+    from adapter_store.formats.draft_heads import join_heads
+
     with tempfile.TemporaryDirectory(prefix="lorasrv-heads-") as folder:
         target = Path(folder) / WEIGHTS_NAME
         with peft.open_weights() as weights, peft.opener(peft.weights_path.with_name(HEADS_NAME)) as heads:

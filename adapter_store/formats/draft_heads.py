@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
+from adapter_store.formats.peft_dir import HEADS_NAME
 from adapter_store.formats.safetensors_file import ENDED, LENGTH_BYTES, SafetensorsHeader, read_header
 from adapter_store.spec import HeadBlock
 
-HEADS_NAME = "medusa_lm_head.safetensors"
 PREFIX = "medusa_head."
 MAX_HEADS, MAX_BLOCKS = 8, 2
 MAX_HEADER_BYTES = 1 << 20

@@ -12,6 +12,7 @@ from adapter_store.formats.adapter_config import MAX_CONFIG_BYTES, MLX_REMEDY, p
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 MLX_WEIGHTS_NAME = "adapters.safetensors"
+HEADS_NAME = "medusa_lm_head.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 CHUNK_BYTES = 1 << 20
 _CONVERT = (

@@ -272,5 +272,5 @@ class TestCommand:
 
 
 def test_levels_are_named_once() -> None:
-    levels = {name: fmt.levels for name, fmt in FORMATS.items() if issubclass(fmt, GroupQuantFormat)}
-    assert levels == LEVELS
+    served = {name: fmt for name, fmt in FORMATS.items() if issubclass(fmt, GroupQuantFormat)}
+    assert {name: served[name].levels for name in LEVELS} == LEVELS

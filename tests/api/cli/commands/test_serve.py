@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_told_before_loading_as_doctor_does(cli, tmp_path, 
 
 def test_what_may_not_fit_is_a_warning_of_both(cli, tmp_path, model) -> None:
     flags = ("--model", model, "--pool-bytes", "1MiB", "--host-cache-bytes", "1000GiB", "--swap-bytes", "2000GiB")
-    says = "may grow to 1000.0 GiB (--host-cache-bytes), 2000.0 GiB (--swap-bytes) and "
+    says = "may grow to 1000.0 GiB (--host-cache-bytes), 2000.0 GiB (--swap-bytes), "
     with serve("--kernels", "torch", *flags) as served:
         assert says in served.log
     assert says in cli("doctor", "--port", 0, *flags).out
