@@ -19,6 +19,7 @@ from lorasrv.engine.factory import build
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import AdapterLoadFailed
+from lorasrv.kv_policy import KvPolicy
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import checkpoint_name
 from lorasrv.models.lora_sites import base_shapes
@@ -124,6 +125,7 @@ class LLM:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         adapter_ids: Sequence[str | None] | None = None,
+        kv_policy: KvPolicy | None = None,
     ) -> list[Completion]:
         """Answer all prompts in shared batches, in order.
 
@@ -131,13 +133,15 @@ class LLM:
             prompts: texts or token ids.
             sampling: one for all, or one a prompt.
             adapter_ids: a reference for each prompt, None for the base.
+            kv_policy: which keys and values the tokens of each request see; None: all before them.
         Raises:
             InvalidRequest, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
-        return self._run([self._message(*args) for args in zip(prompts, each, adapters, strict=True)])
+        triples = zip(prompts, each, adapters, strict=True)
+        return self._run([self._message(*args, kv_policy=kv_policy) for args in triples])
 
     def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
         answers = {m.request_id: self._answer(m) for m in messages}
@@ -208,11 +212,14 @@ class LLM:
         sampling: SamplingParams,
         adapter_id: str | None,
         beams: BeamOptions | None = None,
+        kv_policy: KvPolicy | None = None,
     ) -> EngineCoreRequest:
         ref = self.store.resolve(adapter_id) if adapter_id is not None else None
         request_id = RequestId(f"offline-{next(self._numbers)}")
         key, name = (None, "") if ref is None else (ref.key, ref.adapter_id)
-        return self.input_processor.process(request_id, prompt, sampling, key, adapter_id=name, beams=beams)
+        return self.input_processor.process(
+            request_id, prompt, sampling, key, adapter_id=name, beams=beams, kv_policy=kv_policy
+        )
 
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

@@ -66,6 +66,21 @@ class Refusal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class KvUsage:
+    """Say what a policy has done to a request's keys and values."""
+
+    kind: str
+    # Its sizes in tokens, as they were rounded to whole pages.
+    sink: int
+    recent: int
+    # Tokens whose keys and values are held, and those that were dropped.
+    kept_tokens: int
+    dropped_tokens: int
+    # First tokens of the answer that are those of full attention.
+    exact_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTiming:
     """Say how the time before the first token was spent."""
 
@@ -86,6 +101,8 @@ class RequestTiming:
     accept: str | None = None
     # Why it was not drafted though drafts were asked for.
     not_drafted: str | None = None
+    # None without a policy.
+    kv: KvUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)

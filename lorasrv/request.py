@@ -16,7 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
-from lorasrv.outputs import AdapterTier, EngineOutput, FinishReason, Refusal, RequestId, RequestTiming, TokenLogprobs
+from lorasrv.kv_policy import KvPolicy
+from lorasrv.outputs import (
+    AdapterTier,
+    EngineOutput,
+    FinishReason,
+    KvUsage,
+    Refusal,
+    RequestId,
+    RequestTiming,
+    TokenLogprobs,
+)
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -112,6 +122,10 @@ class Request:
     num_cached_tokens: int = 0
     # Pages of computed tokens that are in host memory.
     num_swapped_pages: int = 0
+    # Places in its table that had no page when it was swapped out.
+    swapped_holes: frozenset[int] = frozenset()
+    # Pages that its policy has dropped.
+    num_dropped_pages: int = 0
     num_preemptions: int = 0
     # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
     num_steps: int = 0
@@ -190,6 +204,17 @@ class Request:
     def num_generated_tokens(self) -> int:
         """Return the number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def num_seen(self, position: int) -> int:
+        """Return how many tokens the one at `position` sees, itself included."""
+        policy = self.message.kv_policy
+        return position + 1 if policy is None else policy.num_seen(position)
+
+    @property
+    def most_tokens(self) -> int:
+        """Return for how many tokens it holds pages at a time, at most."""
+        total, policy = self.num_prompt_tokens + self.message.max_tokens, self.message.kv_policy
+        return total if policy is None else policy.most_tokens(total)
 
     @property
     def needs_text(self) -> bool:
@@ -272,6 +297,21 @@ class Request:
             num_accepted_tokens=self.num_accepted_tokens,
             accept=self.message.accept,
             not_drafted=self.message.not_drafted,
+            kv=self._kv_usage(),
+        )
+
+    def _kv_usage(self) -> KvUsage | None:
+        policy = self.message.kv_policy
+        if policy is None:
+            return None
+        dropped = self.num_dropped_pages * policy.page_size
+        return KvUsage(
+            kind=policy.kind,
+            sink=policy.sink,
+            recent=policy.recent,
+            kept_tokens=max(0, self.num_computed_tokens - dropped),
+            dropped_tokens=dropped,
+            exact_tokens=policy.num_exact(self.num_prompt_tokens, self.num_generated_tokens),
         )
 
 
@@ -327,3 +367,5 @@ class EngineCoreRequest:
     accept: str | None = None
     # Why it is not drafted though drafts are asked for; None if it may be.
     not_drafted: str | None = None
+    # Which keys and values its tokens see; None: all before them.
+    kv_policy: KvPolicy | None = None

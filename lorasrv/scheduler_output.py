@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
+from lorasrv.kv_policy import KvPolicy
 from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState, Request
 from lorasrv.sampling_params import SamplingParams
@@ -140,6 +141,7 @@ class ScheduledRequest:
     token_ids: tuple[int, ...]
     # Position of the first of them.
     start: int
+    # `HOLE` in place of pages that none of the tokens sees.
     page_table: tuple[int, ...]
     adapter_key: AdapterKey | None
     # Whether the step samples the request's next token.
@@ -158,6 +160,7 @@ class ScheduledRequest:
     by_rejection: bool = False
     # Whether the adapter has Medusa heads.
     has_draft_heads: bool = False
+    kv_policy: KvPolicy | None = None
 
     @classmethod
     def of(
@@ -183,6 +186,7 @@ class ScheduledRequest:
             drafts=drafts,
             by_rejection=request.message.accept == REJECTION,
             has_draft_heads=request.message.has_draft_heads,
+            kv_policy=request.message.kv_policy,
         )
 
     @property

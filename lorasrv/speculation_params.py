@@ -1,6 +1,6 @@
 """Define a request's speculation options and their ranges. Torch-free; docs/speculation.md explains them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorasrv.errors import InvalidRequest
 
@@ -9,6 +9,8 @@ SAME_DRAW, REJECTION = ACCEPT = ("same-draw", "rejection")
 """How draft tokens are accepted: the token that plain decoding would draw, or any of its distribution."""
 MODEL_DRAFTERS = ("medusa", "model", "layers")
 """Those that are models on the worker."""
+LONG_SIGHTED_DRAFTERS = frozenset({"lookahead", "model"})
+"""Those that cannot draft for rows that see different pages: by trees, or with keys of all tokens."""
 MAX_DRAFT_TOKENS = 16
 """Most draft tokens of a request in one step."""
 MAX_PROBES = 48
@@ -47,6 +49,10 @@ class SpeculationParams:
     def allows(self, drafter: str) -> bool:
         """Return whether a drafter may be asked."""
         return self.max_draft > 0 and (self.drafters is None or drafter in self.drafters)
+
+    def without(self, drafters: frozenset[str]) -> "SpeculationParams":
+        """Return the options without some drafters."""
+        return replace(self, drafters=(frozenset(DRAFTERS) if self.drafters is None else self.drafters) - drafters)
 
 
 ANY_SPECULATION = SpeculationParams()

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Items, KnownBody, at_most
+from api.schemas.kv_policy import KvPolicyBody
 from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
@@ -91,6 +92,7 @@ class GenerationBody(StructuredFields, KnownBody):
     timeout_s: float | None = None
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
+    kv_policy: KvPolicyBody | None = None
 
     @property
     def num_choices(self) -> int:

@@ -227,6 +227,7 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
         "priority": priority,
         "timeout_s": fields.timeout_s,
         "speculation": speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
+        "kv_policy": fields.kv_policy and fields.kv_policy.policy,
     }
 
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -259,6 +259,7 @@ class ResponseBuilder:
             "total_ms": round(1000 * (time.monotonic() - self.started_s), 1),
             "preemptions": sum(output.timing.num_preemptions for output in choices.latest.values()),
             "speculation": _speculation(choices),
+            **_kv(choices),
         }
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
@@ -311,6 +312,17 @@ def _speculation(choices: ChoiceStream) -> Json:
         "not_drafted": next((timing.not_drafted for timing in timings if timing.not_drafted is not None), None),
     }
     return counts | {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _kv(choices: ChoiceStream) -> Json:
+    """Return what a policy has done to the choices' keys and values; nothing without one. `exact_tokens` holds for all
+    of them."""
+    found = [output.timing.kv for output in choices.latest.values() if output.timing.kv is not None]
+    if not found:
+        return {}
+    kept, dropped = (sum(values) for values in zip(*((kv.kept_tokens, kv.dropped_tokens) for kv in found), strict=True))
+    exact = min(kv.exact_tokens for kv in found)
+    return {"kv": asdict(replace(found[0], kept_tokens=kept, dropped_tokens=dropped, exact_tokens=exact))}
 
 
 def _fallback(choices: ChoiceStream) -> str | None:

@@ -70,6 +70,8 @@ class EngineParts:
     num_draft_heads: int = 0
     # Names of those that the server has.
     drafters: frozenset[str] = frozenset()
+    # Tokens of the largest step.
+    step_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

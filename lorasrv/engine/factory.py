@@ -86,6 +86,8 @@ class BuiltModel:
             may_reject=self.parts.may_reject,
             num_draft_heads=self.parts.num_draft_heads,
             drafters=self.parts.drafters,
+            step_tokens=self.parts.step_tokens,
+            why_no_policy=self.spec.why_no_kv_policy,
         )
 
 
@@ -179,6 +181,7 @@ def build(
         may_reject=may_reject,
         num_draft_heads=len(base_heads),
         drafters=frozenset((*(drafter.name for drafter in made), *models)),
+        step_tokens=config.scheduler.max_num_batched_tokens,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable

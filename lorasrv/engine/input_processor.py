@@ -19,11 +19,18 @@ from typing import Any, Protocol, TypedDict, Unpack
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
+from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
-from lorasrv.speculation_params import ANY_SPECULATION, REJECTION, SAME_DRAW, SpeculationParams
+from lorasrv.speculation_params import (
+    ANY_SPECULATION,
+    LONG_SIGHTED_DRAFTERS,
+    REJECTION,
+    SAME_DRAW,
+    SpeculationParams,
+)
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -51,6 +58,7 @@ class RequestOptions(TypedDict, total=False):
     shown_token_ids: frozenset[int]
     beams: BeamOptions | None
     speculation: SpeculationParams
+    kv_policy: KvPolicy | None
 
 
 class AdapterFacts(Protocol):
@@ -84,6 +92,8 @@ class InputProcessor:
         poison: refuses requests that have made the engine fail repeatedly.
         queue_timeout_s: the server's bound on the time until the first step; None sets none.
         load_timeout_s: longest time for reading a header; None sets none.
+        step_tokens: tokens of the largest step.
+        why_no_policy: why the model takes no `kv_policy`; None if it does.
     """
 
     def __init__(
@@ -102,6 +112,8 @@ class InputProcessor:
         may_reject: bool = False,
         num_draft_heads: int = 0,
         drafters: Collection[str] = (),
+        step_tokens: int = 1,
+        why_no_policy: str | None = None,
     ) -> None:
         self._memory = memory
         self._source = source
@@ -115,6 +127,7 @@ class InputProcessor:
         self._may_reject = may_reject
         self._num_draft_heads = num_draft_heads
         self._drafters = frozenset(drafters)
+        self._step_tokens, self._why_no_policy = step_tokens, why_no_policy
         # Starts threads on first use: never offline.
         self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
@@ -135,6 +148,7 @@ class InputProcessor:
         shown_token_ids: frozenset[int] = frozenset(),
         beams: BeamOptions | None = None,
         speculation: SpeculationParams = ANY_SPECULATION,
+        kv_policy: KvPolicy | None = None,
     ) -> EngineCoreRequest:
         """Return the message for `EngineCore.add_request`.
 
@@ -146,8 +160,8 @@ class InputProcessor:
 
         Raises:
             InvalidRequest: the prompt is empty, it or a field names a token that does not exist, the adapter fits
-                nowhere, priority, timeout or min_tokens are out of range, or sampling contradicts the constraint or
-                the beams.
+                nowhere, priority, timeout or min_tokens are out of range, sampling contradicts the constraint or the
+                beams, or the policy cannot be followed.
             ContextLengthExceeded: the request can never fit.
             AdapterError: the adapter is not in the store any more, or damaged.
             PoisonRequest: requests like it have made the engine fail.
@@ -163,9 +177,11 @@ class InputProcessor:
             sampling = beam_sampling(sampling, constraint)
             self._check_offers(sampling, beams)
         own_heads = self._source.num_draft_heads(adapter) if self._source is not None and adapter is not None else 0
+        if kv_policy is not None:
+            kv_policy = self._placed(kv_policy, sampling, beams)
         width = 1 if beams is None else beams.width
-        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width)
-        self._check_fits(len(token_ids), max_tokens, layout, width)
+        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width, kv_policy)
+        self._check_fits(len(token_ids), max_tokens, layout, width, kv_policy)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -184,12 +200,13 @@ class InputProcessor:
             constraint=constraint,
             shown_token_ids=shown_token_ids,
             beams=beams,
-            speculation=speculation,
+            speculation=speculation if kv_policy is None else speculation.without(LONG_SIGHTED_DRAFTERS),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction),
             num_draft_heads=max(own_heads, self._num_draft_heads),
             has_draft_heads=own_heads > 0,
             accept=self._accept(sampling, constraint),
-            not_drafted=self._why_not_drafted(speculation, max(own_heads, self._num_draft_heads), beams),
+            not_drafted=self._why_not_drafted(speculation, max(own_heads, self._num_draft_heads), beams, kv_policy),
+            kv_policy=kv_policy,
         )
         self._poison.check(request)
         return request
@@ -314,12 +331,15 @@ class InputProcessor:
             return None
         return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
 
-    def _why_not_drafted(self, speculation: SpeculationParams, num_heads: int, beams: BeamOptions | None) -> str | None:
+    def _why_not_drafted(
+        self, speculation: SpeculationParams, num_heads: int, beams: BeamOptions | None, policy: KvPolicy | None
+    ) -> str | None:
         if not speculation.max_draft:
             return None
         if beams is not None:
             return "beam search"
         there = self._drafters if num_heads else self._drafters - {"medusa"}
+        there = there if policy is None else there - LONG_SIGHTED_DRAFTERS
         asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
         return "no such drafter" if asked and not asked & there else None
 
@@ -351,6 +371,18 @@ class InputProcessor:
                 param="best_of",
             )
 
+    def _placed(self, policy: KvPolicy, sampling: SamplingParams, beams: BeamOptions | None) -> KvPolicy:
+        """Return a policy in whole pages."""
+        if self._why_no_policy is not None:
+            raise InvalidRequest(f"{{param}} is not possible: {self._why_no_policy}; leave it out", param="kv_policy")
+        if beams is not None:
+            raise InvalidRequest("{param} does not go with beam search; leave one of them out", param="kv_policy")
+        if sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "{param} does not go with log-probabilities of the prompt; leave one of them out", param="kv_policy"
+            )
+        return policy.placed(self._memory.kv.page_size, self._step_tokens)
+
     def _tier(self, adapter: AdapterKey) -> AdapterTier:
         """Return where an adapter is; the answer may be outdated at once."""
         if self._memory.adapter_manager.is_resident(adapter):
@@ -358,12 +390,23 @@ class InputProcessor:
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
 
-    def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
+    def _max_new_tokens(
+        self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int, policy: KvPolicy | None
+    ) -> int:
         """Return the rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size)
-        return max(1, room - num_prompt_tokens)
+        room = self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size
+        if policy is not None and policy.most_tokens(self._max_model_len) <= room:
+            room = self._max_model_len
+        return max(1, min(self._max_model_len, room) - num_prompt_tokens)
 
-    def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
+    def _check_fits(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        layout: AdapterLayout | None,
+        width: int,
+        policy: KvPolicy | None,
+    ) -> None:
         total = num_prompt_tokens + max_tokens
         if total > self._max_model_len:
             is_prompt = num_prompt_tokens >= self._max_model_len
@@ -373,6 +416,7 @@ class InputProcessor:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
                 param=param,
             )
+        total = total if policy is None else policy.most_tokens(total)
         kv_pages, most = width * self._memory.kv.pages_for(total), self._memory.max_kv_pages(layout)
         if kv_pages > most:
             of_adapter = self._memory.kv_pool.num_pages - most

@@ -17,7 +17,7 @@ from enum import IntEnum
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
-from lorasrv.sorted_items import SortedItems
+from lorasrv.memory.sorted_items import SortedItems
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
 MAX_COUNTED_USES = 64

@@ -1,14 +1,16 @@
 """KV cache manager: each request's page table, the only owner of which pages hold whose keys and values.
 
 A page may be in several tables: of requests with the same beginning (`PrefixCache`), or of the choices of one request
-(`fork`). A request that writes into a page that other tables hold gets a copy first. `SwapSpace` counts the KV pages of
+(`fork`). A request that writes into a page that other tables hold gets a copy first. Pages that a policy drops leave a
+hole, so that the others keep their places. `SwapSpace` counts the KV pages of
 preempted requests in host memory, and decides when swapping costs less than recomputing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
+from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache, page_hash, root_hash
@@ -20,8 +22,12 @@ from lorasrv.scheduler_output import PageCopy
 class _Table:
     """Hold one request's pages."""
 
+    # `HOLE` for those that were dropped.
     pages: list[int] = field(default_factory=list)
     adapter: AdapterKey | None = None
+    policy: KvPolicy | None = None
+    # Places without a page, those that the table will only grow to included.
+    holes: set[int] = field(default_factory=set)
     # Keys of its first whole pages, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
@@ -43,16 +49,27 @@ class KVCacheManager:
     @property
     def num_pages(self) -> int:
         """Return the number of pages in any table; a shared page counts once."""
-        return len({page for table in self._tables.values() for page in table.pages})
+        return len(set(self.references()))
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def open(self, request_id: RequestId, adapter: AdapterKey | None, salt: str) -> None:
-        """Create an empty table for a request."""
+    def open(
+        self,
+        request_id: RequestId,
+        adapter: AdapterKey | None,
+        salt: str,
+        policy: KvPolicy | None = None,
+        holes: Collection[int] = (),
+    ) -> None:
+        """Create an empty table for a request.
+
+        Args:
+            holes: places that need no page.
+        """
         assert request_id not in self._tables, f"request {request_id} has a table"
-        self._tables[request_id] = _Table(adapter=adapter, root=root_hash(adapter, salt))
+        self._tables[request_id] = _Table([], adapter, policy, set(holes), root=root_hash(adapter, salt))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
         """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
@@ -78,13 +95,20 @@ class KVCacheManager:
         source, table = self._tables[parent], self._tables[child]
         assert not table.pages, f"request {child} has pages"
         table.pages = source.pages[: self.pages_for(num_tokens)]
-        self._pool.share(table.pages)
+        table.holes = set(source.holes)
+        self._pool.share(_real(table.pages))
+
+    def can_fork(self, parent: RequestId, num_tokens: int) -> bool:
+        """Return whether the parent still has all pages that a fork of its first `num_tokens` tokens needs."""
+        table = self._tables[parent]
+        return len(table.holes) <= (0 if table.policy is None else len(table.policy.hole(num_tokens)))
 
     def missing_pages(self, request_id: RequestId, num_computed: int, num_tokens: int) -> int:
         """Return the number of pages to take before tokens `num_computed .. num_tokens - 1` can be written."""
         table = self._tables[request_id]
-        new = max(0, self.pages_for(num_tokens) - len(table.pages))
-        return new + len(self._shared(table, num_computed))
+        new = range(len(table.pages), self.pages_for(num_tokens))
+        num_holes = sum(place in new for place in table.holes) if new else 0
+        return len(new) - num_holes + len(self._shared(table, num_computed))
 
     def allocate(self, request_id: RequestId, num_computed: int, num_tokens: int) -> tuple[PageCopy, ...] | None:
         """Make tokens `num_computed .. num_tokens - 1` of the request writable.
@@ -102,6 +126,9 @@ class KVCacheManager:
             copies.append(PageCopy(table.pages[place], taken.pop()))
             self._release_page(table.pages[place])
             table.pages[place] = copies[-1].target
+        if table.holes:
+            rest, new = iter(taken), range(len(table.pages), self.pages_for(num_tokens))
+            taken = [HOLE if place in table.holes else next(rest) for place in new]
         table.pages += taken
         self.num_copies += len(copies)
         return tuple(copies)
@@ -115,8 +142,30 @@ class KVCacheManager:
         table = self._tables[request_id]
         surplus = table.pages[self.pages_for(num_tokens) :]
         del table.pages[len(table.pages) - len(surplus) :]
-        for page in reversed(surplus):
+        table.holes.difference_update(range(len(table.pages), len(table.pages) + len(surplus)))
+        for page in reversed(_real(surplus)):
             self._release_page(page)
+
+    def restart(self, request_id: RequestId) -> None:
+        """Free the request's pages if any is missing among them: all are computed again."""
+        if self._tables[request_id].holes:
+            self.truncate(request_id, 0)
+            self._tables[request_id].num_kept = 0
+
+    def drop_unseen(self, request_id: RequestId, num_computed: int) -> None:
+        """Free the pages that no token from `num_computed` on sees; a page with another holder stays with that one."""
+        table = self._tables[request_id]
+        if table.policy is None:
+            return
+        unseen = table.policy.hole(num_computed)[len(table.holes) :]
+        for place in unseen:
+            self._release_page(table.pages[place])
+            table.pages[place] = HOLE
+        table.holes.update(unseen)
+
+    def holes(self, request_id: RequestId) -> frozenset[int]:
+        """Return the places of the request's table that have no page."""
+        return frozenset(self._tables[request_id].holes)
 
     def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the request's newly full pages to the prefix cache."""
@@ -125,23 +174,27 @@ class KVCacheManager:
             return
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
-            if page not in self._prefixes:
+            if page != HOLE and page not in self._prefixes:
                 self._prefixes.insert(self._hash(table, token_ids, number), page, table.adapter)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
-        """Return the request's pages in order."""
+        """Return the request's pages in order, `HOLE` in place of those that were dropped."""
         return tuple(self._tables[request_id].pages)
+
+    def held_pages(self, request_id: RequestId, num_tokens: int) -> tuple[int, ...]:
+        """Return the pages in order that the request has of its first `num_tokens` tokens."""
+        return tuple(_real(self._tables[request_id].pages[: self.pages_for(num_tokens)]))
 
     def free(self, request_id: RequestId) -> None:
         """Free the request's table; do nothing if it has none. Its last cached pages may be evicted first."""
         table = self._tables.pop(request_id, None)
-        for page in reversed(table.pages if table else ()):
+        for page in reversed(_real(table.pages) if table else ()):
             self._release_page(page)
 
     def holders(self) -> Mapping[RequestId, tuple[int, ...]]:
         """Return every request's pages."""
-        return {request_id: tuple(table.pages) for request_id, table in self._tables.items()}
+        return {request_id: tuple(_real(table.pages)) for request_id, table in self._tables.items()}
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Follow pages that were moved: old id -> new id."""
@@ -152,7 +205,7 @@ class KVCacheManager:
     def references(self) -> Iterator[int]:
         """Yield every page id that a table holds, for `PagePool.check_integrity`."""
         for table in self._tables.values():
-            yield from table.pages
+            yield from _real(table.pages)
 
     def _shared(self, table: _Table, num_computed: int) -> range:
         """Return the places of pages that the request will write into and other tables hold: at most the one it is
@@ -170,8 +223,14 @@ class KVCacheManager:
         while len(table.hashes) <= number:
             first = len(table.hashes) * self.page_size
             parent = table.hashes[-1] if table.hashes else table.root
-            table.hashes.append(page_hash(parent, token_ids[first : first + self.page_size]))
+            salt = b"" if table.policy is None else table.policy.salt(len(table.hashes))
+            table.hashes.append(page_hash(parent + salt, token_ids[first : first + self.page_size]))
         return table.hashes[number]
+
+
+def _real(pages: Sequence[int]) -> Sequence[int]:
+    """Return the pages that are none of the holes."""
+    return [page for page in pages if page != HOLE] if HOLE in pages else pages
 
 
 class SwapSpace:

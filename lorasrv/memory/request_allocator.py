@@ -4,7 +4,7 @@ The scheduler decides which request is admitted, extended, preempted and finishe
 operations that this makes necessary are noted in order.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.eviction import EvictionLevel
@@ -43,7 +43,7 @@ class RequestAllocator:
             False, and nothing held, if this level does not free so many.
         """
         rid, key = request.request_id, request.adapter_key
-        self._kv.open(rid, key, request.message.cache_salt)
+        self._kv.open(rid, key, request.message.cache_salt, request.message.kv_policy, request.swapped_holes)
         if key is not None:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
@@ -53,7 +53,7 @@ class RequestAllocator:
             self.free(request)
             return False
         if request.num_swapped_pages:
-            self._ops.append(SwapIn(rid, self._kv.page_table(rid)[: request.num_swapped_pages]))
+            self._ops.append(SwapIn(rid, self._kv.held_pages(rid, request.num_computed_tokens)))
             self._free_swap(request)
         elif not request.num_preemptions:
             request.num_cached_tokens = shared
@@ -62,12 +62,13 @@ class RequestAllocator:
     def extend(
         self, request: Request, level: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
     ) -> bool:
-        """Take the pages that all known and pending tokens need; return False if this level does not free them."""
-        rid, computed = request.request_id, request.num_scheduled_tokens
-        missing = self._kv.missing_pages(rid, computed, request.num_expected_tokens)
+        """Take the pages that all known and pending tokens need, under a policy those of the next step; return False if
+        this level does not free them."""
+        rid, computed, wanted = request.request_id, request.num_scheduled_tokens, _num_wanted(request)
+        missing = self._kv.missing_pages(rid, computed, wanted)
         if missing and not self._evictor.make_room(missing + keep_free, level, ahead):
             return False
-        copies = self._kv.allocate(rid, computed, request.num_expected_tokens)
+        copies = self._kv.allocate(rid, computed, wanted)
         assert copies is not None, "pages were counted before they were taken"
         if copies:
             self._ops.append(CopyPages(copies))
@@ -94,14 +95,22 @@ class RequestAllocator:
         """Give back the pages that held rejected draft tokens only."""
         self._kv.truncate(request.request_id, request.num_computed_tokens)
 
+    def settle(self, request: Request) -> None:
+        """Offer what a request has computed to the prefix cache, and free the pages that its policy drops."""
+        self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
+        if request.message.kv_policy is not None:
+            self._kv.drop_unseen(request.request_id, request.num_computed_tokens)
+            request.num_dropped_pages = len(self._kv.holes(request.request_id))
+
     def preempt(self, request: Request) -> None:
         """Take back a running request's pages: swap out what is computed, or discard it, whichever costs less."""
         rid = request.request_id
-        pages = self._kv.page_table(rid)[: self._kv.pages_for(request.num_computed_tokens)]
+        pages = self._kv.held_pages(rid, request.num_computed_tokens)
         if self._swap.should_swap(len(pages), request.num_computed_tokens):
             self._swap.allocate(rid, len(pages))
             self._ops.append(SwapOut(rid, pages))
             request.num_swapped_pages = len(pages)
+            request.swapped_holes = self._kv.holes(rid)
         else:
             request.num_computed_tokens = 0
         self.free(request)
@@ -139,6 +148,20 @@ class RequestAllocator:
         request.num_computed_tokens = 0
         if request.status is RequestStatus.RUNNING:
             self._kv.truncate(request.request_id, request.num_tokens)
+            self._kv.restart(request.request_id)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Compare the pages of running requests, of which nothing is in flight, with their tokens.
+
+        Raises:
+            AssertionError: one has a page for no token, or has or lacks one against its policy.
+        """
+        for request in requests:
+            rid, policy = request.request_id, request.message.kv_policy
+            most = self._kv.pages_for(request.num_tokens)
+            assert len(self._kv.page_table(rid)) <= most, "a request has pages for no token"
+            holes = () if policy is None else policy.hole(request.num_computed_tokens)
+            assert self._kv.holes(rid) == set(holes), "pages that no token sees are held, or others are not"
 
     def record_moves(self) -> None:
         """Append the copies that compaction has made necessary to the page operations."""
@@ -152,18 +175,26 @@ class RequestAllocator:
     def _can_grow(self, request: Request, growth: int, level: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
         if not growth:
             return True
-        missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
+        missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, _num_wanted(request))
         return self._evictor.can_make_room(missing + growth, level, ahead)
 
     def _share(self, request: Request, parent: Request | None) -> int:
         """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are
         needed."""
-        if parent is None:
-            return self._kv.attach_prefix(request.request_id, request.token_ids, request.num_reusable_tokens)
-        shared = request.num_prompt_tokens - 1
-        self._kv.fork(parent.request_id, request.request_id, shared)
+        rid, shared = request.request_id, request.num_prompt_tokens - 1
+        if parent is None or not self._kv.can_fork(parent.request_id, shared):
+            shared = self._kv.attach_prefix(rid, request.token_ids, request.num_reusable_tokens)
+        else:
+            self._kv.fork(parent.request_id, rid, shared)
+        self._kv.drop_unseen(rid, shared)
         return shared
 
     def _free_swap(self, request: Request) -> None:
         self._swap.free(request.request_id)
-        request.num_swapped_pages = 0
+        request.num_swapped_pages, request.swapped_holes = 0, frozenset()
+
+
+def _num_wanted(request: Request) -> int:
+    """Return how many first tokens of a request want their pages, or have them behind them."""
+    policy, expected = request.message.kv_policy, request.num_expected_tokens
+    return expected if policy is None else min(expected, request.num_scheduled_tokens + policy.step_tokens)

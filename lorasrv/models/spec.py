@@ -163,6 +163,13 @@ class ModelSpec:
             norms |= {f"{x}_norm": (f"self_attn.{x}_norm", self.head_dim) for x in "qk"}
         return norms
 
+    @property
+    def why_no_kv_policy(self) -> str | None:
+        """Return why a request cannot choose which keys its tokens see; None if it can."""
+        if self.sliding_window is not None:
+            return "layers of this model have windows of their own"
+        return "this model knows distances from the keys that it sees (ALiBi)" if self.alibi_slopes() else None
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None where attention is full."""
         if self.sliding_window is None or (self.windowed_layers and not self.windowed_layers[layer]):

@@ -154,15 +154,15 @@ def _bin(length: int) -> int:
     return min(bisect.bisect_left(ENDS, length), NUM_BINS - 1)
 
 
-def peak_growth(requests: Iterable[tuple[int, int]], page_size: int) -> int:
+def peak_growth(requests: Iterable[tuple[int, int, int]], page_size: int) -> int:
     """Return the pages that the batch needs at its peak beyond those held now.
 
     Args:
-        requests: (tokens now, tokens to come) of each.
+        requests: (tokens now, tokens to come, most tokens that are held at a time) of each.
     """
-    now, to_come = np.array(list(requests), dtype=np.int64).reshape(-1, 2).T
-    held = -(-now // page_size)
+    now, to_come, most = np.array(list(requests), dtype=np.int64).reshape(-1, 3).T
+    held = -(-np.minimum(now, most) // page_size)
     times = np.unique(to_come)
     alive = to_come[:, None] >= times
-    pages = -(-(now[:, None] + times) // page_size)
+    pages = -(-np.minimum(now[:, None] + times, most[:, None]) // page_size)
     return max(0, int((pages * alive).sum(axis=0).max(initial=0) - held.sum()))

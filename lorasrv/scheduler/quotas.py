@@ -335,7 +335,7 @@ class Quotas:
         self._num_swept = max(MIN_SWEEP, len(self._adapters) + len(self._keys))
 
     def _pages_reserved_by(self, request: Request) -> int:
-        return self._memory.kv.pages_for(request.num_prompt_tokens + request.message.max_tokens)
+        return self._memory.kv.pages_for(request.most_tokens)
 
     def _needs_of_group(self, request: Request) -> tuple[int, int]:
         """Return how many requests run together, one without beam search, and the pages that they may come to hold."""

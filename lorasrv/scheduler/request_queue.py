@@ -17,12 +17,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
+from lorasrv.memory.sorted_items import SortedItems
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 from lorasrv.scheduler.policies import Policy
 from lorasrv.scheduler.quotas import Blocker
 from lorasrv.scheduler.waiting_lanes import WaitingLanes
-from lorasrv.sorted_items import SortedItems
 
 MAX_CHECKED = 64
 """Most requests that a step checks for starvation, those with the longest waits."""

@@ -315,7 +315,7 @@ class Scheduler:
                 self._append(request, share, sampled[share.request_id], logprobs.get(share.request_id, ()))
                 continue
             self._count_computed(request, share, int(share.samples))
-            self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
+            self._allocator.settle(request)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
         self._speculator.take_results(drafted, probed, self._queue.requests)
@@ -353,8 +353,7 @@ class Scheduler:
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
         not_in_flight = [r for r in running if not r.num_in_flight_tokens]
-        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in not_in_flight}
-        assert all(len(tables[rid]) <= pages for rid, pages in limits.items()), "a request has pages for no token"
+        self._allocator.check_integrity(not_in_flight)
         in_flight, expected = Counter[RequestId](), Counter[RequestId]()
         for request, count, pending in (entry for entries in self._in_flight.values() for entry in entries):
             in_flight[request.request_id] += count
@@ -484,7 +483,7 @@ class Scheduler:
         request.num_draft_tokens += len(share.draft_token_ids)
         request.num_accepted_tokens += min(num_new, len(tokens) - 1)
         self._count_computed(request, share, num_new)
-        self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
+        self._allocator.settle(request)
         if share.drafts is not NO_DRAFTS:
             self._allocator.truncate_drafts(request)
         new_tokens = tuple(tokens[:num_new])

@@ -366,7 +366,9 @@ class StepPlanner:
 
     def _growth_with(self, request: Request) -> int:
         """Return the pages that the batch is predicted to need at its peak, with this request in it."""
-        batch = ((r.num_tokens, self._predictor.planned_remaining(r)) for r in (*self._queue.running, request))
+        batch = (
+            (r.num_tokens, self._predictor.planned_remaining(r), r.most_tokens) for r in (*self._queue.running, request)
+        )
         return peak_growth(batch, self._kv.page_size)
 
     def _admission_level(self) -> EvictionLevel:
@@ -382,8 +384,8 @@ class StepPlanner:
         return sum(num_uncomputed_tokens(request) > 0 for request in self._queue.running)
 
     def _pages_to_start(self, request: Request) -> int:
-        """Return the pages of all tokens of the request."""
-        return self._kv.pages_for(request.num_tokens)
+        """Return the pages of all tokens of the request that are held at a time."""
+        return self._kv.pages_for(min(request.num_tokens, request.most_tokens))
 
     def _pages_to_come(self, request: Request) -> int:
         """Return the pages of the request's adapter if it has none yet."""

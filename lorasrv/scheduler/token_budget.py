@@ -158,7 +158,9 @@ def planned_shape(chosen: Sequence[Request], counts: Mapping[RequestId, int]) ->
         tokens=sum(counts[request.request_id] for request in chosen),
         requests=len(chosen),
         adapter_bytes=_adapter_bytes(chosen),
-        pairs=sum(counts[r.request_id] * (r.num_scheduled_tokens + counts[r.request_id] // 2 + 1) for r in chosen),
+        pairs=sum(
+            counts[r.request_id] * r.num_seen(r.num_scheduled_tokens + counts[r.request_id] // 2) for r in chosen
+        ),
     )
 
 
@@ -167,7 +169,7 @@ def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:
         tokens=len(answering),
         requests=len(answering),
         adapter_bytes=_adapter_bytes(running),
-        pairs=sum(request.num_tokens for request in answering),
+        pairs=sum(request.num_seen(request.num_tokens - 1) for request in answering),
     )
 
 

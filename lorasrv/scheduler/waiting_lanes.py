@@ -20,11 +20,11 @@ from itertools import islice
 from adapter_store.spec import AdapterKey
 from lorasrv.config import PARALLEL_LOADS
 from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
+from lorasrv.memory.sorted_items import SortedItems
 from lorasrv.request import Request
 from lorasrv.scheduler.policies import Policy
 from lorasrv.scheduler.policies.lane import Lane, LaneName
 from lorasrv.scheduler.quotas import Blocker
-from lorasrv.sorted_items import SortedItems
 
 HOST_MEMORY = Blocker("host memory", "")
 BEAMS = Blocker("beams", "")

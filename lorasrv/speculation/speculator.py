@@ -247,7 +247,8 @@ class Speculator:
             survival = self._chances(name, trail, ask)
             tokens = self._valid(request, trail.tokens[: len(survival)])
             chains.append(Chain(name, tokens, survival[: len(tokens)]))
-        if len(chains) > 1 and not self._makes_trees:
+        makes_trees = self._makes_trees and request.message.kv_policy is None
+        if len(chains) > 1 and not makes_trees:
             chains = [max(chains, key=lambda chain: sum(chain.survival))]
         found = self._proposed[request.request_id] = Proposal.merged(chains).first(ask.max_tokens)
         return found

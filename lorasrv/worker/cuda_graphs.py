@@ -170,7 +170,7 @@ class GraphedSteps:
         """Return the smallest bucket that a step fits; None if there is none."""
         if any(s.prompt_rows or s.num_guessed_tokens for s in rows.scheduled):
             return None
-        count = len(rows.scheduled)
+        count = len(rows.query_lens)
         is_mixed = len(rows.token_ids) > count
         if is_mixed:
             num_rows, sequences = _first(MIXED_ROWS, len(rows.token_ids)), _first(self._sequences, count)

@@ -1,12 +1,15 @@
 """Forward batch: the tensors of one forward pass, built from a scheduled step. Built anew for every step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lorasrv.kv_policy import HOLE
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
@@ -36,7 +39,11 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Hold the T rows of a step's B sequences on the host, those of one adapter together."""
+    """Hold the T rows of a step's B sequences on the host, those of one adapter together.
+
+    A request's rows are one sequence, under a policy several: each of its sequences consists of the rows that see the
+    same pages, and of these pages only.
+    """
 
     scheduled: list[ScheduledRequest]
     # In the order of their segments.
@@ -53,12 +60,8 @@ class StepRows:
     page_tables: Int32
     # [S], see `ForwardBatch`.
     logit_rows: npt.NDArray[np.int64]
-
-    @property
-    def parents(self) -> list[Parents]:
-        """Return the draft tree of each sequence; nothing if there are only chains."""
-        parents: list[Parents] = [share.slot_parents for share in self.scheduled]
-        return parents if any(parents) else []
+    # The draft tree of each sequence; nothing if there are only chains.
+    parents: list[Parents]
 
     @property
     def pending(self) -> list[tuple[int, RequestId]]:
@@ -82,16 +85,19 @@ class StepRows:
             if parents := share.slot_parents:
                 positions[end - len(parents) : end] = _tree_positions(share)
         owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
+        seen = [sequence for share in scheduled for sequence in _sequences(share)]
+        trees = [sequence.parents for sequence in seen]
         return cls(
             scheduled=scheduled,
             adapters=[step.placements[key] for key in keys],
             token_ids=np.array([t for s in scheduled for t in s.token_ids]),
             positions=positions,
             row_adapters=np.repeat(np.array(owners, dtype=np.int32), lens),
-            query_lens=lens,
-            kv_lens=starts + lens,
-            page_tables=_page_tables(scheduled),
+            query_lens=np.array([sequence.num_rows for sequence in seen]),
+            kv_lens=np.array([sequence.num_keys for sequence in seen]),
+            page_tables=_page_tables([sequence.pages for sequence in seen]),
             logit_rows=np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked]),
+            parents=trees if any(trees) else [],
         )
 
 
@@ -141,8 +147,31 @@ def _logit_rows(
     return np.concatenate(rows)
 
 
-def _page_tables(scheduled: list[ScheduledRequest]) -> Int32:
-    tables = np.zeros((len(scheduled), max(len(s.page_table) for s in scheduled)), dtype=np.int32)
-    for row, s in zip(tables, scheduled, strict=True):
-        row[: len(s.page_table)] = s.page_table
+class _Sequence(NamedTuple):
+    """Rows that see the same pages: the last `num_rows` of the `num_keys` tokens in `pages`."""
+
+    num_rows: int
+    num_keys: int
+    pages: Sequence[int]
+    parents: Parents = ()
+
+
+def _sequences(share: ScheduledRequest) -> list[_Sequence]:
+    """Return a share's rows as sequences."""
+    end, policy = share.start + len(share.token_ids), share.kv_policy
+    if policy is None:
+        return [_Sequence(len(share.token_ids), end, share.page_table, share.slot_parents)]
+    assert not share.slot_parents, f"rows of {share.request_id} may see different pages, but are a tree"
+    sequences = []
+    for first, last in policy.pieces(share.start, end):
+        hole, table = policy.hole(first), share.page_table[: -(-last // policy.page_size)]
+        pages = [page for place, page in enumerate(table) if page != HOLE and place not in hole]
+        sequences.append(_Sequence(last - first, last - (len(table) - len(pages)) * policy.page_size, pages))
+    return sequences
+
+
+def _page_tables(pages: Sequence[Sequence[int]]) -> Int32:
+    tables = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, of_sequence in zip(tables, pages, strict=True):
+        row[: len(of_sequence)] = of_sequence
     return tables

@@ -57,6 +57,7 @@ DEFAULTS: RequestOptions = {
     "shown_token_ids": frozenset(),
     "beams": None,
     "speculation": ANY_SPECULATION,
+    "kv_policy": None,
 }
 
 

@@ -8,9 +8,9 @@ order. It decides on order alone: pages, request slots, limits and the bound on 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from lorasrv.memory.sorted_items import Rank, SortedItems
 from lorasrv.request import Request
 from lorasrv.scheduler.policies.lane import Lane
-from lorasrv.sorted_items import Rank, SortedItems
 
 
 class Policy(ABC):

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import StepCosts
+from lorasrv.memory.sorted_items import Rank, SortedItems
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.scheduler.policies.base import Policy, preempted_first
 from lorasrv.scheduler.policies.lane import Lane
 from lorasrv.scheduler.quotas import Quotas
-from lorasrv.sorted_items import Rank, SortedItems
 
 PROMPT_WEIGHT = 1.0
 ANSWER_WEIGHT = 2.0

@@ -1,8 +1,8 @@
 """First come, first served, by priority: the most predictable order, without protection from a flood of one adapter."""
 
+from lorasrv.memory.sorted_items import Rank
 from lorasrv.request import Request
 from lorasrv.scheduler.policies.base import Policy, preempted_first
-from lorasrv.sorted_items import Rank
 
 
 class Fcfs(Policy):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
+from lorasrv.memory.sorted_items import Rank, SortedItems
 from lorasrv.request import Request
-from lorasrv.sorted_items import Rank, SortedItems
 
 
 class LaneName(NamedTuple):

@@ -9,9 +9,9 @@ generated tokens; a prompt token, computed beside many others, counts a sixteent
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from lorasrv.memory.sorted_items import Rank
 from lorasrv.request import Request
 from lorasrv.scheduler.policies.base import Policy
-from lorasrv.sorted_items import Rank
 
 FIRST_QUANTUM = 32.0
 NUM_LEVELS = 6

@@ -6,10 +6,10 @@ changes while they wait, and a new request can only be ahead by a bounded time.
 """
 
 from lorasrv.memory.cost_model import StepCosts
+from lorasrv.memory.sorted_items import Rank
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.scheduler.policies.base import Policy, preempted_first
-from lorasrv.sorted_items import Rank
 
 AGEING = 0.1
 

@@ -139,6 +139,9 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
         },
     ),
     "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": WORDS}),
+    "kv_policy": st.fixed_dictionaries(
+        {"kind": st.just("window"), "recent": st.integers(60, 200)}, optional={"sink": st.integers(0, 40)}
+    ),
     "on_cold": st.sampled_from(["wait", "fallback_base"]),
 }
 OPENAI = SAMPLING | {

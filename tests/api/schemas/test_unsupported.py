@@ -87,6 +87,7 @@ GENERATION: dict[str, Any] = {
     "timeout_s": 5,
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
+    "kv_policy": {"kind": "window", "recent": 64},
     "response_format": {"type": "json_object"},
     "guided_json": SCHEMA,
     "guided_regex": "a+",
@@ -129,6 +130,7 @@ PARAMETERS: dict[str, Any] = {
     "timeout_s": 5,
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
+    "kv_policy": {"kind": "window", "recent": 64},
 }
 BASE = {"model": "tiny-base"}
 ASSISTANT = {"role": "assistant", "tool_calls": [CALL]}

@@ -125,9 +125,10 @@ def test_what_was_long_ago_counts_less() -> None:
 
 def test_the_worst_moment_is_just_before_an_end() -> None:
     assert peak_growth([], 4) == 0
-    assert peak_growth([(4, 4)], 4) == 1
-    assert peak_growth([(4, 4), (40, 4)], 4) == 2
-    assert peak_growth([(4, 40), (40, 1)], 4) == 2, "the one that ends gives back what the other needs"
+    assert peak_growth([(4, 4, 90)], 4) == 1
+    assert peak_growth([(4, 4, 90), (40, 4, 90)], 4) == 2
+    assert peak_growth([(4, 40, 90), (40, 1, 90)], 4) == 2, "the one that ends gives back what the other needs"
+    assert peak_growth([(4, 40, 20), (50, 50, 20)], 4) == 4, "what a policy drops needs no pages"
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=8), st.sampled_from([1, 4, 16]))
@@ -136,7 +137,8 @@ def test_it_is_the_worst_of_all_moments(requests: list[tuple[int, int]], page: i
         return sum(-(-(now + at) // page) for now, to_come in requests if to_come >= at)
 
     held = sum(-(-now // page) for now, _ in requests)
-    assert peak_growth(requests, page) == max(0, *(pages(at) - held for at in range(1, 41)), 0)
+    free = [(*request, 1000) for request in requests]
+    assert peak_growth(free, page) == max(0, *(pages(at) - held for at in range(1, 41)), 0)
 
 
 def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:

@@ -1,0 +1,64 @@
+"""Windows over keys and values in a real server, through the real command line."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from answers import refused
+from served import Served, serve
+
+PROMPT = [20 + (7 * i + i * i % 31) % 300 for i in range(150)]
+WINDOW = {"kind": "window", "recent": 60 + 4, "sink": 9}
+FULL_ROWS = 16 + 64 + 16
+
+
+def said(served: Served, model: str, policy: Any = None, prompt: list[int] = PROMPT, **more: Any) -> Any:
+    body = {"model": model, "prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    response = served.post("/v1/completions", **body | more, **({} if policy is None else {"kv_policy": policy}))
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return answer["choices"][0], answer["usage"]["lorasrv"].get("kv")
+
+
+def test_answers_tell_how_far_they_are_those_of_full_attention(
+    model: Path, adapter_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = ("--model", model, "--served-model-name", "tiny", "--kernels", "numba", "--quantization", "int4")
+    # 60 pages: of the storm, requests wait and are preempted.
+    pool = ("--pool-bytes", 60 * 3 * 2 * 2 * 16 * 16 * 4, "--max-num-batched-tokens", 64, "--max-num-seqs", 32)
+    adapters = {"mia": adapter_dirs["one"], "tom": adapter_dirs["two"]}
+    with serve(*flags, *pool, store=tmp_path / "store", adapters=adapters) as served:
+        short = PROMPT[:70]
+        for name in ("tiny", "mia"):
+            full, told = said(served, name, prompt=short)
+            assert told is None
+            answer, told = said(served, name, WINDOW, short)
+            exact = FULL_ROWS - len(short) + 1
+            assert told == {
+                "kind": "window",
+                "sink": 16,
+                "recent": 64,
+                "kept_tokens": 129 - 48,
+                "dropped_tokens": 48,
+                "exact_tokens": exact,
+            }
+            pairs = [(some["logprobs"]["tokens"], some["logprobs"]["token_logprobs"]) for some in (answer, full)]
+            assert [part[:exact] for part in pairs[0]] == [part[:exact] for part in pairs[1]]
+            assert pairs[0][1] != pairs[1][1]
+        alone = {name: said(served, name, WINDOW) for name in ("tiny", "mia", "tom")}
+        assert {told["exact_tokens"] for _, told in alone.values()} == {0}
+        with ThreadPoolExecutor(12) as threads:
+            storm = list(threads.map(lambda name: (name, said(served, name, WINDOW)), [*alone] * 8))
+        assert all(found == alone[name] for name, found in storm)
+        body = {"model": "mia", "prompt": PROMPT, "max_tokens": 9}
+        for policy, param, says in (
+            ({"kind": "window", "recent": 63}, "kv_policy.recent", "at least 64 tokens"),
+            ({"kind": "window", "recent": 64, "sink": 0}, "kv_policy.sink", ""),
+            ({"kind": "window", "recent": 64, "keep": 1}, "kv_policy.keep", ""),
+        ):
+            refused(served.post("/v1/completions", **body, kv_policy=policy), 400, param, says)
+        for more in ({"prompt_logprobs": 1}, {"use_beam_search": True, "best_of": 2}):
+            refused(served.post("/v1/completions", **body, **more, kv_policy=WINDOW), 400, "kv_policy", "leave one")
+        choices = served.post("/v1/completions", **body, n=3, seed=4, kv_policy=WINDOW).json()
+        assert len(choices["choices"]) == 3
+        served.calm_down()
