@@ -3,7 +3,7 @@
 Orientation is PEFT's: `lora_a [rank, in]`, `lora_b [out, rank]`, delta = scaling * lora_b @ lora_a.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NewType
 
@@ -24,8 +24,9 @@ FORMS: tuple[Form, ...] = (BF16, INT8)
 class BaseShapes:
     """Describe what an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
 
-    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features). `name` is
-    what clients call the base, `checkpoint` the name of its file or folder; both serve warnings only.
+    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); `lacking` holds
+    those that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its file or
+    folder; both serve warnings only.
     """
 
     family: str
@@ -34,11 +35,17 @@ class BaseShapes:
     layer_prefix: str = "model.layers."
     name: str = ""
     checkpoint: str = ""
+    lacking: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def hidden_size(self) -> int:
         """Return the numbers of a hidden state: what a layer's first module reads; 0 without modules."""
         return next(iter(self.modules.values()), (0, 0))[0]
+
+    def places(self) -> Iterator[tuple[int, str]]:
+        """Yield (layer, module) of every linear of the layers, in order."""
+        for layer in range(self.num_layers):
+            yield from ((layer, module) for module in self.modules if (layer, module) not in self.lacking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,8 @@ class Backend:
     sgmv_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
     attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None, Tensor | None], Tensor]
-    rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor], Tensor]
+    # The last argument is the number of key heads in the rows: those of the pages, or 0 for queries alone.
+    rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor, int], Tensor]
     copy_slots: Callable[[Sequence[KvPages], Int32], None]
     add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     add_layer_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]

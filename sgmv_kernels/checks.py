@@ -124,11 +124,11 @@ def check_moves(layers: Sequence[KvPages], moves: Int32) -> None:
         read.add((source[0], source[1]))
 
 
-def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:
-    """Check the q/k/v rows [T, width] and the cosines and sines of their positions."""
-    dim, rows = kv.head_dim, len(qkv)
+def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, dim: int, kv_heads: int) -> None:
+    """Check the q/k/v rows [T, width], with `kv_heads` heads of k, and the cosines and sines of their positions."""
+    rows = len(qkv)
     require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
-    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     require(dim % 2 == 0, f"head dim {dim} must be even")
     require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
     for name, table in (("cos", cos), ("sin", sin)):

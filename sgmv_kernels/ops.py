@@ -352,11 +352,24 @@ class Ops:
             KernelArgumentError: shapes or dtypes that do not fit, or a KV format that the kernels do not write.
         Source: rotary embedding (Su et al. 2021) in Hugging Face's half-split order.
         """
-        self._check_activation(qkv, "qkv")
-        check_rotated(qkv, cos, sin, kv)
-        self._check_pages(kv, plan)
-        require(plan.num_rows == len(qkv), "query_lens must sum to the rows of qkv")
-        return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
+        return self._rotate(qkv, cos, sin, kv, plan, kv.num_heads)
+
+    def rope_queries(self, q: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
+        """Rotate queries of a layer that reads the keys and values of another.
+
+        Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q, x1 and x2 the halves of its first
+        N numbers
+
+        Args:
+            q: [T, heads * D] contiguous, fp32 on the CPU. Undefined afterwards.
+            kv: the layer of the pool that the queries will read; nothing is written.
+            Others as `rope_write_kv`.
+        Returns: q [T, heads, D], contiguous.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit, or a KV format that the kernels do not read.
+        Source: as `rope_write_kv`.
+        """
+        return self._rotate(q, cos, sin, kv, plan, 0)
 
     def copy_slots(self, layers: Sequence[KvPages], moves: Int32) -> None:
         """Copy keys and values of single tokens to other slots, in all layers: what accepted drafts of a tree need, as
@@ -570,6 +583,15 @@ class Ops:
         if isinstance(packed, PackedParts):
             return self._backend.linear_parts(x, packed.parts)
         return self._backend.linear(x, packed)
+
+    def _rotate(
+        self, rows: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan, kv_heads: int
+    ) -> Tensor:
+        self._check_activation(rows, "qkv")
+        check_rotated(rows, cos, sin, kv.head_dim, kv_heads)
+        self._check_pages(kv, plan)
+        require(plan.num_rows == len(rows), "query_lens must sum to the rows of qkv")
+        return self._backend.rope_write_kv(rows, cos, sin, kv, plan.write_pages, plan.write_slots, kv_heads)
 
     def _check_pages(self, kv: KvPages, plan: AttentionPlan) -> None:
         check_pages(kv, plan)

@@ -124,6 +124,11 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
         message = f"layer {layer} of {base.num_layers}: this base has layers 0 to {base.num_layers - 1}"
         problems.add("layer_out_of_range", show(name)[1:-1], f"{message}; the adapter was trained on a deeper base")
         return None
+    if (layer, module) in base.lacking:
+        problems.add(
+            "unknown_tensor", show(name)[1:-1], f"is for {module} of layer {layer}, which this base does not have"
+        )
+        return None
     return TensorPlace(layer, module, _SUFFIXES[suffix], plain)
 
 

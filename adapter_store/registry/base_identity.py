@@ -38,7 +38,9 @@ class BaseIdentity:
         """Return a base's identity, keeping at most `MAX_SAMPLES` evenly spaced numbers of the sample."""
         modules = {name: list(shape) for name, shape in base.modules.items()}
         # Without the base's name: renaming a base does not change it.
-        facts = [base.family, base.num_layers, base.layer_prefix, modules]
+        facts: list[object] = [base.family, base.num_layers, base.layer_prefix, modules]
+        if base.lacking:
+            facts.append(sorted(base.lacking))
         step = -(-len(sample) // MAX_SAMPLES) or 1
         kept = tuple(float(f"{value:.6g}") for value in sample[::step])
         return cls(hashlib.sha256(canonical_json(facts).encode()).hexdigest(), kept)

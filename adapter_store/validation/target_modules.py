@@ -24,8 +24,7 @@ def missing_modules(
 
     `found` holds those of the layers that have tensors; outside the layers, any tensor that contains the name counts.
     """
-    every = [(layer, module) for layer in range(base.num_layers) for module in base.modules]
-    named = {site: module_name(base, *site) for site in every if site not in found}
+    named = {place: module_name(base, *place) for place in base.places() if place not in found}
     inside = [name for (layer, _), name in named.items() if adapter_config.targets(layer, name)]
     outside = [name for name in OUTSIDE_LAYERS if adapter_config.targets(None, name)]
     return (*inside, *(name for name in outside if not any(f".{name}." in tensor for tensor in tensor_names)))

@@ -131,8 +131,8 @@ def build(
     plan = _measured(plan, config.memory, weight_bytes, device)
     plan.check()
     page_bytes = _page_bytes(spec, kv_format)
-    draft_bytes = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_layers
-    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers, draft_bytes)
+    draft_bytes = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_slabs
+    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs, draft_bytes)
     device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     draft_model = None
     if draft is not None:
@@ -144,7 +144,7 @@ def build(
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     models = model_names(config.speculation)
-    layers = draft_layers(spec.num_layers, config.speculation.draft_layers)
+    layers = draft_layers(spec.num_layers, config.speculation.draft_layers, spec.kv_source_layers)
     made = make_drafters(config.speculation) if drafters is None else drafters
     may_reject = config.speculation.accept == REJECTION
     heads = None

@@ -32,11 +32,6 @@ _FACTOR_BITS = 0.25
 """Bits of a weight that its group's factors take in a quantized file, about."""
 
 
-def linear_weights(spec: ModelSpec) -> int:
-    """Count the weights of all layers' linears."""
-    return spec.num_layers * sum(site.in_features * sum(site.out_features) for site in spec.sites())
-
-
 def table_weights(spec: ModelSpec) -> int:
     """Count the weights of the embedding, and of the head if it is separate."""
     return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
@@ -47,22 +42,22 @@ def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype, packing: 
     chosen, bits = find_format(quantization), 8.0 * dtype.itemsize
     is_own = packing is not None and packing.method == quantization
     own = packing.mean_bits + _FACTOR_BITS if packing is not None and is_own else None
-    linear = linear_weights(spec) * (own or chosen.bits_of_linears(spec) or bits)
+    linear = spec.linear_weights * (own or chosen.bits_of_linears(spec) or bits)
     table = table_weights(spec) * (chosen.table_bits or bits)
     return int((linear + table) / 8)
 
 
 def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -> int:
     """Estimate the bytes of the largest step: inputs and outputs of one layer's linears, and logits."""
-    row = spec.hidden_size + sum(site.in_features + sum(site.out_features) for site in spec.sites())
+    row = spec.hidden_size + sum(site.in_features + sum(site.out_features) for site in spec.sites_of(0))
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     return rows * row * activation.itemsize + samples * spec.vocab_size * _LOGIT_BYTES
 
 
 def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the bytes of a page in all layers."""
+    """Return the bytes of a page in all slabs."""
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
-    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS) * spec.num_layers
+    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS) * spec.num_slabs
 
 
 def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> int:
@@ -86,7 +81,7 @@ class MemoryPlan:
     base: int
     step: int
     pool: int
-    # A page in all layers.
+    # A page in all slabs.
     block: int
     host_cache: int
     swap: int

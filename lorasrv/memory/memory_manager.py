@@ -32,26 +32,27 @@ class PoolLayout:
     num_pages: int
     # Tokens in a page.
     page_size: int
-    # Bytes of one layer of a page.
+    # Bytes of a page in one slab.
     page_bytes: int
-    num_layers: int
-    # Bytes of a page in all layers of the draft model.
+    # Layers with keys and values of their own.
+    num_slabs: int
+    # Bytes of a page in all slabs of the draft model.
     draft_bytes: int = 0
 
     @classmethod
     def of_bytes(
-        cls, pool_bytes: int, page_bytes: int, page_size: int, num_layers: int, draft_bytes: int = 0
+        cls, pool_bytes: int, page_bytes: int, page_size: int, num_slabs: int, draft_bytes: int = 0
     ) -> "PoolLayout":
-        """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens of one
-        layer.
+        """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens in one
+        slab.
         """
-        num_pages = pool_bytes // (page_bytes * num_layers + draft_bytes)
-        return cls(num_pages, page_size, page_bytes, num_layers, draft_bytes)
+        num_pages = pool_bytes // (page_bytes * num_slabs + draft_bytes)
+        return cls(num_pages, page_size, page_bytes, num_slabs, draft_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a page in all layers, those of the draft model too."""
-        return self.page_bytes * self.num_layers + self.draft_bytes
+        """Return the bytes of a page in all slabs, those of the draft model too."""
+        return self.page_bytes * self.num_slabs + self.draft_bytes
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,29 @@ def _listed(kinds: list[Any], key: str, num_layers: int, label: str) -> tuple[bo
     return tuple(_KINDS[kind] for kind in kinds)
 
 
+def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, Any], label: str) -> tuple[int, ...]:
+    """Return the layer whose keys and values each layer reads; empty if all read their own.
+
+    Args:
+        values: of the checkpoint.
+        key: where the list is.
+        fields: of the spec.
+        label: name of the checkpoint's file in messages.
+    Raises:
+        CorruptModel: no list of layers that have keys and values, none behind its reader.
+    """
+    sources = values.get(key)
+    if sources is None:
+        return ()
+    count = fields["num_layers"]
+    if not isinstance(sources, list) or len(sources) != count or not all(type(source) is int for source in sources):
+        raise CorruptModel(f"{label}: {key} must be {count} layers")
+    for layer, source in enumerate(sources):
+        if not 0 <= source <= layer or sources[source] != source:
+            raise CorruptModel(f"{label}: {key} gives layer {layer} the keys of {source}, which has none by then")
+    return () if sources == list(range(count)) else tuple(sources)
+
+
 def _number(values: Mapping[str, Any], rule: Mapping[str, Any], label: str) -> int:
     value = values.get(rule["key"], rule["default"])
     if type(value) is not int:
@@ -146,6 +169,7 @@ class Family:
             fields,
             rope_from_config(config, fields["max_position"], fields["head_dim"], self.config.get("rope", {})),
             windowed_layers=windowed,
+            kv_source_layers=kv_source_layers(config, self.config.get("kv_source_layers", ""), fields, "config.json"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
         )
@@ -227,6 +251,11 @@ class Family:
             raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
         if not fields["vocab_size"]:
             raise CorruptModel("the checkpoint does not declare its vocabulary size")
+        for layer, source in enumerate(rest.get("kv_source_layers", ())):
+            if fields.get("fused") or (windowed and windowed[layer] != windowed[source]):
+                raise UnsupportedModel(
+                    f"layer {layer} reads keys of layer {source}, whose attention is of another kind"
+                )
         names = self.config.get("names", {})
         parts = {"norms": tuple(names["norms"]), "sites": tuple(map(tuple, names["sites"]))} if names else {}
         return ModelSpec(family=self.name, norm=self.norm, names=ModuleNames(**(names | parts)), **fields, **rest)
@@ -384,18 +413,18 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     h = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h)}
     for layer in range(spec.num_layers):
-        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(spec))
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(spec, layer))
     shapes["model.norm.weight"] = (h,)
     if not spec.tied_head:
         shapes["lm_head.weight"] = (spec.vocab_size, h)
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     biased = {"qkv": spec.qkv_bias, "o": spec.attn_out_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}
-    for module, width in spec.norms().values():
+    for module, width in spec.norms(layer).values():
         yield f"{module}.weight", (width,)
-    for site in spec.sites():
+    for site in spec.sites_of(layer):
         for module, out in zip(site.modules, site.out_features, strict=True):
             yield f"{module}.weight", (out, site.in_features)
             if biased[site.name]:

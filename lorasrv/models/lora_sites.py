@@ -1,5 +1,6 @@
 """Derive the modules that the store validates, and the sites of the kernels, from a `ModelSpec`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from adapter_store.spec import INT8, AdapterSpec, BaseShapes
@@ -23,10 +24,12 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
         for site in spec.sites()
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
+    found = {(layer, m) for layer in range(spec.num_layers) for site in spec.sites_of(layer) for m in site.modules}
     return BaseShapes(
         family=spec.family,
         num_layers=spec.num_layers,
         modules=modules,
+        lacking=frozenset((layer, m) for layer in range(spec.num_layers) for m in modules) - found,
         layer_prefix=spec.names.layers,
         name=name,
         checkpoint=checkpoint,
@@ -56,10 +59,24 @@ def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> Adap
         itemsize: bytes of a weight in the adapter dtype.
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
-    sites = spec.sites()
+    size = CODE_BYTES if adapter.stored == INT8 else itemsize
+    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size)
+
+
+def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
+    """Return the layout of an adapter that has the same rank on every linear."""
+    return _layout(spec, lambda layer, module: rank, itemsize)
+
+
+def _layout(spec: ModelSpec, rank_of: Callable[[int, str], int], itemsize: int) -> AdapterLayout:
+    """Return a layout from the ranks of (layer, module)."""
 
     def layer_ranks(layer: int) -> LayerRanks:
-        return tuple(tuple(ranks.get((layer, module), 0) for module in site.modules) for site in sites)
+        own = spec.site_indices(layer)
+        return tuple(
+            tuple(rank_of(layer, module) if index in own else 0 for module in site.modules)
+            for index, site in enumerate(spec.sites())
+        )
 
-    size = CODE_BYTES if adapter.stored == INT8 else itemsize
-    return AdapterLayout(site_dims(spec), tuple(layer_ranks(layer) for layer in range(spec.num_layers)), size)
+    ranks = tuple(layer_ranks(layer) for layer in range(spec.num_layers))
+    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs)

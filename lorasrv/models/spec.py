@@ -49,6 +49,11 @@ class SiteShape:
     # Widths of the slices.
     out_features: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Return the number of weights."""
+        return self.in_features * sum(self.out_features)
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
@@ -107,6 +112,8 @@ class ModelSpec:
     sliding_window: int | None = None
     # Whether each layer has the window; empty where all have it.
     windowed_layers: tuple[bool, ...] = ()
+    # The layer whose keys and values each layer reads, itself or an earlier one; empty where all read their own.
+    kv_source_layers: tuple[int, ...] = ()
     # Rotary embedding of layers with a window, where it is not `rope`.
     rope_local: RopeSpec | None = None
     # Heads of q and k have their own norms.
@@ -151,7 +158,23 @@ class ModelSpec:
         slopes = [2.0 ** (-self.alibi_max * (i + 1) / count) for i in range(count)]
         return tuple(slopes if count == self.num_heads else (slopes[1::2] + slopes[::2])[: self.num_heads])
 
-    def norms(self) -> dict[str, tuple[str, int]]:
+    def has_own_kv(self, layer: int) -> bool:
+        """Return whether a layer computes keys and values; others read those of their source."""
+        return not self.kv_source_layers or self.kv_source_layers[layer] == layer
+
+    @property
+    def kv_slabs(self) -> tuple[int, ...]:
+        """Return for each layer the pool's slab in which its keys and values lie; only sources have one."""
+        sources = self.kv_source_layers or range(self.num_layers)
+        slabs = {source: slab for slab, source in enumerate(sorted(set(sources)))}
+        return tuple(slabs[source] for source in sources)
+
+    @property
+    def num_slabs(self) -> int:
+        """Return the number of layers that have keys and values of their own."""
+        return len(set(self.kv_source_layers)) or self.num_layers
+
+    def norms(self, layer: int) -> dict[str, tuple[str, int]]:
         """Return the norms of a layer: the decoder's name -> (Hugging Face module path inside the layer, width)."""
         h = self.hidden_size
         before, after = self.names.norms
@@ -160,7 +183,8 @@ class ModelSpec:
             norms["post_attn_norm"] = ("pre_feedforward_layernorm", h)
             norms |= {"attn_out_norm": (after, h), "mlp_out_norm": ("post_feedforward_layernorm", h)}
         if self.qk_norm:
-            norms |= {f"{x}_norm": (f"self_attn.{x}_norm", self.head_dim) for x in "qk"}
+            heads = "qk" if self.has_own_kv(layer) else "q"
+            norms |= {f"{x}_norm": (f"self_attn.{x}_norm", self.head_dim) for x in heads}
         return norms
 
     @property
@@ -177,7 +201,9 @@ class ModelSpec:
         return self.sliding_window
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """Return the four linear sites of a layer, in the order of the forward pass: qkv, o, gate_up, down."""
+        """Return all kinds of linear sites: qkv, o, gate_up, down; then qkv of layers without keys and values of their
+        own, if there are any.
+        """
         h, f, q, kv = self.hidden_size, self.intermediate_size, self.q_width, self.kv_width
         attn, mlp = "self_attn.", "mlp."
         qkv = SiteShape("qkv", h, (attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv))
@@ -188,10 +214,27 @@ class ModelSpec:
         if not self.gated:
             gate_up = SiteShape("gate_up", h, (mlp + "up_proj",), (f,))
         o, down = SiteShape("o", q, (attn + "o_proj",), (h,)), SiteShape("down", f, (mlp + "down_proj",), (h,))
-        if not self.names.sites:
-            return qkv, o, gate_up, down
-        named = zip((qkv, o, gate_up, down), self.names.sites, strict=True)
-        return tuple(replace(site, modules=modules) for site, modules in named)
+        sites = [qkv, o, gate_up, down]
+        if self.names.sites:
+            named = zip(sites, self.names.sites, strict=True)
+            sites = [replace(site, modules=modules) for site, modules in named]
+        if self.num_slabs < self.num_layers:
+            sites.append(replace(sites[0], modules=sites[0].modules[:1], out_features=(q,)))
+        return tuple(sites)
+
+    def site_indices(self, layer: int) -> tuple[int, int, int, int]:
+        """Return where the sites of a layer are in `sites()`, in the order of the forward pass."""
+        return 0 if self.has_own_kv(layer) else 4, 1, 2, 3
+
+    def sites_of(self, layer: int) -> tuple[SiteShape, ...]:
+        """Return the four sites of a layer in the order of the forward pass."""
+        sites = self.sites()
+        return tuple(sites[index] for index in self.site_indices(layer))
+
+    @property
+    def linear_weights(self) -> int:
+        """Return the number of weights of all layers' linears."""
+        return sum(site.size for layer in range(self.num_layers) for site in self.sites_of(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +254,8 @@ class Operations:
 
 def operations(spec: ModelSpec) -> Operations:
     """Return the operations of one token of the base, without adapters."""
-    weights = sum(site.in_features * sum(site.out_features) for site in spec.sites())
     return Operations(
-        token=2 * spec.num_layers * weights,
+        token=2 * spec.linear_weights,
         sampled_token=2 * spec.hidden_size * spec.vocab_size,
         context_token=4 * spec.num_layers * spec.q_width,
     )

@@ -76,9 +76,9 @@ def check_bits(spec: ModelSpec, bits: float) -> None:
     Raises:
         UnsupportedFormat: names the value and the range; or no group divides the inputs of a linear.
     """
-    sizes = {site.name: _size(site) for site in spec.sites()}
-    fewest = sum(min(form.bits for form in candidates(site)) * sizes[site.name] for site in spec.sites())
-    least = max(min(CODE_BITS.values()), fewest / sum(sizes.values()) - SCALE_BITS)
+    sites = [site for layer in range(spec.num_layers) for site in spec.sites_of(layer)]
+    fewest = sum(min(form.bits for form in candidates(site)) * site.size for site in sites)
+    least = max(min(CODE_BITS.values()), fewest / spec.linear_weights - SCALE_BITS)
     if not least <= bits <= MAX_BITS:
         raise UnsupportedFormat(f"--bits {bits:g}: choose from {least:g} to {MAX_BITS:g} for this model")
 
@@ -98,18 +98,16 @@ def choose_formats(weights: ModelWeights, bits: float, texts: Sequence[Sequence[
     check_bits(spec, bits)
     errors = _errors(weights, some, ops, progress)
     sensitivities = _sensitivities(weights, errors, some, ops, progress)
-    sizes = {site.name: _size(site) for site in spec.sites()}
+    sizes = {(layer, site.name): site.size for layer in range(spec.num_layers) for site in spec.sites_of(layer)}
     options = {
-        (layer, site): [
-            Option(form, form.bits * sizes[site], sensitivities[layer, site] * error) for form, error in found.items()
-        ]
-        for (layer, site), found in errors.items()
+        place: [Option(form, form.bits * sizes[place], sensitivities[place] * error) for form, error in found.items()]
+        for place, found in errors.items()
     }
-    budget = (bits + SCALE_BITS) * spec.num_layers * sum(sizes.values())
-    chosen = dict(zip(options, allot(list(options.values()), budget), strict=True))
+    chosen = dict(zip(options, allot(list(options.values()), (bits + SCALE_BITS) * spec.linear_weights), strict=True))
+    names, layers = [site.name for site in spec.sites_of(0)], range(spec.num_layers)
     return Chosen(
-        {site: tuple(chosen[layer, site].format for layer in range(spec.num_layers)) for site in sizes},
-        {site: sum(chosen[layer, site].harm for layer in range(spec.num_layers)) for site in sizes},
+        {site: tuple(chosen[layer, site].format for layer in layers) for site in names},
+        {site: sum(chosen[layer, site].harm for layer in layers) for site in names},
     )
 
 
@@ -154,11 +152,6 @@ def _best_step(options: Sequence[Sequence[Option]], chosen: Sequence[Option], le
     return -place, option
 
 
-def _size(site: SiteShape) -> int:
-    """Return the number of weights of a site in one layer."""
-    return site.in_features * sum(site.out_features)
-
-
 def _errors(
     weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops, progress: Progress
 ) -> dict[Place, dict[CodeFormat, float]]:
@@ -166,7 +159,7 @@ def _errors(
     errors: dict[Place, dict[CodeFormat, float]] = {}
     for layer, moments in moments_of_layers(weights, texts, ops):
         linears = weights.layers[layer].linears()
-        for site, linear, moment in zip(weights.spec.sites(), linears, moments, strict=True):
+        for site, linear, moment in zip(weights.spec.sites_of(layer), linears, moments, strict=True):
             parts = [weight for _, weight in parts_of(layer, site, linear.dequantize())]
             errors[layer, site.name] = {
                 form: sum(output_error(round_to_nearest(part, form), part, moment) for part in parts) / len(parts)
@@ -184,7 +177,7 @@ def _sensitivities(
     progress: Progress,
 ) -> dict[Place, float]:
     """Return the divergence in nats a token for each unit of a linear's error."""
-    count, sites = weights.spec.num_layers, weights.spec.sites()
+    count, sites = weights.spec.num_layers, weights.spec.sites_of(0)
     exact = [logits.clone() for logits in passes(weights, texts, ops, wants_logits=True)]
     thirds = [range(count * i // _THIRDS, count * (i + 1) // _THIRDS) for i in range(_THIRDS)]
     groups = [(layers, index, site) for layers in thirds if layers for index, site in enumerate(sites)]
@@ -216,7 +209,7 @@ class _Changed:
 
 
 def _with_rounded(weights: ModelWeights, layers: range, index: int, form: CodeFormat) -> ModelWeights:
-    """Return the model with one site of some layers rounded; `index` is its place in `ModelSpec.sites()`."""
+    """Return the model with one site of some layers rounded; `index` is its place in `ModelSpec.sites_of`."""
     changed = list(weights.layers)
     for layer in layers:
         linears = list(changed[layer].linears())

@@ -70,7 +70,7 @@ def moments_of_layers(
 
     As many layers are watched at a time as `MAX_MOMENT_BYTES` allow; the texts are read again for each group.
     """
-    of_layer = sum(4 * site.in_features**2 for site in weights.spec.sites())
+    of_layer = sum(4 * site.in_features**2 for site in weights.spec.sites_of(0))
     at_once = max(1, MAX_MOMENT_BYTES // of_layer)
     for first in range(0, len(weights.layers), at_once):
         watched = range(first, min(first + at_once, len(weights.layers)))
@@ -101,7 +101,7 @@ class _Watched:
 
 
 def with_linears(layer: LayerWeights, linears: Sequence[Linear]) -> LayerWeights:
-    """Return a layer with other linears, in the order of `ModelSpec.sites()`."""
+    """Return a layer with other linears, in the order of `ModelSpec.sites_of`."""
     qkv, o, gate_up, down = linears
     return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
@@ -156,7 +156,7 @@ def read_formats(checkpoint: Checkpoint, quantization: str, group: int) -> SiteF
             divide a linear's inputs.
     """
     spec = checkpoint.spec
-    sites = [site.name for site in spec.sites()]
+    sites = [site.name for site in spec.sites_of(0)]
     if names_parts(quantization):
         by_site = parse_parts(quantization, dict.fromkeys(LEVELS, group))
         if missing := [site for site in sites if site not in by_site]:
@@ -188,11 +188,11 @@ def quantize(
         CorruptModel: the model's outputs are not finite.
     """
     codes: dict[str, GroupQuantizedWeight] = {}
-    errors: dict[str, list[tuple[float, float]]] = {site.name: [] for site in weights.spec.sites()}
+    errors: dict[str, list[tuple[float, float]]] = {site.name: [] for site in weights.spec.sites_of(0)}
     progress("reading the text", 0.0)
     for layer, moments in moments_of_layers(weights, texts, Ops(CPU)):
         linears = weights.layers[layer].linears()
-        for site, linear, moment in zip(weights.spec.sites(), linears, moments, strict=True):
+        for site, linear, moment in zip(weights.spec.sites_of(layer), linears, moments, strict=True):
             form = formats[site.name][layer]
             for name, weight in parts_of(layer, site, linear.dequantize()):
                 nearest = round_to_nearest(weight, form)

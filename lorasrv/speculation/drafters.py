@@ -1,6 +1,6 @@
 """The drafters by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lorasrv.config import SpeculationOptions
 from lorasrv.speculation.drafter import Drafter
@@ -26,11 +26,13 @@ def make_drafters(options: SpeculationOptions) -> list[Drafter]:
     return [_MAKERS[name](options) for name in used if there.get(name, True)]
 
 
-def draft_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
+def draft_layers(num_layers: int, count: int | None, kv_source_layers: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the `count` layers that draft for all of them, none for None: the first and the last, which matter
-    most."""
+    most, and those whose keys and values these read.
+    """
     kept = min(num_layers, count or 0)
-    return (*range(kept - kept // 2), *range(num_layers - kept // 2, num_layers))
+    layers = {*range(kept - kept // 2), *range(num_layers - kept // 2, num_layers)}
+    return tuple(sorted(layers | {source for layer, source in enumerate(kv_source_layers) if layer in layers}))
 
 
 def model_names(options: SpeculationOptions) -> list[str]:

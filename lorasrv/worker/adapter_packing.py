@@ -27,7 +27,7 @@ class PackedAdapter:
     """Hold an adapter ready to be copied into the pool."""
 
     layout: AdapterLayout
-    # uint8 [layers, layer_bytes], in the layout's packed order.
+    # uint8 [slabs, slab_bytes], in the layout's packed order.
     data: Tensor
 
     @property
@@ -42,15 +42,15 @@ def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights
     In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
     interpreter.
     """
-    data = np.zeros((layout.num_layers, layout.layer_bytes), dtype=np.uint8)
-    for layer in range(layout.num_layers):
+    data = np.zeros((layout.num_slabs, layout.slab_bytes), dtype=np.uint8)
+    for slab, layer in ((slab, layer) for slab, layers in enumerate(layout.layers_of_slabs) for layer in layers):
         offsets = layout.packed_offsets[layer].tolist()
         for site, panels in zip(spec.sites(), layout.panels[layer], strict=True):
             if panels.total_rank:
                 modules = [weights.get((layer, module)) for module in site.modules]
                 pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
                 packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
-                _pack_site(data[layer], offsets, panels, packed)
+                _pack_site(data[slab], offsets, panels, packed)
     return PackedAdapter(layout, torch.from_numpy(data))
 
 

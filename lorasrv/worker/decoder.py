@@ -76,7 +76,7 @@ _SCALINGS: dict[str, Callable[[Tensor, RopeSpec], Tensor]] = {
     "factors": lambda frequencies, rope: frequencies / torch.tensor(rope.factors),
 }
 QKV, OUT, GATE_UP, DOWN = range(4)
-"""Indices of `ModelSpec.sites()`."""
+"""Indices of `ModelSpec.site_indices`."""
 SIDE_ROWS = 256
 """Rows up to which the shrink runs beside the base linear, where there is a second stream."""
 
@@ -120,6 +120,7 @@ class Decoder:
         self._memory = memory
         self._ops = ops
         spec = weights.spec
+        self._sites = tuple(map(spec.site_indices, range(spec.num_layers)))
         activations = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul, "gelu": ops.gelu}
         self._activation = activations[spec.activation]
         self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
@@ -224,9 +225,13 @@ class Decoder:
         spec, weights = self._spec, self._weights.layers[layer]
         pages = self._memory.kv_pages(layer)
         qkv = self._linear(weights.qkv, x, layer, QKV, tables)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            self._ops.norm_heads_(qkv, weights.q_norm, weights.k_norm, spec.num_kv_heads, spec.norm_eps)
-        q = self._ops.rope_write_kv(qkv, *rotation, pages, tables.attention)
+        has_own_kv = spec.has_own_kv(layer)
+        if weights.q_norm is not None:
+            kv_heads = spec.num_kv_heads if has_own_kv else 0
+            k_norm = weights.q_norm if weights.k_norm is None else weights.k_norm
+            self._ops.norm_heads_(qkv, weights.q_norm, k_norm, kv_heads, spec.norm_eps)
+        rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
+        q = rotate(qkv, *rotation, pages, tables.attention)
         attended = self._ops.paged_attention(
             q, pages, tables.attention, spec.attention_scale, spec.window(layer), spec.attn_softcap, self._slopes
         )
@@ -237,8 +242,8 @@ class Decoder:
         gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, tables))
         return self._linear(weights.down, gated, layer, DOWN, tables)
 
-    def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, tables: StepTables) -> Tensor:
-        slab = self._memory.slab(layer)
+    def _linear(self, linear: Linear, x: Tensor, layer: int, place: int, tables: StepTables) -> Tensor:
+        slab, site = self._memory.slab(layer), self._sites[layer][place]
         if self._side is not None and len(x) <= SIDE_ROWS and tables.lora.tables.num_segments:
             # Few rows leave most of a GPU idle: the shrink needs nothing of the base linear.
             with self._side.joined():

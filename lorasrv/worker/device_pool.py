@@ -1,7 +1,8 @@
-"""Device pool: the bytes behind the page ids, one preallocated buffer `[layers, num_pages * page_bytes]`.
+"""Device pool: the bytes behind the page ids, one preallocated buffer `[slabs, num_pages * page_bytes]`.
 
-The same page id names a block in every layer's slab, so neighbouring ids are neighbours in memory and a panel may span
-pages. No raw pointer leaves this module; views are valid for one step.
+Each layer that has keys and values of its own has a slab; layers that read those share it. The same page id names a
+block in every slab, so neighbouring ids are neighbours in memory and a panel may span pages. No raw pointer leaves this
+module; views are valid for one step.
 """
 
 import math
@@ -47,8 +48,9 @@ class DevicePool:
         self.page_size = page_size
         self.page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
         pages = num_pages + has_scratch
-        self._slabs = _zeros((spec.num_layers, pages * self.page_bytes), device)
-        self._pages = self._slabs.view(spec.num_layers, pages, self.page_bytes)
+        self._slab_of = spec.kv_slabs
+        self._slabs = _zeros((spec.num_slabs, pages * self.page_bytes), device)
+        self._pages = self._slabs.view(spec.num_slabs, pages, self.page_bytes)
         self._ring = StagingRing(device) if device.type == "cuda" else None
         self._swapped: dict[RequestId, Tensor] = {}
         self._kv = [KvPages(slab, kv_format, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
@@ -64,12 +66,12 @@ class DevicePool:
         return self._slabs.device
 
     def slab(self, layer: int) -> Tensor:
-        """Return one layer of the pool: uint8 [bytes]."""
-        return self._slabs[layer, : self.num_pages * self.page_bytes]
+        """Return a layer's slab of the pool: uint8 [bytes]."""
+        return self._slabs[self._slab_of[layer], : self.num_pages * self.page_bytes]
 
     def kv_pages(self, layer: int) -> KvPages:
-        """Return one layer of the pool as keys and values."""
-        return self._kv[layer]
+        """Return the keys and values that a layer reads."""
+        return self._kv[self._slab_of[layer]]
 
     def apply(self, ops: Sequence[PageOp]) -> int:
         """Do page operations in order; return the bytes copied to or from host memory."""
@@ -99,7 +101,7 @@ class DevicePool:
         return swapped
 
     def copy_slots(self, moves: Sequence[SlotMoves], ops: Ops) -> None:
-        """Move keys and values of sequences, in every layer, by one op; no page that is written has two holders."""
+        """Move keys and values of sequences, in every slab, by one op; no page that is written has two holders."""
         size = self.page_size
         places = [
             (table[source // size], source % size, table[target // size], target % size)
@@ -114,8 +116,9 @@ class DevicePool:
         May run in another thread than the steps: nothing else uses these pages before it is done.
         """
         pieces = [
-            (packed.data[layer, source : source + size], self._slabs[layer, target : target + size])
-            for layer in range(placed.layout.num_layers)
+            (packed.data[slab, source : source + size], self._slabs[slab, target : target + size])
+            for slab, layers in enumerate(placed.layout.layers_of_slabs)
+            for layer in layers
             for source, target, size in placed.copies(layer)
         ]
         if self._ring is not None:

@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer. q/k/v and gate/up are stacked along their outputs, biases too.
+    """Weights of one layer. q/k/v and gate/up are stacked along their outputs, biases too; a layer without keys and
+    values of its own has q alone.
 
     Norms are fp32 [H], those of query and key heads [D]; None where the family has none. Where a checkpoint holds norm
     weights less 1, the 1 has been added.
@@ -45,7 +46,7 @@ class LayerWeights:
         return tuple(norm for norm in norms if norm is not None)
 
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """Return the linears in the order of `ModelSpec.sites()`."""
+        """Return the linears in the order of `ModelSpec.sites_of`."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -91,15 +92,15 @@ class ModelWeights:
         layer, inner = split_layer(name.removesuffix(".weight"))
         if layer is None:
             raise KeyError(name)
-        return _slice(self.spec, self.layers[layer], inner)
+        return _slice(self.spec, layer, self.layers[layer], inner)
 
 
-def _slice(spec: ModelSpec, layer: LayerWeights, module: str) -> Tensor:
-    for name, (path, _) in spec.norms().items():
+def _slice(spec: ModelSpec, layer: int, weights: LayerWeights, module: str) -> Tensor:
+    for name, (path, _) in spec.norms(layer).items():
         if module == path:
-            norm: Tensor = getattr(layer, name)
+            norm: Tensor = getattr(weights, name)
             return norm
-    for site, linear in zip(spec.sites(), layer.linears(), strict=True):
+    for site, linear in zip(spec.sites_of(layer), weights.linears(), strict=True):
         if module in site.modules:
             i = site.modules.index(module)
             start = sum(site.out_features[:i])
@@ -164,8 +165,8 @@ class _Builder:
     def _layer(self, i: int) -> LayerWeights:
         self._progress(_LOADING, (i + 1) / (self._spec.num_layers + 1))
         prefix = f"model.layers.{i}."
-        qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites())
-        norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms().items()}
+        qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites_of(i))
+        norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms(i).items()}
         return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
 
     def _site(self, prefix: str, site: SiteShape) -> Linear:

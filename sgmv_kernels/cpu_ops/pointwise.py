@@ -76,17 +76,19 @@ def rope_part(rows: int, cos: Tensor, sin: Tensor, pages: Tensor, slots: Tensor)
     return Part(rope_name(cos), {NUM_ROWS: rows, **addresses}, rows // ROWS)
 
 
-def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
-    """See `ops.Ops.rope_write_kv`."""
+def rope_write_kv_cpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor, kv_heads: int
+) -> Tensor:
+    """See `ops.Ops.rope_write_kv`, and `rope_queries` for no key heads."""
     rows, dim = qkv.shape[0], kv.head_dim
-    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     q = empty("queries", (rows, heads, dim))
     own = {
         A: qkv.data_ptr(),
         OUT: q.data_ptr(),
         WIDTH: dim,
         HEADS: heads,
-        KV_HEADS: kv.num_heads,
+        KV_HEADS: kv_heads,
         PAGE: kv.page_size,
         KEYS: kv.keys.data_ptr(),
         VALUES: kv.values.data_ptr(),

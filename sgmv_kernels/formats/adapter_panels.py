@@ -10,13 +10,13 @@ A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 
 a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
 
 Ranks are not padded: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end to
-end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so a
-run is as long as the widest layer needs. An adapter takes one run if the pool has one, else several; a single panel is
-never split. (Pages shared by KV and adapters: S-LoRA; 16-rank panels: so that a program reads one table entry and then
-affine addresses.)
+end, and layers that share a slab of the pool one after another. In the pool they lie in the same order inside runs of
+consecutive pages; the same page ids serve every slab, so a run is as long as the widest slab needs. An adapter takes
+one run if the pool has one, else several; a single panel is never split. (Pages shared by KV and adapters: S-LoRA;
+16-rank panels: so that a program reads one table entry and then affine addresses.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -45,6 +45,8 @@ ROW_GROUP = 8
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""
 
+Bytes = npt.NDArray[np.int64]
+"""Sizes or offsets of panels."""
 LayerRanks = tuple[tuple[int, ...], ...]
 """`[site][slice]`: ranks of one layer, 0 where the adapter has no weights."""
 
@@ -83,11 +85,13 @@ class AdapterLayout:
         sites: the base's linear sites, the same in every layer.
         ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
         itemsize: bytes of one stored weight (2 for bf16, 4 for float32, `CODE_BYTES` for int8 codes).
+        slabs: the pool's slab of each layer, counted from 0; empty where each layer has its own.
     """
 
     sites: tuple[SiteDims, ...]
     ranks: tuple[LayerRanks, ...]
     itemsize: int
+    slabs: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -104,19 +108,31 @@ class AdapterLayout:
         return tuple(_index_panels(layer) for layer in self.ranks)
 
     @cached_property
-    def panel_bytes(self) -> tuple[npt.NDArray[np.int64], ...]:
+    def panel_bytes(self) -> tuple[Bytes, ...]:
         """Return the aligned size of every panel, one array for each layer."""
         return tuple(_layer_panel_bytes(self.sites, layer, self.itemsize) for layer in self.ranks)
 
     @cached_property
-    def layer_bytes(self) -> int:
-        """Return the bytes of the widest layer, the row length of the packed form."""
-        return max((int(sizes.sum()) for sizes in self.panel_bytes), default=0)
+    def layers_of_slabs(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each slab."""
+        layers: dict[int, list[int]] = {}
+        for layer, slab in enumerate(self.slabs or range(self.num_layers)):
+            layers.setdefault(slab, []).append(layer)
+        return tuple(tuple(layers[slab]) for slab in sorted(layers))
+
+    @property
+    def num_slabs(self) -> int:
+        return len(self.layers_of_slabs)
 
     @cached_property
-    def packed_offsets(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return the byte offset of every panel inside its layer's packed row."""
-        return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
+    def slab_bytes(self) -> int:
+        """Return the bytes of the widest slab, the row length of the packed form."""
+        return max((sum(int(self.panel_bytes[i].sum()) for i in layers) for layers in self.layers_of_slabs), default=0)
+
+    @cached_property
+    def packed_offsets(self) -> tuple[Bytes, ...]:
+        """Return the byte offset of every panel of each layer inside its slab's packed row."""
+        return self._by_layer(lambda sizes: np.cumsum(sizes) - sizes) or ()
 
     @cached_property
     def records(self) -> npt.NDArray[np.int32]:
@@ -133,7 +149,7 @@ class AdapterLayout:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the packed form."""
-        return self.num_layers * self.layer_bytes
+        return self.num_slabs * self.slab_bytes
 
     @cached_property
     def max_rank(self) -> int:
@@ -142,20 +158,29 @@ class AdapterLayout:
 
     def num_pages(self, page_bytes: int) -> int:
         """Return the pages of one run that holds the whole adapter."""
-        return -(-self.layer_bytes // page_bytes)
+        return -(-self.slab_bytes // page_bytes)
 
     def place(self, runs: Sequence[Run], page_bytes: int) -> "PlacedAdapter | None":
-        """Place every layer's panels, in order, into `runs`; None if some layer does not fit."""
-        known: dict[int, npt.NDArray[np.int64] | None] = {}
-        offsets = []
-        for sizes in self.panel_bytes:
-            if id(sizes) not in known:
-                known[id(sizes)] = _fill_runs(sizes, runs, page_bytes)
-            placed = known[id(sizes)]
-            if placed is None:
-                return None
-            offsets.append(placed)
-        return PlacedAdapter(self, tuple(runs), page_bytes, tuple(offsets))
+        """Place every slab's panels, in order, into `runs`; None if some slab does not fit."""
+        offsets = self._by_layer(lambda sizes: _fill_runs(sizes, runs, page_bytes))
+        return None if offsets is None else PlacedAdapter(self, tuple(runs), page_bytes, offsets)
+
+    def _by_layer(self, place: Callable[[Bytes], Bytes | None]) -> tuple[Bytes, ...] | None:
+        """Return the offsets of each layer's panels, which `place` computes from the sizes of a slab's; None if it
+        returns None. Slabs of equal sizes share arrays.
+        """
+        known: dict[tuple[int, ...], list[Bytes]] = {}
+        offsets: dict[int, Bytes] = {}
+        for layers in self.layers_of_slabs:
+            sizes = [self.panel_bytes[layer] for layer in layers]
+            key = tuple(map(id, sizes))
+            if key not in known:
+                placed = place(np.concatenate(sizes))
+                if placed is None:
+                    return None
+                known[key] = np.split(placed, np.cumsum([len(each) for each in sizes])[:-1])
+            offsets.update(zip(layers, known[key], strict=True))
+        return tuple(offsets[layer] for layer in range(self.num_layers))
 
 
 @dataclass(frozen=True)
@@ -166,7 +191,7 @@ class PlacedAdapter:
     runs: tuple[Run, ...]
     page_bytes: int
     # [layer][panel], bytes from the start of that layer's slab.
-    offsets: tuple[npt.NDArray[np.int64], ...]
+    offsets: tuple[Bytes, ...]
 
     @property
     def pages(self) -> list[int]:
@@ -200,7 +225,7 @@ class PlacedAdapter:
         return first, max((int((offsets + sizes).max()) for offsets, sizes in layers if len(offsets)), default=0)
 
     @cached_property
-    def _distinct(self) -> dict[int, npt.NDArray[np.int64]]:
+    def _distinct(self) -> dict[int, Bytes]:
         return {id(offsets): offsets for offsets in self.offsets}
 
     def trimmed(self) -> "PlacedAdapter":
@@ -232,7 +257,7 @@ class PlacedAdapter:
                 pieces.append((source, target, size))
         return pieces
 
-    def _end_inside(self, run: Run, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> int:
+    def _end_inside(self, run: Run, offsets: Bytes, sizes: Bytes) -> int:
         """Return the byte where the last panel of a layer inside a run ends; 0 if the layer has none there."""
         inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
         return int((offsets + sizes)[inside].max(initial=0))
@@ -247,7 +272,7 @@ def _panel_rows(rank: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int) -> npt.NDArray[np.int64]:
+def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int) -> Bytes:
     sizes: list[int] = []
     for site, ranks in zip(sites, layer_ranks, strict=True):
         total = sum(ranks)
@@ -289,7 +314,7 @@ def _layer_records(layer_ranks: LayerRanks) -> npt.NDArray[np.int32]:
     return records
 
 
-def _fill_runs(sizes: npt.NDArray[np.int64], runs: Sequence[Run], page_bytes: int) -> npt.NDArray[np.int64] | None:
+def _fill_runs(sizes: Bytes, runs: Sequence[Run], page_bytes: int) -> Bytes | None:
     """Place panels in order by next fit, each whole inside one run."""
     offsets = np.empty(len(sizes), dtype=np.int64)
     remaining = iter(runs)

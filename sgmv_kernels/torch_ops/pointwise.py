@@ -7,13 +7,15 @@ from torch import Tensor
 from sgmv_kernels.formats.kv_pages import KvPages
 
 
-def rope_write_kv_torch(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
-    """See `ops.Ops.rope_write_kv`."""
+def rope_write_kv_torch(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor, kv_heads: int
+) -> Tensor:
+    """See `ops.Ops.rope_write_kv`, and `rope_queries` for no key heads."""
     heads = qkv.view(len(qkv), -1, kv.head_dim)
-    q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv.num_heads, kv.num_heads, kv.num_heads], dim=1)
-    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    kv.write(pages, slots, k, v)
-    return q
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if kv_heads:
+        kv.write(pages, slots, _rotated(k, cos, sin), v)
+    return _rotated(q, cos, sin)
 
 
 def add_rms_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -21,13 +21,15 @@ def words_of(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)[..., 0]
 
 
-def rope_write_codes(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
-    """See `ops.Ops.rope_write_kv`, for pages of codes."""
+def rope_write_codes(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor, kv_heads: int
+) -> Tensor:
+    """See `ops.Ops.rope_write_kv`, and `rope_queries` for no key heads; for pages of codes."""
     rows, dim = len(qkv), kv.head_dim
-    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if rows:
-        _rope_write_codes_kernel[(triton.cdiv(rows, ROWS), heads + 2 * kv.num_heads)](
+        _rope_write_codes_kernel[(triton.cdiv(rows, ROWS), heads + 2 * kv_heads)](
             qkv,
             cos,
             sin,
@@ -43,7 +45,7 @@ def rope_write_codes(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: 
             *kv.values.stride()[:3],
             *kv.parts[KEY_SCALES].stride()[:2],
             HEADS=heads,
-            KV_HEADS=kv.num_heads,
+            KV_HEADS=kv_heads,
             HALF=cos.shape[1],
             DIM=dim,
             DIM_PAD=power_of_two(dim),

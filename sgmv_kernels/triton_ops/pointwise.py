@@ -18,16 +18,18 @@ ROPE_ROWS = 16
 """Token rows of a program at prefill: neighbouring tokens share the 32-byte sectors of a transposed page."""
 
 
-def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
-    """See `ops.Ops.rope_write_kv`."""
+def rope_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor, kv_heads: int
+) -> Tensor:
+    """See `ops.Ops.rope_write_kv`, and `rope_queries` for no key heads."""
     if isinstance(kv.format, CodesKV):
-        return rope_write_codes(qkv, cos, sin, kv, pages, slots)
+        return rope_write_codes(qkv, cos, sin, kv, pages, slots, kv_heads)
     rows, dim = len(qkv), kv.head_dim
-    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if rows:
         block_t = min(ROPE_ROWS, power_of_two(rows, 1))
-        _rope_write_kernel[(triton.cdiv(rows, block_t), heads + 2 * kv.num_heads)](
+        _rope_write_kernel[(triton.cdiv(rows, block_t), heads + 2 * kv_heads)](
             qkv,
             cos,
             sin,
@@ -40,7 +42,7 @@ def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Ten
             *kv.keys.stride(),
             *kv.values.stride(),
             HEADS=heads,
-            KV_HEADS=kv.num_heads,
+            KV_HEADS=kv_heads,
             HALF=cos.shape[1],
             HALF_PAD=power_of_two(cos.shape[1], 1),
             DIM=dim,

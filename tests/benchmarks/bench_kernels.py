@@ -113,7 +113,7 @@ class Panels:
 
     @property
     def adapter_bytes(self) -> int:
-        return LAYERS * self.placed[0].layout.layer_bytes
+        return LAYERS * self.placed[0].layout.slab_bytes
 
 
 def adapters_of(popularity: str, rows: int, adapters: int) -> np.ndarray:

@@ -160,7 +160,7 @@ def site_case(name: str, rows: int, adapters: int, rank: int, device: torch.devi
     dims = SITES[name]
     ranks = ((rank,) * len(dims.out_features),)
     one = AdapterLayout((dims,), (ranks,), 2)
-    layers = max(2, min(128, -(-L2_BYTES // (one.layer_bytes * adapters))))
+    layers = max(2, min(128, -(-L2_BYTES // (one.slab_bytes * adapters))))
     layout = AdapterLayout((dims,), (ranks,) * layers, 2)
     pages = layout.num_pages(PAGE_BYTES)
     placed = [layout.place([(i * pages, pages)], PAGE_BYTES) for i in range(adapters)]

@@ -8,6 +8,7 @@ import torch
 from float_pages import float_pages
 from kernel_pools import pages_on, plan_at
 
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import (
@@ -87,6 +88,25 @@ def test_rope_write_kv(ops: Ops, heads: int, kv_heads: int, dim: int, turned: in
     torch.testing.assert_close(keys, rope_reference(k, angle.cos(), angle.sin()), **STORED[stored])
     assert torch.equal(kv.values[pages, :, slots], v.to(stored))
     assert int(kv.keys.isfinite().sum()) == int(kv.values.isfinite().sum()) == rows * kv_heads * dim
+
+
+@every_backend
+@pytest.mark.parametrize("kv_format", ["float32", "int8"])
+@pytest.mark.parametrize(("turned", "rows"), [(32, 5), (24, 37)])
+def test_queries_alone(ops: Ops, kv_format: str, turned: int, rows: int) -> None:
+    """As with keys beside them, to the bit; nothing is written."""
+    heads, kv_heads, dim = 4, 2, 32
+    stored = KV_FORMATS[kv_format]
+    slab = torch.full((3 * stored.page_bytes(kv_heads, dim, PAGE),), 0xFF, dtype=torch.uint8, device=ops.device)
+    kv = KvPages(slab, stored, kv_heads, PAGE, dim)
+    plan = plan_at(ops, torch.arange(rows) // PAGE, torch.arange(rows) % PAGE, PAGE, 3)
+    qkv, angle = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=ops.device), torch.rand(rows, turned // 2)
+    cos, sin = angle.cos().to(ops.device), angle.sin().to(ops.device)
+    q = qkv[:, : heads * dim].contiguous()
+    got = ops.rope_queries(q, cos, sin, kv, plan).clone()
+    assert (slab == 0xFF).all()
+    assert torch.equal(got, ops.rope_write_kv(qkv, cos, sin, kv, plan))
+    assert (slab != 0xFF).any()
 
 
 @every_backend

@@ -48,7 +48,7 @@ class Bench:
     steps: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = PoolLayout(self.pages, self.page_size, PAGE_BYTES, num_layers=1)
+        layout = PoolLayout(self.pages, self.page_size, PAGE_BYTES, num_slabs=1)
         self.now = 0.0
         self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()

@@ -133,8 +133,12 @@ def _sites(spec: "ModelSpec", made: "Quantized", harms: Mapping[str, float] | No
     """Describe the sites of the layers and, last, all of them: formats with the number of layers that have them, bits
     of a weight with its scales, change of the outputs, and share of the divergence where that was measured.
     """
-    sizes = {site.name: site.in_features * sum(site.out_features) for site in spec.sites()}
-    bits = {site: sum(form.bits for form in forms) / len(forms) for site, forms in made.formats.items()}
+    layers = [{site.name: site.size for site in spec.sites_of(layer)} for layer in range(spec.num_layers)]
+    sizes = {site: sum(layer[site] for layer in layers) for site in made.formats}
+    bits = {
+        site: sum(form.bits * layer[site] for form, layer in zip(forms, layers, strict=True)) / sizes[site]
+        for site, forms in made.formats.items()
+    }
     whole = sum(harms.values()) if harms else 0.0
     rows: list[dict[str, Any]] = [
         {
@@ -146,7 +150,7 @@ def _sites(spec: "ModelSpec", made: "Quantized", harms: Mapping[str, float] | No
         }
         for site, forms in made.formats.items()
     ]
-    mean = sum(bits[site] * size for site, size in sizes.items()) / sum(sizes.values())
+    mean = sum(bits[site] * size for site, size in sizes.items()) / spec.linear_weights
     return [*rows, {"site": "all", "bits": round(mean, 3), "output_error": made.error}]
 
 

@@ -51,10 +51,10 @@ def model(settings: ServerSettings) -> Check:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
         return Check("fail", text, install or "give another --model, or repair the file")
-    from lorasrv.engine.memory_plan import linear_weights, table_weights
+    from lorasrv.engine.memory_plan import table_weights
 
     spec = shape.spec
-    weights = linear_weights(spec) + table_weights(spec)
+    weights = spec.linear_weights + table_weights(spec)
     text = f"{shape.name}: {spec.family}, {weights / 1e6:.0f} M weights, {spec.num_layers} layers"
     return Check("ok", f"{text}, context {spec.max_position}")
 
@@ -187,8 +187,8 @@ def _quantization(settings: ServerSettings) -> str:
 def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int]:
     """Return pages and packed bytes of an adapter of this rank on every linear, in the form that is the default."""
     from adapter_store.spec import INT8
-    from lorasrv.models.lora_sites import site_dims
-    from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout
+    from lorasrv.models.lora_sites import full_layout
+    from sgmv_kernels.formats.adapter_panels import CODE_BYTES
     from sgmv_kernels.formats.kv_format import get_kv_format
 
     spec = shape.spec
@@ -196,17 +196,15 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
     itemsize = CODE_BYTES if settings.adapter_storage == INT8 else plain
     kv_format = get_kv_format(settings.kv_cache_dtype, settings.dtype)
     page = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    sites = site_dims(spec)
-    layer = tuple(tuple(rank for _ in site.out_features) for site in sites)
-    layout = AdapterLayout(sites, (layer,) * spec.num_layers, itemsize)
+    layout = full_layout(spec, rank, itemsize)
     return layout.num_pages(page), layout.nbytes
 
 
 def _adapter_weights(shape: "ModelShape", rank: int) -> int:
     """Count the numbers in the file of an adapter of this rank on every linear."""
     spec = shape.spec
-    rows = sum(site.in_features + out for site in spec.sites() for out in site.out_features)
-    return spec.num_layers * rank * rows
+    sites = (site for layer in range(spec.num_layers) for site in spec.sites_of(layer))
+    return rank * sum(site.in_features + out for site in sites for out in site.out_features)
 
 
 def _is_locked(root: Path) -> bool:

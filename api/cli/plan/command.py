@@ -190,7 +190,7 @@ def _server(
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     free = DeviceMemory.of(resolve_device(options.config.model.device))
-    layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
+    layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(options, spec, itemsize, trace)

@@ -79,7 +79,7 @@ def _formats(facts: Mapping[str, str], spec: ModelSpec) -> SiteFormats:
     Raises:
         CorruptModel: it gives none for this model.
     """
-    sites = [site.name for site in spec.sites()]
+    sites = [site.name for site in spec.sites_of(0)]
     if facts.get("kind") == KIND:
         form = _format(f"{facts.get('quantization')}:{facts.get('group')}")
         return dict.fromkeys(sites, (form,) * spec.num_layers)
@@ -198,17 +198,21 @@ def _with_file_name(error: BaseException, file: str) -> BaseException:
 
 def linear_names(spec: ModelSpec) -> list[str]:
     """Return the names of the weights that are kept as codes, in the order of layers and sites."""
-    modules = [module for site in spec.sites() for module in site.modules]
-    return [f"model.layers.{layer}.{module}.weight" for layer in range(spec.num_layers) for module in modules]
+    return [
+        f"model.layers.{layer}.{module}.weight"
+        for layer in range(spec.num_layers)
+        for site in spec.sites_of(layer)
+        for module in site.modules
+    ]
 
 
 def _by_weight(formats: SiteFormats, spec: ModelSpec) -> dict[str, CodeFormat]:
     """Return the formats by the names of weights."""
     return {
         f"model.layers.{layer}.{module}.weight": formats[site.name][layer]
-        for site in spec.sites()
-        for module in site.modules
         for layer in range(spec.num_layers)
+        for site in spec.sites_of(layer)
+        for module in site.modules
     }
 
 
@@ -221,7 +225,8 @@ def _packing(formats: SiteFormats, spec: ModelSpec) -> StoredPacking | None:
     """Describe codes of several formats; None if all have one, which a format of `--quantization` serves as its own."""
     if len({form for forms in formats.values() for form in forms}) == 1:
         return None
-    bits = [(CODE_BITS[f.name], s.in_features * sum(s.out_features)) for s in spec.sites() for f in formats[s.name]]
+    layers = range(spec.num_layers)
+    bits = [(CODE_BITS[formats[s.name][layer].name], s.size) for layer in layers for s in spec.sites_of(layer)]
     mean = sum(each * size for each, size in bits) / sum(size for _, size in bits)
     return StoredPacking("mixed", tuple(sorted({each for each, _ in bits})), mean)
 

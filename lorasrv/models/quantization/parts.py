@@ -56,9 +56,8 @@ class PartsFormat(QuantFormat):
 
     @classmethod
     def bits_of_linears(cls, spec: ModelSpec) -> float | None:
-        sizes = {site.name: site.in_features * sum(site.out_features) for site in spec.sites()}
-        bits = sum(cls.formats.get(site, _REST).bits * size for site, size in sizes.items())
-        return bits / sum(sizes.values())
+        sites = [site for layer in range(spec.num_layers) for site in spec.sites_of(layer)]
+        return sum(cls.formats.get(site.name, _REST).bits * site.size for site in sites) / spec.linear_weights
 
     def of_site(self, site: str) -> QuantFormat:
         return self._sites.get(site, self._rest)

@@ -8,7 +8,7 @@ from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.metrics.trace import TraceRequest
-from lorasrv.models.lora_sites import adapter_layout, site_dims
+from lorasrv.models.lora_sites import adapter_layout, full_layout
 from lorasrv.models.spec import ModelSpec
 from lorasrv.offline.planner.what_if import name_of_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
@@ -52,7 +52,7 @@ class AdapterSizes:
             if like in self.told:
                 return self.told[like]
             nbytes = self.recorded.get(like)
-            return self._of_rank() if nbytes is None else layout_of_bytes(nbytes, self.spec.num_layers, self.itemsize)
+            return self._of_rank() if nbytes is None else layout_of_bytes(nbytes, self.spec.num_slabs, self.itemsize)
 
         return layout_of
 
@@ -61,17 +61,15 @@ class AdapterSizes:
         return [name for name in names if name not in self.told and name not in self.recorded]
 
     def _of_rank(self) -> AdapterLayout:
-        sites = site_dims(self.spec)
-        layer = tuple(tuple(self.rank for _ in site.out_features) for site in sites)
-        return AdapterLayout(sites, (layer,) * self.spec.num_layers, self.itemsize)
+        return full_layout(self.spec, self.rank, self.itemsize)
 
 
 @cache
-def layout_of_bytes(nbytes: int, num_layers: int, itemsize: int) -> AdapterLayout:
-    """Return a layout of about `nbytes` bytes, in equal layers."""
-    width = max(1, round(nbytes / (num_layers * PIECES * 2 * PIECE_RANK * itemsize)))
+def layout_of_bytes(nbytes: int, num_slabs: int, itemsize: int) -> AdapterLayout:
+    """Return a layout of about `nbytes` bytes, in equal slabs."""
+    width = max(1, round(nbytes / (num_slabs * PIECES * 2 * PIECE_RANK * itemsize)))
     sites = (SiteDims(width, (width,)),) * PIECES
-    return AdapterLayout(sites, (((PIECE_RANK,),) * PIECES,) * num_layers, itemsize)
+    return AdapterLayout(sites, (((PIECE_RANK,),) * PIECES,) * num_slabs, itemsize)
 
 
 def _spec_in(store: AdapterStore, name: str) -> AdapterSpec | None:

@@ -49,8 +49,8 @@ def _weights_file(base: BaseShapes, rank: int, seed: int) -> bytes:
 
 
 def _tensors(base: BaseShapes, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    for layer in range(base.num_layers):
-        for module, (fan_in, fan_out) in base.modules.items():
-            name = f"base_model.model.{base.layer_prefix}{layer}.{module}"
-            yield f"{name}.lora_A.weight", (rank, fan_in)
-            yield f"{name}.lora_B.weight", (fan_out, rank)
+    for layer, module in base.places():
+        fan_in, fan_out = base.modules[module]
+        name = f"base_model.model.{base.layer_prefix}{layer}.{module}"
+        yield f"{name}.lora_A.weight", (rank, fan_in)
+        yield f"{name}.lora_B.weight", (fan_out, rank)

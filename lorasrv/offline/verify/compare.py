@@ -183,7 +183,7 @@ def _deltas(served: ServedModel, oracle: PeftReference, progress: Progress) -> I
     random = torch.Generator().manual_seed(0)
     for layer in range(spec.num_layers):
         progress("comparing linears", layer / spec.num_layers)
-        for place, site in enumerate(spec.sites()):
+        for place, site in zip(spec.site_indices(layer), spec.sites_of(layer), strict=True):
             x = torch.randn(ROWS, site.in_features, generator=random)
             slices = torch.split(served.delta(layer, place, x), list(site.out_features), dim=1)
             for module, width, delta in zip(site.modules, site.out_features, slices, strict=True):

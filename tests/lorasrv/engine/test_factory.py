@@ -155,7 +155,7 @@ def test_the_pool_counts_in_pages_of_the_format(opened) -> None:
         floats = KV_FORMATS["float32"].page_bytes(KV_HEADS, DIM, PAGE) * LAYERS
         assert llm.engine.metrics.snapshot().pages_total == 40 * BLOCK // floats < 20
     rounded_down = PoolLayout.of_bytes(7 * 5 * 6528 + 4000, TOY.page_bytes(3, 64, 16), 16, 5)
-    assert rounded_down == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_layers=5)
+    assert rounded_down == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_slabs=5)
 
 
 def test_answers_are_near_those_of_float_pages(opened) -> None:

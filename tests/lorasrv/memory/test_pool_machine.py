@@ -94,7 +94,7 @@ class World:
     outputs: list[EngineOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_slabs=1)
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host = self.on_host.__contains__

@@ -100,7 +100,7 @@ class Served:
             self.end -= count
             placed = layout.place([(self.end, count)], self.memory.page_bytes)
             assert placed is not None
-            data = torch.randn(2, layout.layer_bytes // 4).view(torch.uint8)
+            data = torch.randn(2, layout.slab_bytes // 4).view(torch.uint8)
             self.memory.write_adapter(PackedAdapter(layout, data), placed)
             self.placements[name] = placed
         self.graphs: list[FakeGraph] = []

@@ -143,7 +143,7 @@ class World:
 
         if self.gpu is not None:
             self.gpu.meanwhile = meanwhile
-        data = torch.randn((2, LAYOUT.layer_bytes // 4), generator=torch.Generator().manual_seed(number % ADAPTERS))
+        data = torch.randn((2, LAYOUT.slab_bytes // 4), generator=torch.Generator().manual_seed(number % ADAPTERS))
         self.memory.write_adapter(PackedAdapter(LAYOUT, data.mul(0.3).view(torch.uint8)), placed)
         if self.gpu is not None:
             self.gpu.meanwhile = None

@@ -54,7 +54,7 @@ def test_swapped_pages_keep_their_order_and_are_forgotten(memory: DevicePool) ->
 @pytest.mark.parametrize("is_busy", [False, pytest.param(True, marks=on_gpu)])
 def test_an_adapter_in_pieces(memory: DevicePool, is_busy: bool) -> None:
     layout = AdapterLayout((SiteDims(64, (64, 32)),), (((240, 3),), ((240, 3),), ((0, 3),), ((240, 3),)), 2)
-    packed = PackedAdapter(layout, torch.randint(0, 255, (LAYERS, layout.layer_bytes), dtype=torch.uint8))
+    packed = PackedAdapter(layout, torch.randint(0, 255, (LAYERS, layout.slab_bytes), dtype=torch.uint8))
     placed = layout.place([(30, 1), (5, 1), (20, 9)], memory.page_bytes)
     assert placed is not None
     assert len(placed.trimmed().runs) > 1

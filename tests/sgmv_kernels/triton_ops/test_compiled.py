@@ -86,9 +86,13 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     for rows in (1, 20):
         index = torch.arange(rows)
         angle = torch.zeros(rows, 64)
-        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+        pointwise_triton.rope_write_kv(
+            torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index, kv.num_heads
+        )
         part = angle[:, :48].contiguous()
-        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), part, part, kv, index, index)
+        pointwise_triton.rope_write_kv(
+            torch.zeros(rows, 48 * 128, dtype=dtype), part, part, kv, index, index, kv.num_heads
+        )
     slots_triton.copy_slots([kv], np.zeros((2, 4), dtype=np.int32))
     x = torch.zeros(2, 4096, dtype=dtype)
     pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
@@ -105,7 +109,7 @@ def compile_codes(dtype: torch.dtype) -> None:
     """Compile the write and the copy of pages of codes."""
     slab = torch.zeros(2 * KV_FORMATS["int8"].page_bytes(8, 128, 16), dtype=torch.uint8)
     kv, index, angle = KvPages(slab, KV_FORMATS["int8"], 8, 16, 128), torch.arange(20), torch.zeros(20, 64)
-    pointwise_triton.rope_write_kv(torch.zeros(20, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+    pointwise_triton.rope_write_kv(torch.zeros(20, 48 * 128, dtype=dtype), angle, angle, kv, index, index, kv.num_heads)
     slots_triton.copy_slots([kv], np.zeros((2, 4), dtype=np.int32))
 
 
