@@ -4,6 +4,7 @@ arguments.
 
 import importlib
 import logging
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter, SiteDims
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import DraftTrees
 from sgmv_kernels.metadata.h2d import Ints, upload
-from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.segments import Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
 _BACKENDS = {
@@ -46,6 +47,26 @@ class SgmvPlan:
     num_rows: int
     # The backend's own form of the tables.
     prepared: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSgmv:
+    """Remember what a plan was made of."""
+
+    segments: Segments
+    adapters: tuple[PlacedAdapter, ...]
+    plan: SgmvPlan
+
+    def serves(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> bool:
+        """Return whether a plan of these would be the same; placed adapters do not change, moved ones are others."""
+        return (
+            dtype == self.plan.dtype
+            and len(adapters) == len(self.adapters)
+            and all(map(operator.is_, adapters, self.adapters))
+            and np.array_equal(segments.permutation, self.segments.permutation)
+            and np.array_equal(segments.indptr, self.segments.indptr)
+            and np.array_equal(segments.adapters, self.segments.adapters)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim,
 """
 
 import logging
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,7 @@ from sgmv_kernels.backend import (
     Layers,
     PackedLinear,
     PackedParts,
+    PlannedSgmv,
     ProgramShape,
     Progress,
     SgmvPlan,
@@ -86,26 +86,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedSgmv:
-    """Remember what a plan was made of."""
-
-    segments: Segments
-    adapters: tuple[PlacedAdapter, ...]
-    plan: SgmvPlan
-
-    def serves(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> bool:
-        """Return whether a plan of these would be the same; placed adapters do not change, moved ones are others."""
-        return (
-            dtype == self.plan.dtype
-            and len(adapters) == len(self.adapters)
-            and all(map(operator.is_, adapters, self.adapters))
-            and np.array_equal(segments.permutation, self.segments.permutation)
-            and np.array_equal(segments.indptr, self.segments.indptr)
-            and np.array_equal(segments.adapters, self.segments.adapters)
-        )
-
-
 class Ops:
     """Run the ops on one device. Plans are made once a step and serve every layer.
 
@@ -119,7 +99,7 @@ class Ops:
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
         self.device, self._copies = device, copies
-        self._last_sgmv: _PlannedSgmv | None = None
+        self._last_sgmv: PlannedSgmv | None = None
         self._chosen = kernels is not None
         self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
         if self._backend.name == "numba" and device.type != "cpu":
@@ -194,7 +174,7 @@ class Ops:
             for adapter in adapters:
                 check_adapter(adapter, adapters[0], dtype)
             plan = self.plan_tables(build_tables(segments, adapters), dtype)
-            self._last_sgmv = _PlannedSgmv(segments, tuple(adapters), plan)
+            self._last_sgmv = PlannedSgmv(segments, tuple(adapters), plan)
         return self._last_sgmv.plan
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
@@ -362,12 +342,10 @@ class Ops:
 
         Args:
             q: [T, heads * D] contiguous, fp32 on the CPU. Undefined afterwards.
-            kv: the layer of the pool that the queries will read; nothing is written.
-            Others as `rope_write_kv`.
+            kv: what the queries will read; nothing is written. Others as `rope_write_kv`.
         Returns: q [T, heads, D], contiguous.
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit, or a KV format that the kernels do not read.
-        Source: as `rope_write_kv`.
         """
         return self._rotate(q, cos, sin, kv, plan, 0)
 
