@@ -88,8 +88,12 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """Name the version that a reference was resolved to, once, at admission."""
+    """Name the version that a reference was resolved to, once, at admission.
+
+    `key` is None if the version has no weights: the base answers. `persona` is the digest of its defaults, "" without.
+    """
 
     adapter_id: AdapterId
     version: int
-    key: AdapterKey
+    key: AdapterKey | None
+    persona: str = ""

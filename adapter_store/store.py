@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
 from adapter_store.formats.peft_dir import CHUNK_BYTES, digest_file
@@ -182,12 +182,14 @@ class AdapterStore:
         allow_partial: bool = False,
         stored: Form | None = None,
         allow_drift: bool = False,
+        defaults: str = "",
     ) -> Registration:
         """Check uploaded weights against the base and make them the current version of the id, and the target of the
         alias.
 
-        A content that the id already has keeps its version number; the id moves to it. If the check or the disk
-        refuses, nothing is stored, and the weights are removed unless a version or another upload needs them.
+        A content that the id already has with these defaults keeps its version number; the id moves to it. If the
+        check or the disk refuses, nothing is stored, and the weights are removed unless a version or another upload
+        needs them.
 
         Args:
             adapter_id: the id to create or to add a version to.
@@ -202,6 +204,7 @@ class AdapterStore:
             allow_partial: accept a config that names more modules than there are tensors for.
             stored: the form to keep it in; None: the store's own. The forms of one content are two contents.
             allow_drift: accept any drift of the form "int8".
+            defaults: the version's defaults as JSON, which the caller has checked; "": none.
 
         Raises:
             InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
@@ -225,12 +228,52 @@ class AdapterStore:
             with self._lock:
                 self._check_open()
                 check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
-                version, created, record = self._index.add_version(
-                    name, upload, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
-                )
-                self._refcounts.add((checked.spec.key,))
-                self._names.replace(name, record)
-        return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
+                quota = self.quota.with_bytes(max_bytes)
+                return self._add_version(name, upload, defaults=defaults, alias=alias, principal=principal, quota=quota)
+
+    def register_defaults(
+        self,
+        adapter_id: str,
+        defaults: str,
+        weights_of: AdapterRef | None = None,
+        *,
+        if_not_exists: bool = False,
+        alias: str | None = None,
+        if_match: IfMatch = None,
+        principal: str = ANONYMOUS,
+        max_bytes: int | None = None,
+    ) -> Registration:
+        """Make a version with these defaults and the weights of another version of the id, or none, its current one.
+
+        Args:
+            defaults: as JSON, which the caller has checked.
+            weights_of: the version whose weights it has; None: none.
+
+        Raises:
+            AdapterNotFound: there is no such version any more.
+            InvalidAdapterId, InvalidAlias, AdapterExists, AdapterChanged, QuotaExceeded, StoreFull, StoreUnusable: as
+                `register`.
+        """
+        name = check_adapter_id(adapter_id, self._reserved)
+        if alias is not None:
+            check_alias(alias)
+        with self._lock:
+            self._check_open()
+            check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
+            upload = None
+            if weights_of is not None and weights_of.key is not None:
+                upload = self._index.upload(name, weights_of.version)
+                if upload is None:
+                    raise AdapterNotFound(f"{name}@{weights_of.version}")
+            quota = self.quota.with_bytes(max_bytes)
+            return self._add_version(name, upload, defaults=defaults, alias=alias, principal=principal, quota=quota)
+
+    def _add_version(self, name: AdapterId, upload: Upload | None, **options: Any) -> Registration:
+        version, created, record = self._index.add_version(name, upload, time.time(), **options)
+        if upload is not None:
+            self._refcounts.add((upload.content.key,))
+        self._names.replace(name, record)
+        return Registration(record.ref(version), created, None if upload is None else upload.report)
 
     def resolve(self, reference: str) -> AdapterRef:
         """Return the version that `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now.
@@ -334,8 +377,9 @@ class AdapterStore:
             # The deletion is committed, whether or not the weights can be removed now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
-            contents = tuple(v.key for v in selected)
-            return Deletion(record.adapter_id, contents, tuple(filter(unnamed.__contains__, contents)), aliases)
+            contents = tuple(dict.fromkeys(v.key for v in selected if v.key is not None))
+            gone = tuple(filter(unnamed.__contains__, contents))
+            return Deletion(record.adapter_id, tuple(sorted(versions)), contents, gone, aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold:
         """Keep a content on disk for as long as the returned object lives, even if it is deleted.

@@ -183,6 +183,23 @@ class Client:
         headers = {} if etag is None else {"if-match": f'"{etag}"'}
         return self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=dict(body), headers=headers)
 
+    def defaults(self, reference: str) -> dict[str, Any]:
+        """Return the defaults of a version, if the key may read them."""
+        return self._json("GET", f"/v1/adapters/{quote(reference, safe='')}/defaults")
+
+    def set_defaults(self, reference: str, defaults: Mapping[str, Any], *, new: bool = False) -> dict[str, Any]:
+        """Make a version with other defaults and the same weights; `new`: an id that does not exist becomes a persona
+        of the base.
+        """
+        path = f"/v1/adapters/{quote(reference, safe='')}/defaults"
+        try:
+            return self._json("PUT", path, json=dict(defaults))
+        except Refused as error:
+            if not new or error.error.get("code") != "model_not_found":
+                raise
+        body = {"id": reference, "defaults": dict(defaults), "if_not_exists": True}
+        return self._json("POST", "/v1/adapters", json=body)
+
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
         """Load an adapter into the pool; returns when it is resident, or at the deadline (None: the server's
         default).
@@ -230,6 +247,7 @@ class Client:
         allow_partial: bool = False,
         stored: str | None = None,
         allow_drift: bool = False,
+        defaults: Mapping[str, Any] | None = None,
         send_always: bool = True,
         progress: ByteProgress | None = None,
     ) -> dict[str, Any]:
@@ -239,6 +257,7 @@ class Client:
         Args:
             stored: the form that the server keeps it in, "bf16" or "int8"; None: the server's default.
             allow_drift: accept int8 however much it changes the adapter.
+            defaults: what requests have where they say nothing else.
             send_always: False sends the weights only if the server lacks a usable copy with that digest.
         """
         tell = progress or (lambda *_: None)
@@ -252,6 +271,7 @@ class Client:
             **({"allow_partial": True} if allow_partial else {}),
             **({} if stored is None else {"stored": stored}),
             **({"allow_drift": True} if allow_drift else {}),
+            **({"defaults": dict(defaults)} if defaults else {}),
         }
         sends = 0
         if send_always:

@@ -325,6 +325,28 @@ _FINISH_REASONS = {
 }
 
 
+_END_OF_PERSONA = "\x1f"
+
+
+def persona_salt(persona: str, salt: str) -> str:
+    """Return the salt of requests that begin with a persona's own prompt.
+
+    Only its rendering reaches those pages, so that no other prompt can be compared with it by what is found cached.
+    No salt of a client or a key begins like one.
+
+    Args:
+        persona: tells all that the beginning of the prompt depends on.
+        salt: the request's salt.
+    """
+    return f"persona:{persona}{_END_OF_PERSONA}{salt}"
+
+
+def is_salted(cache_salt: str, salt: str | None) -> bool:
+    """Return whether a request has this salt, with or without a persona's; None is no request's."""
+    own = cache_salt.partition(_END_OF_PERSONA)[2] if cache_salt.startswith("persona:") else cache_salt
+    return own == salt
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """Carry a request to the engine: frozen, no tensors."""

@@ -133,7 +133,8 @@ def _archive_of(store: OfflineStore) -> Archive:
         uploads[adapter_id, version] = ArchivedUpload(key, upload.config, upload.report.is_partial)
     index = store.index
     records = tuple(index.records().values())
-    return Archive(index.base() or "", contents, records, uploads, index.last_versions(), index.owners())
+    of_base = index.base() or ""
+    return Archive(of_base, contents, records, uploads, index.last_versions(), index.owners(), index.all_defaults())
 
 
 def _write_blob(store: OfflineStore, digest: str, num_bytes: int, file: BinaryIO) -> None:
@@ -163,6 +164,7 @@ def import_store(
     max_lora_rank: int,
     progress: Progress = lambda done, total: None,
     check_limits: Callable[[Mapping[str, float]], object] = dict,
+    check_defaults: Callable[[str], object] = len,
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
 
@@ -176,6 +178,7 @@ def import_store(
         max_lora_rank: highest rank accepted.
         progress: called with the bytes of weights done and in total.
         check_limits: raises ValueError or TypeError for invalid limits of an id.
+        check_defaults: raises ValueError for invalid defaults of a version, as JSON.
 
     Raises:
         InvalidArchive: it is not an archive, is damaged, was made for another base, or holds ids that the store has
@@ -187,11 +190,12 @@ def import_store(
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
     _check_limits(archive, check_limits)
+    _check_defaults(archive, check_defaults)
     with ExitStack() as undo:
         _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
         uploads = _validate_uploads(archive, store, base, max_lora_rank)
         _bind_base(archive, store)
-        store.index.restore(archive.records, uploads, archive.last_versions, archive.owners)
+        store.index.restore(archive.records, uploads, archive.last_versions, archive.owners, archive.defaults)
         undo.pop_all()
     return _summary(archive)
 
@@ -235,6 +239,14 @@ def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], objec
             check(record.limits)
         except (ValueError, TypeError) as error:
             raise InvalidArchive(f"the archive has invalid limits for {record.adapter_id!r}: {error}") from None
+
+
+def _check_defaults(archive: Archive, check: Callable[[str], object]) -> None:
+    for (adapter_id, version), defaults in archive.defaults.items():
+        try:
+            check(defaults)
+        except ValueError as error:
+            raise InvalidArchive(f"the archive has invalid defaults for {adapter_id}@{version}: {error}") from None
 
 
 def _import_blobs(

@@ -1,6 +1,7 @@
 """Format of an archive, a whole store in one file: a JSON manifest followed by every blob, in a plain tar.
 
-    lorasrv-store.json       format number, base, contents, ids with versions and their configs, aliases, limits
+    lorasrv-store.json       format number, base, contents, ids with versions, their configs and defaults, aliases,
+                             limits
     blobs/sha256/<digest>    weights, each once
 
 Verdicts are not included: they describe the machine they were found on.
@@ -26,9 +27,10 @@ from adapter_store.registry.references import (
 )
 from adapter_store.spec import BF16, FORMS, INT8, AdapterId, AdapterKey, Form
 
-FORMAT = 3
-# In format 1, the config of a content's first uploader stood for all of its versions; until 2, all forms were bf16.
-READABLE = (1, 2, FORMAT)
+FORMAT = 4
+# In format 1, the config of a content's first uploader stood for all of its versions; until 2, all forms were bf16;
+# until 3, every version had weights and none had defaults.
+READABLE = (1, 2, 3, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
 BLOBS = "blobs/sha256/"
@@ -61,7 +63,10 @@ class ArchivedUpload:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Hold the manifest. Ranks and bytes in `records` are 0: they are read from the weights again."""
+    """Hold the manifest. Ranks and bytes in `records` are 0: they are read from the weights again.
+
+    A version that is not in `uploads` has no weights. `defaults` are JSON, as `AdapterStore.register` gets them.
+    """
 
     base: str
     contents: Mapping[AdapterKey, ArchivedContent]
@@ -69,6 +74,7 @@ class Archive:
     uploads: Mapping[tuple[AdapterId, int], ArchivedUpload] = field(default_factory=dict)
     last_versions: Mapping[AdapterId, int] = field(default_factory=dict)
     owners: Mapping[tuple[AdapterId, int], str] = field(default_factory=dict)
+    defaults: Mapping[tuple[AdapterId, int], str] = field(default_factory=dict)
 
     @property
     def blobs(self) -> dict[str, int]:
@@ -90,11 +96,14 @@ class Archive:
     def _adapter_json(self, record: AdapterRecord) -> Json:
         versions: dict[str, Json] = {}
         for v in record.versions:
-            upload = self.uploads[record.adapter_id, v.version]
-            config = {"config": dict(upload.config)} | ({"partial": True} if upload.is_partial else {})
-            versions[str(v.version)] = {"content": v.key, "created": v.created_s, **config}
-            if owner := self.owners.get((record.adapter_id, v.version)):
-                versions[str(v.version)]["owner"] = owner
+            at = (record.adapter_id, v.version)
+            shown = versions[str(v.version)] = {"content": v.key, "created": v.created_s}
+            if (upload := self.uploads.get(at)) is not None:
+                shown |= {"config": dict(upload.config)} | ({"partial": True} if upload.is_partial else {})
+            if owner := self.owners.get(at):
+                shown["owner"] = owner
+            if defaults := self.defaults.get(at):
+                shown["defaults"] = json.loads(defaults)
         return {
             "version": record.current_version,
             "created": record.created_s,
@@ -131,8 +140,9 @@ def read_manifest_json(data: bytes) -> Archive:
     records: list[AdapterRecord] = []
     uploads: dict[tuple[AdapterId, int], ArchivedUpload] = {}
     owners: dict[tuple[AdapterId, int], str] = {}
+    defaults: dict[tuple[AdapterId, int], str] = {}
     for name, of in at.children("adapters"):
-        records.append(_record(name, of, places, uploads, owners))
+        records.append(_record(name, of, places, uploads, owners, defaults))
     if unnamed := contents.keys() - {upload.key for upload in uploads.values()}:
         raise at.wrong(f"contents.{min(unnamed)}", "no version refers to it")
     last = at.get("last_versions", dict)
@@ -142,7 +152,7 @@ def read_manifest_json(data: bytes) -> Archive:
         at.checked(f"last_versions.{show(name)}", partial(check_adapter_id, name, frozenset()))
     for record in records:
         last[record.adapter_id] = max(last.get(record.adapter_id, 0), *(v.version for v in record.versions))
-    return Archive(_base(at), contents, tuple(records), uploads, last, owners)
+    return Archive(_base(at), contents, tuple(records), uploads, last, owners, defaults)
 
 
 def _no_constant(name: str) -> float:
@@ -237,20 +247,22 @@ def _record(
     contents: Mapping[str, _Place],
     uploads: dict[tuple[AdapterId, int], ArchivedUpload],
     owners: dict[tuple[AdapterId, int], str],
+    defaults: dict[tuple[AdapterId, int], str],
 ) -> AdapterRecord:
-    """Return an id's record, adding the origin and owner of its versions to `uploads` and `owners`."""
+    """Return an id's record, adding origin, owner and defaults of its versions to the other arguments."""
     adapter_id: AdapterId = of.checked("id", lambda: check_adapter_id(name, frozenset()))
     versions: list[VersionRecord] = []
     for number, version in of.children("versions"):
         if not (number.isascii() and number.isdigit() and _is_version(int(number[:20])) and number[0] != "0"):
             raise of.wrong(f"versions.{show(number)}", "not a version number")
-        key = version.get("content", str)
-        if key not in contents:
-            raise version.wrong("content", "no such content in the archive")
-        versions.append(VersionRecord(int(number), AdapterKey(key), version.number("created"), 0, 0))
-        uploads[adapter_id, int(number)] = _upload(key, version, contents[key])
+        at = (adapter_id, int(number))
+        versions.append(VersionRecord(int(number), _key(version, contents), version.number("created"), 0, 0))
+        if (key := versions[-1].key) is not None:
+            uploads[at] = _upload(key, version, contents[key])
+        if "defaults" in version.values:
+            defaults[at] = json.dumps(version.get("defaults", dict), separators=(",", ":"), ensure_ascii=False)
         if "owner" in version.values:
-            owners[adapter_id, int(number)] = _owner(version)
+            owners[at] = _owner(version)
     numbers = {v.version for v in versions}
     current = of.get("version", int)
     if current not in numbers:
@@ -262,6 +274,16 @@ def _record(
     ordered = sorted(versions, key=lambda v: v.version)
     created_s = of.number("created")
     return AdapterRecord.of(adapter_id, current, created_s, ordered, limits, aliases)
+
+
+def _key(version: _Place, contents: Mapping[str, _Place]) -> AdapterKey | None:
+    """Return the content of a version; None without weights, which only defaults allow."""
+    if "content" in version.values and version.values["content"] is None and "defaults" in version.values:
+        return None
+    key = version.get("content", str)
+    if key not in contents:
+        raise version.wrong("content", "no such content in the archive")
+    return AdapterKey(key)
 
 
 def _shares(alias: str, target: object, of: _Place, versions: set[int]) -> Shares:

@@ -116,7 +116,7 @@ def _check_all(index: Index, check: Callable[[Content], object]) -> None:
     misfits: list[str] = []
     records = index.records().values()
     for record in records:
-        for key in sorted({version.key for version in record.versions}):
+        for key in sorted({version.key for version in record.versions if version.key is not None}):
             content = index.content(key)
             assert content is not None
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adapter_store.errors import StoreFull, StoreUnusable
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 # The tables that each layout added. A layout is never changed: files of it exist.
 _LIMITS = """
@@ -67,6 +67,32 @@ ALTER TABLE contents DROP COLUMN report;
 _FORMS = """
 ALTER TABLE contents ADD COLUMN stored TEXT NOT NULL DEFAULT 'bf16';
 """
+# A version may have defaults, and then needs no weights. Only the digest of defaults is shown to others than their
+# owner, so it is keyed: a guess cannot be compared with it.
+_PERSONAS = """
+CREATE TABLE personas (
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, defaults TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
+) STRICT;
+CREATE TABLE persona_key (hex TEXT NOT NULL) STRICT;
+INSERT INTO persona_key VALUES (lower(hex(randomblob(32))));
+"""
+_VERSIONS = """
+CREATE TABLE versions (
+    adapter_id TEXT NOT NULL REFERENCES adapters, version INTEGER NOT NULL, key TEXT REFERENCES contents,
+    created_s REAL NOT NULL, PRIMARY KEY (adapter_id, version)
+) STRICT;
+CREATE INDEX versions_by_key ON versions (key);
+"""
+# The new table has the old one's name when it is made, so that other tables' references mean it.
+_KEYS_OPTIONAL = f"""
+CREATE TEMP TABLE old_versions AS SELECT * FROM versions;
+DROP TABLE versions;
+{_VERSIONS}
+INSERT INTO versions SELECT * FROM old_versions;
+DROP TABLE old_versions;
+{_PERSONAS}
+"""
 SCHEMA = f"""
 CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
 CREATE TABLE contents (
@@ -74,18 +100,21 @@ CREATE TABLE contents (
 ) STRICT;
 CREATE INDEX contents_by_digest ON contents (weights_digest);
 CREATE TABLE adapters (adapter_id TEXT PRIMARY KEY, current_version INTEGER NOT NULL, created_s REAL NOT NULL) STRICT;
-CREATE TABLE versions (
-    adapter_id TEXT NOT NULL REFERENCES adapters, version INTEGER NOT NULL, key TEXT NOT NULL REFERENCES contents,
-    created_s REAL NOT NULL, PRIMARY KEY (adapter_id, version)
-) STRICT;
-CREATE INDEX versions_by_key ON versions (key);
+{_VERSIONS}
 CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
 {_LIMITS}
 {_ALIASES_OWNERS}
 {_UPLOADS_VERDICTS}
 {_FORMS}
+{_PERSONAS}
 """
-MIGRATIONS: Mapping[int, str] = {1: _LIMITS, 2: _ALIASES_OWNERS + _VERDICTS_OF_CONTENTS, 3: _SHARE_OUT, 4: _FORMS}
+MIGRATIONS: Mapping[int, str] = {
+    1: _LIMITS,
+    2: _ALIASES_OWNERS + _VERDICTS_OF_CONTENTS,
+    3: _SHARE_OUT,
+    4: _FORMS,
+    5: _KEYS_OPTIONAL,
+}
 """Statements that turn a layout into the next one."""
 BUSY_TIMEOUT_MS = 5000
 
@@ -126,7 +155,6 @@ class Database:
             self._db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("PRAGMA foreign_keys = ON")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             self._change_layout(SCHEMA)
@@ -134,6 +162,9 @@ class Database:
             self._change_layout("".join(MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)))
         elif version != SCHEMA_VERSION:
             raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
+        with sql_errors():
+            # Only now: to a migration that makes a table again, its removal would remove what refers to it.
+            self._db.execute("PRAGMA foreign_keys = ON")
 
     def _change_layout(self, statements: str) -> None:
         """Apply statements that lead to the newest layout, all or none."""

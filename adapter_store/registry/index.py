@@ -1,11 +1,13 @@
 """The store's index: versions, aliases and limits of every id, and the content and origin of each version.
 
 A content (one AdapterKey) is written once and shared by every version that refers to it. Everything else belongs to
-the one version it was uploaded with: the config as sent, the report, the verdict. Version numbers are never reused,
-not even after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the store's
-lock.
+the one version it was uploaded with: the config as sent, the report, the verdict, the defaults. Version numbers are
+never reused, not even after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the
+store's lock.
 """
 
+import hashlib
+import hmac
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -21,6 +23,7 @@ from adapter_store.spec import BF16, AdapterId, AdapterKey, Form
 from adapter_store.validation.report import UploadReport
 
 NO_QUOTA = StoreQuota()
+_NO_WEIGHTS = '{"rank_max": 0, "weights_bytes": 0}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,11 @@ class Index(Database):
         versions: dict[AdapterId, list[VersionRecord]] = {}
         with sql_errors():
             rows = self._db.execute(
-                "SELECT adapter_id, version, key, versions.created_s, report, weights_digest, stored "
-                "FROM versions JOIN contents USING (key) JOIN uploads USING (adapter_id, version) "
-                f"{where} ORDER BY adapter_id, version",
-                values,
+                "SELECT adapter_id, version, key, versions.created_s, coalesce(report, ?), "
+                "coalesce(weights_digest, ''), coalesce(stored, ?), coalesce(digest, '') "
+                "FROM versions LEFT JOIN contents USING (key) LEFT JOIN uploads USING (adapter_id, version) "
+                f"LEFT JOIN personas USING (adapter_id, version) {where} ORDER BY adapter_id, version",
+                (_NO_WEIGHTS, BF16, *values),
             )
             for name, version, key, created_s, report, *content in rows:
                 facts = json.loads(report)
@@ -143,7 +147,7 @@ class Index(Database):
         return Content(key, *row) if row is not None else None
 
     def upload(self, adapter_id: AdapterId, version: int) -> Upload | None:
-        """Return the origin of a version, or None if there is no such version."""
+        """Return the origin of a version's weights, or None if there is no such version, or it has none."""
         query = (
             "SELECT key, weights_digest, contents.config, stored, uploads.config, report "
             "FROM uploads JOIN versions USING (adapter_id, version) JOIN contents USING (key) "
@@ -152,6 +156,27 @@ class Index(Database):
         with sql_errors():
             row = self._db.execute(query, (adapter_id, version)).fetchone()
         return Upload(Content(*row[:4]), *row[4:]) if row is not None else None
+
+    def defaults(self, adapter_id: AdapterId, version: int) -> str | None:
+        """Return a version's defaults as they were given, or None."""
+        query = "SELECT defaults FROM personas WHERE adapter_id = ? AND version = ?"
+        with sql_errors():
+            row = self._db.execute(query, (adapter_id, version)).fetchone()
+        return row[0] if row is not None else None
+
+    def all_defaults(self) -> dict[tuple[AdapterId, int], str]:
+        """Return the defaults of each version that has some."""
+        with sql_errors():
+            rows = self._db.execute("SELECT adapter_id, version, defaults FROM personas")
+            return {(adapter_id, version): defaults for adapter_id, version, defaults in rows}
+
+    def persona_digest(self, key: AdapterKey | None, defaults: str) -> str:
+        """Return the keyed digest of defaults and weights, "" without defaults: equal in this store alone."""
+        if not defaults:
+            return ""
+        with sql_errors():
+            secret: str = self._db.execute("SELECT hex FROM persona_key").fetchone()[0]
+        return hmac.new(secret.encode(), f"{key or ''}\n{defaults}".encode(), hashlib.sha256).hexdigest()
 
     def keys(self) -> set[AdapterKey]:
         """Return the keys of all contents, whether or not a version refers to them."""
@@ -174,9 +199,10 @@ class Index(Database):
             return self._db.execute("SELECT 1 FROM contents WHERE weights_digest = ?", (digest,)).fetchone() is not None
 
     def uploads(self) -> Iterator[tuple[AdapterId, int, Upload]]:
-        """Yield every version with its origin, ordered by content."""
+        """Yield every version that has weights with its origin, ordered by content."""
         with sql_errors():
-            found = self._db.execute("SELECT adapter_id, version FROM versions ORDER BY key, 1, 2").fetchall()
+            query = "SELECT adapter_id, version FROM versions WHERE key IS NOT NULL ORDER BY key, 1, 2"
+            found = self._db.execute(query).fetchall()
         for adapter_id, version in found:
             upload = self.upload(adapter_id, version)
             assert upload is not None
@@ -197,6 +223,13 @@ class Index(Database):
             rows = self._db.execute("SELECT adapter_id, version, principal FROM owners")
             return {(adapter_id, version): principal for adapter_id, version, principal in rows}
 
+    def owner(self, adapter_id: AdapterId, version: int) -> str:
+        """Return the principal of a version."""
+        query = "SELECT principal FROM owners WHERE adapter_id = ? AND version = ?"
+        with sql_errors():
+            row = self._db.execute(query, (adapter_id, version)).fetchone()
+        return row[0] if row is not None else ANONYMOUS
+
     def last_versions(self) -> dict[AdapterId, int]:
         """Return the highest number that each id has used, including deleted ids and versions."""
         with sql_errors():
@@ -205,8 +238,8 @@ class Index(Database):
     def usage(self, principal: str | None = None) -> Usage:
         """Return the usage of a principal, or the total."""
         of = (
-            "FROM versions LEFT JOIN owners USING (adapter_id, version) JOIN contents USING (key) "
-            "JOIN uploads USING (adapter_id, version) WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
+            "FROM versions LEFT JOIN owners USING (adapter_id, version) LEFT JOIN contents USING (key) "
+            "LEFT JOIN uploads USING (adapter_id, version) WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
         )
         # Every content of one file has the same number of bytes.
         each = f"SELECT max(json_extract(report, '$.weights_bytes')) AS bytes {of} GROUP BY weights_digest"
@@ -219,14 +252,20 @@ class Index(Database):
     def add_version(
         self,
         adapter_id: AdapterId,
-        upload: Upload,
+        upload: Upload | None,
         now_s: float,
         *,
+        defaults: str = "",
         alias: str | None = None,
         principal: str = ANONYMOUS,
         quota: StoreQuota = NO_QUOTA,
     ) -> tuple[int, bool, AdapterRecord]:
-        """Point the id, and the alias, to this content, adding a version unless the id has had the content before.
+        """Point the id, and the alias, to this content with these defaults, adding a version unless the id has had
+        both together before.
+
+        Args:
+            upload: the weights; None: none.
+            defaults: as JSON; "": none.
 
         Returns:
             The version, whether it is new, and the id's new record.
@@ -235,10 +274,10 @@ class Index(Database):
             QuotaExceeded: a new version would exceed the quota.
         """
         with self._transaction():
-            version = self._find_version(adapter_id, upload.content.key)
+            version = self._find_version(adapter_id, None if upload is None else upload.content.key, defaults)
             created = version is None
             if version is None:
-                version = self._add_within_quota(adapter_id, upload, now_s, principal, quota)
+                version = self._add_within_quota(adapter_id, upload, defaults, now_s, principal, quota)
             else:
                 self._set_current(adapter_id, version)
             if alias is not None:
@@ -246,29 +285,46 @@ class Index(Database):
             return version, created, self.records(adapter_id)[adapter_id]
 
     def _add_within_quota(
-        self, adapter_id: AdapterId, upload: Upload, now_s: float, principal: str, quota: StoreQuota
+        self,
+        adapter_id: AdapterId,
+        upload: Upload | None,
+        defaults: str,
+        now_s: float,
+        principal: str,
+        quota: StoreQuota,
     ) -> int:
         counted = (None, principal) if quota.is_set else ()
         before = {owner: self.usage(owner) for owner in counted}
-        self._insert_content(upload.content, now_s)
+        if upload is not None:
+            self._insert_content(upload.content, now_s)
         version = self._next_version(adapter_id)
         self._db.execute(
             "INSERT INTO adapters VALUES (?, ?, ?) "
             "ON CONFLICT (adapter_id) DO UPDATE SET current_version = excluded.current_version",
             (adapter_id, version, now_s),
         )
-        self._insert_version(adapter_id, version, upload, now_s, principal)
+        self._insert_version(adapter_id, version, upload, defaults, now_s, principal)
         if quota.is_set:
             quota.check(principal, before, {owner: self.usage(owner) for owner in counted})
         return version
 
     def _insert_version(
-        self, adapter_id: AdapterId, version: int, upload: Upload, created_s: float, principal: str
+        self,
+        adapter_id: AdapterId,
+        version: int,
+        upload: Upload | None,
+        defaults: str,
+        created_s: float,
+        principal: str,
     ) -> None:
-        row = (adapter_id, version, upload.content.key, created_s)
-        self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", row)
-        texts = (adapter_id, version, upload.report_json, upload.config_json)
-        self._db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", texts)
+        key = None if upload is None else upload.content.key
+        self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (adapter_id, version, key, created_s))
+        if upload is not None:
+            texts = (adapter_id, version, upload.report_json, upload.config_json)
+            self._db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", texts)
+        if defaults:
+            row = (adapter_id, version, self.persona_digest(key, defaults), defaults)
+            self._db.execute("INSERT INTO personas VALUES (?, ?, ?, ?)", row)
         if principal != ANONYMOUS:
             self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))
 
@@ -276,9 +332,12 @@ class Index(Database):
         row = (content.key, content.weights_digest, content.config_json, now_s, content.stored)
         self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
 
-    def _find_version(self, adapter_id: AdapterId, key: AdapterKey) -> int | None:
-        query = "SELECT max(version) FROM versions WHERE adapter_id = ? AND key = ?"
-        found: int | None = self._db.execute(query, (adapter_id, key)).fetchone()[0]
+    def _find_version(self, adapter_id: AdapterId, key: AdapterKey | None, defaults: str) -> int | None:
+        query = (
+            "SELECT max(version) FROM versions LEFT JOIN personas USING (adapter_id, version) "
+            "WHERE adapter_id = ? AND key IS ? AND coalesce(defaults, '') = ?"
+        )
+        found: int | None = self._db.execute(query, (adapter_id, key, defaults)).fetchone()[0]
         return found
 
     def _next_version(self, adapter_id: AdapterId) -> int:
@@ -295,8 +354,12 @@ class Index(Database):
         uploads: Mapping[tuple[AdapterId, int], Upload],
         last_versions: Mapping[AdapterId, int],
         owners: Mapping[tuple[AdapterId, int], str],
+        defaults: Mapping[tuple[AdapterId, int], str],
     ) -> None:
-        """Add complete ids that do not exist yet; version numbers used so far stay used."""
+        """Add complete ids that do not exist yet; version numbers used so far stay used.
+
+        A version that is not in `uploads` has no weights.
+        """
         with self._transaction():
             for upload in uploads.values():
                 self._insert_content(upload.content, time.time())
@@ -306,7 +369,8 @@ class Index(Database):
                 self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", row)
                 for v in record.versions:
                     at = (name, v.version)
-                    self._insert_version(*at, uploads[at], v.created_s, owners.get(at, ANONYMOUS))
+                    owner = owners.get(at, ANONYMOUS)
+                    self._insert_version(*at, uploads.get(at), defaults.get(at, ""), v.created_s, owner)
                 for alias, shares in record.aliases.items():
                     self._set_alias(name, alias, shares)
                 self._set_limits(name, record.limits)
@@ -366,7 +430,8 @@ class Index(Database):
                 self._db.execute("DELETE FROM adapters WHERE adapter_id = ?", (adapter_id,))
             elif record.current_version in deleted:
                 self._set_current(adapter_id, max(kept))
-            unnamed = frozenset(v.key for v in record.versions if v.version in deleted and not self.is_named(v.key))
+            keys = {v.key for v in record.versions if v.version in deleted and v.key is not None}
+            unnamed = frozenset(key for key in keys if not self.is_named(key))
             return self.records(adapter_id).get(adapter_id), unnamed
 
     def is_named(self, key: AdapterKey) -> bool:
@@ -377,7 +442,9 @@ class Index(Database):
     def unreferenced_contents(self) -> set[AdapterKey]:
         """Return the contents that no version refers to."""
         with sql_errors():
-            rows = self._db.execute("SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions)")
+            rows = self._db.execute(
+                "SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions WHERE key IS NOT NULL)"
+            )
             return {key for (key,) in rows}
 
     def record_verdict(self, adapter_id: AdapterId, version: int, verdict: Mapping[str, object]) -> None:

@@ -148,5 +148,5 @@ def _pinned(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
     if pin.version is not None:
         return tuple(v for v in record.versions if v.version == pin.version)
     if pin.key_prefix is not None:
-        return tuple(v for v in record.versions if v.key.startswith(pin.key_prefix))
+        return tuple(v for v in record.versions if v.key is not None and v.key.startswith(pin.key_prefix))
     return record.versions

@@ -14,15 +14,19 @@ from adapter_store.validation.report import UploadReport
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Describe one immutable version. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`."""
+    """Describe one immutable version. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`.
+
+    `key` is None without weights; `persona` is the keyed digest of its defaults and weights, "" without defaults.
+    """
 
     version: int
-    key: AdapterKey
+    key: AdapterKey | None
     created_s: float
     rank_max: int
     bytes: int
     weights_digest: str = ""
     stored: Form = BF16
+    persona: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class AdapterRecord:
 
     adapter_id: AdapterId
     current_version: int
-    key: AdapterKey
+    key: AdapterKey | None
     created_s: float
     versions: tuple[VersionRecord, ...]
     limits: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -70,11 +74,9 @@ class AdapterRecord:
 
     def ref(self, number: int) -> AdapterRef:
         """Return the resolved reference to an existing version."""
-        if number == self.current_version:
-            return AdapterRef(self.adapter_id, number, self.key)
         version = self.version(number)
         assert version is not None, "ids and aliases point to existing versions"
-        return AdapterRef(self.adapter_id, number, version.key)
+        return AdapterRef(self.adapter_id, number, version.key, version.persona)
 
 
 def _etag(
@@ -85,7 +87,7 @@ def _etag(
     aliases: Mapping[str, Shares],
 ) -> str:
     pointers = {alias: {str(version): share for version, share in to.items()} for alias, to in aliases.items()}
-    state = [adapter_id, current_version, [[v.version, v.key] for v in versions], dict(limits), pointers]
+    state = [adapter_id, current_version, [[v.version, v.key, v.persona] for v in versions], dict(limits), pointers]
     return hashlib.sha256(canonical_json(state).encode()).hexdigest()[:32]
 
 
@@ -127,9 +129,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Describe what was deleted: contents of the removed versions, those no version refers to any more, and aliases."""
+    """Describe what was deleted: versions, their contents, those no version refers to any more, and aliases."""
 
     adapter_id: AdapterId
+    versions: tuple[int, ...]
     contents: tuple[AdapterKey, ...]
     unnamed: tuple[AdapterKey, ...]
     aliases: tuple[str, ...] = ()
@@ -137,16 +140,19 @@ class Deletion:
     @property
     def num_versions(self) -> int:
         """Return the number of versions removed."""
-        return len(self.contents)
+        return len(self.versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Describe a registration: `created` is False if the id already had this content."""
+    """Describe a registration: `created` is False if the id already had this content with these defaults.
+
+    `report` is None without weights.
+    """
 
     ref: AdapterRef
     created: bool
-    report: UploadReport
+    report: UploadReport | None
 
 
 def check_preconditions(

@@ -1,4 +1,4 @@
-"""Origin and verdict of each version: they belong to that version alone, even if others share its content."""
+"""Origin, defaults and verdict of each version: they belong to that version alone, even if others share its content."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -36,6 +36,25 @@ class VersionHistory:
             AdapterNotFound: there is no such version.
         """
         return self._upload(ref).report
+
+    def defaults(self, ref: AdapterRef) -> str:
+        """Return the defaults of a version as they were given, as JSON.
+
+        Raises:
+            AdapterNotFound: there is no such version, or it has none.
+        """
+        with self._lock:
+            self._check_open()
+            found = self._index.defaults(ref.adapter_id, ref.version)
+        if found is None:
+            raise AdapterNotFound(f"{ref.adapter_id}@{ref.version}")
+        return found
+
+    def owner(self, ref: AdapterRef) -> str:
+        """Return the principal of a version."""
+        with self._lock:
+            self._check_open()
+            return self._index.owner(ref.adapter_id, ref.version)
 
     def peft_dir(self, ref: AdapterRef) -> PeftDir:
         """Return a version as it was uploaded, for another process to read while it is held.

@@ -34,6 +34,7 @@ from api.cli.common.options import ServerDefaults, with_api_key, with_option_gro
 from api.cli.common.settings_options import settings_command
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
+from api.cli.personas import command as personas
 from api.cli.plan import command as plan
 from api.cli.top import command as top
 from lorasrv import __version__
@@ -104,6 +105,15 @@ _command(
 )
 _command("list", listing.list_adapters, "lorasrv list --json", "lorasrv list --store ./adapters")
 _command("show", adapters.show, "lorasrv show mia")
+_command(
+    "defaults",
+    personas.defaults,
+    "lorasrv defaults mia > mia.json",
+    "lorasrv defaults mia mia.json",
+    "lorasrv defaults muse muse.json --new",
+)
+_command("import-card", personas.import_card, "lorasrv import-card ada.png --id ada")
+_command("import-modelfile", personas.import_modelfile, "lorasrv import-modelfile Modelfile --id mario")
 _command("rm", adapters.rm, "lorasrv rm mia@2 tom")
 _command("alias", aliases.alias, "lorasrv alias mia:prod 3", "lorasrv alias mia:prod 3=0.9 4=0.1")
 _command("rollback", aliases.rollback, "lorasrv rollback mia --to 2")

@@ -56,7 +56,7 @@ def register_modules(
         except (AdapterError, OSError) as error:
             reasons[module.name] = _reasons(error)
             continue
-        for warning in (*_other_base(module, store.base.name), *_not_current(store, done), *done.report.warnings):
+        for warning in (*_other_base(module, store.base.name), *_not_current(store, done), *_warnings(done)):
             _LOG.warning("--lora-modules %s: %s", module.name, warning)
     if reasons:
         shown = {name: show(name)[1:-1] for name in reasons}
@@ -105,7 +105,7 @@ def add_folder(
 def _older_version(
     store: AdapterStore, name: AdapterId, config: Mapping[str, object], weights: BufferedReader, digest: str
 ) -> AdapterRef | None:
-    """Return the id's version with this content if it is not the current one."""
+    """Return the id's version with this content if it is not the current one, or is and has defaults."""
     record = store.records().get(name)
     if record is None or digest not in {version.weights_digest for version in record.versions}:
         return None
@@ -114,7 +114,11 @@ def _older_version(
     header = read_header(weights, os.fstat(weights.fileno()).st_size, header_cap_bytes(store.base))
     spec = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest, stored=store.form)
     found = [version.version for version in record.versions if version.key == spec.key]
-    return record.ref(found[-1]) if found and record.current_version not in found else None
+    current = record.ref(record.current_version)
+    if current.version in found:
+        # Registered without its defaults, it would lose them.
+        return current if current.persona else None
+    return record.ref(found[-1]) if found else None
 
 
 def _copy(store: AdapterStore, weights: BufferedReader, digest: str, sender: Uploader) -> None:
@@ -141,6 +145,10 @@ def _not_current(store: AdapterStore, done: Registration) -> list[str]:
     return [
         f"the folder is {name}@{version}; {name}@{current}, which is newer or was selected, stays the current version"
     ]
+
+
+def _warnings(done: Registration) -> tuple[str, ...]:
+    return () if done.report is None else done.report.warnings
 
 
 def _other_base(module: LoraModulePath, served: str) -> list[str]:

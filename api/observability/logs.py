@@ -110,8 +110,10 @@ def _of_answers(answers: list[FinishedRequestStats]) -> dict[str, Any]:
         "finish_reason": ",".join(dict.fromkeys(answer.reason.value for answer in answers)),
     }
     first = answers[0]
+    if first.adapter_id:
+        told["adapter_id"] = first.adapter_id
     if first.adapter_key is not None:
-        told |= {"adapter_id": first.adapter_id, "adapter_digest": f"sha256:{first.adapter_key}"}
+        told["adapter_digest"] = f"sha256:{first.adapter_key}"
     if first.tier is not None:
         told["adapter_tier"] = first.tier.value
     if any(answer.fell_back for answer in answers):

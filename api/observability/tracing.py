@@ -131,9 +131,10 @@ def _of_answers(seen: RequestInfo) -> dict[str, Any]:
         "gen_ai.response.finish_reasons": [answer.reason.value for answer in seen.answers],
         "lorasrv.cached_tokens": first.cached_tokens,
     }
+    if first.adapter_id:
+        found |= {"gen_ai.request.model": first.adapter_id, "lorasrv.adapter.id": first.adapter_id}
     if first.adapter_key is not None:
-        found["gen_ai.request.model"] = first.adapter_id
-        found |= {"lorasrv.adapter.id": first.adapter_id, "lorasrv.adapter.digest": f"sha256:{first.adapter_key}"}
+        found["lorasrv.adapter.digest"] = f"sha256:{first.adapter_key}"
     if first.tier is not None:
         found["lorasrv.adapter.tier"] = first.tier.value
     failed = [answer.why for answer in seen.answers if answer.reason is FinishReason.ERROR]

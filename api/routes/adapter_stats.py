@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterId, AdapterKey
 from api.errors import ApiError
+from api.serving.model_list import digest_text
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.metrics.usage import Usage, total
@@ -29,10 +30,11 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
     """
     if (record := view.records().get(AdapterId(adapter_id))) is None:
         return await _of_base(adapter_id, services, view)
-    usages = await _read(services, adapter_id, [version.key for version in record.versions])
+    # Versions with the same weights share their usage.
+    usages = await _read(services, adapter_id, [version.key or BASE_KEY for version in record.versions])
     versions = [
-        {"version": version.version, "digest": f"sha256:{version.key}", **usages[version.key].to_dict()}
-        for version in record.versions
+        {"version": v.version, "digest": digest_text(v.key), **usages[v.key or BASE_KEY].to_dict()}
+        for v in record.versions
     ]
     return {"object": "adapter.stats", "id": adapter_id, **total(usages.values()).to_dict(), "versions": versions}
 

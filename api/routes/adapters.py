@@ -1,7 +1,7 @@
 """Serve /v1/adapters: upload, list, warm, pin, limit and delete adapters; move ids and aliases between versions."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
-from adapter_store.spec import AdapterKey
+from adapter_store.spec import AdapterKey, AdapterRef
 from adapter_store.storage.blobs import BlobUpload
 from api.asgi.json_body import JsonRoute
 from api.asgi.query import IfMatch, Limit, etag_header, listing, page
@@ -19,7 +19,8 @@ from api.asgi.sse import run_until_disconnect
 from api.auth.principal import Caller, Scope
 from api.errors import ApiError
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
-from api.serving.model_list import adapter_json, aliases_json
+from api.serving.model_list import adapter_json, aliases_json, digest_text
+from api.serving.persona_checks import CheckedDefaults, check_defaults
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import EngineDead, InvalidRequest
@@ -53,36 +54,42 @@ async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse
 
 
 @router.post("/v1/adapters")
-async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONResponse:
-    """Validate uploaded weights and register them under an id, and an alias.
+async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_match: IfMatch) -> JSONResponse:
+    """Validate uploaded weights and defaults and register them under an id, and an alias.
 
-    Returns 201 for a new version, 200 if the id had this content already.
+    Returns 201 for a new version, 200 if the id had this content with these defaults already.
     """
-    body.refuse_unbuilt()
-    done: Registration = await run_in_threadpool(
-        view.register,
-        body.id,
-        body.config,
-        body.weights,
-        if_not_exists=body.if_not_exists,
-        alias=body.alias or None,
-        if_match=if_match,
-        allow_partial=body.allow_partial,
-        stored=body.stored,
-        allow_drift=body.allow_drift,
-    )
+    checked = await check_defaults(body.defaults, services, view.caller) if body.defaults else None
+    defaults = checked.text if checked is not None else ""
+    options: dict[str, Any] = {
+        "if_not_exists": body.if_not_exists,
+        "alias": body.alias or None,
+        "if_match": if_match,
+    }
+    if body.config is None or body.weights is None:
+        add = partial(view.register_defaults, body.id, defaults, **options)
+    else:
+        terms = {"allow_partial": body.allow_partial, "stored": body.stored, "allow_drift": body.allow_drift}
+        add = partial(view.register, body.id, body.config, body.weights, defaults=defaults, **terms, **options)
+    done = await run_in_threadpool(add)
+    return registered(done, checked, {"alias": body.alias} if body.alias else {})
+
+
+def registered(done: Registration, checked: CheckedDefaults | None, more: Mapping[str, Any]) -> JSONResponse:
+    """Build the response to a registration."""
+    report = done.report
     content = {
         "object": "adapter",
         "id": done.ref.adapter_id,
         "version": done.ref.version,
-        "digest": f"sha256:{done.ref.key}",
+        "digest": digest_text(done.ref.key),
         "created": done.created,
-        "stored": done.report.stored,
-        "report": done.report.to_dict(),
+        "stored": report and report.stored,
+        "report": report and report.to_dict(),
     }
-    if body.alias:
-        content["alias"] = body.alias
-    return JSONResponse(content, 201 if done.created else 200)
+    if checked is not None:
+        content["persona"] = {"digest": f"sha256:{done.ref.persona}", **checked.report()}
+    return JSONResponse({**content, **more}, 201 if done.created else 200)
 
 
 @router.get("/v1/adapters")
@@ -103,23 +110,30 @@ def _list_adapters(
 
 @router.get("/v1/adapters/{adapter_id}")
 async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) -> JSONResponse:
-    """Return an id with its versions and aliases, and the current version's upload report and verdict (null: not
-    verified).
+    """Return an id with its versions and aliases, and the current version's upload report (null: no weights), verdict
+    (null: not verified) and persona (null: no defaults), whose defaults only its owner and administrators see.
     """
     record = await run_in_threadpool(view.get, adapter_id)
     current = record.ref(record.current_version)
-    report = await run_in_threadpool(services.store.version_history.report, current)
-    verified = await run_in_threadpool(services.store.version_history.verdict, current)
+    history = services.store.version_history
+    persona = None
+    if current.persona:
+        stored = await services.personas.find(current)
+        persona = stored.shown(may_read=view.may_read_defaults(stored.owner))
+    report = None if current.key is None else await run_in_threadpool(history.report, current)
+    verified = await run_in_threadpool(history.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
-    return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
+    shown |= {"report": report and report.to_dict(), "verified": verified, "persona": persona}
+    return JSONResponse(shown, headers=etag_header(record))
 
 
 async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
-    """Return the tier of the current version (null: unknown, the engine is dead) and the traffic of the id."""
+    """Return the tier of the current version (null: unknown, the engine is dead, or it has no weights) and the traffic
+    of the id."""
     traffic = services.engine.request_stats
     account = traffic.of(record.adapter_id)
     try:
-        tier = await services.engine.tier(record.key)
+        tier = None if record.key is None else await services.engine.tier(record.key)
     except EngineDead:
         tier = None
     counts = {"requests": account.requests, "tokens": account.tokens}
@@ -131,15 +145,15 @@ async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
     """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
-    ref = await run_in_threadpool(view.resolve_one, reference)
+    ref, key = await run_in_threadpool(view.resolve_weights, reference)
     # Held until it is loaded; an adapter known to be damaged is refused here.
-    hold = await run_in_threadpool(services.store.hold, ref.key)
+    hold = await run_in_threadpool(services.store.hold, key)
     work = services.engine.warm(hold.key, body.deadline_ms / 1000)
     reached = await run_until_disconnect(request.receive, work)
     return {
         "object": "adapter.warm",
         "id": ref.adapter_id,
-        "digest": f"sha256:{ref.key}",
+        "digest": digest_text(key),
         "tier": reached.tier,
         "reached": reached.tier is AdapterTier.RESIDENT,
         "load_ms": round(reached.load_ms, 1),
@@ -169,20 +183,27 @@ async def change_adapter(
     if change is not None and change.version is not None:
         change.check_versions(record)
         ref = record.ref(change.version)
-    changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
+    changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": digest_text(ref.key)}
     undo_pin = None
     # First, as a pin may be refused, and then nothing must change. Unpinning is not refused.
     if body.pinned:
-        if change is not None and not await _is_pinned(services, ref.key):
-            undo_pin = partial(services.engine.unpin, ref.key)
-        changed |= {"pinned": True, "tier": await _set_pinned(services, ref.key, reference, True)}
+        key = _pinnable(ref)
+        if change is not None and not await _is_pinned(services, key):
+            undo_pin = partial(services.engine.unpin, key)
+        changed |= {"pinned": True, "tier": await _set_pinned(services, key, reference, True)}
     if change is not None:
         # Also after the client has disconnected: otherwise the engine would keep the old limits.
         record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match, undo_pin))
         changed |= _changed(change, record)
     if body.pinned is False:
-        changed |= {"pinned": False, "tier": await _set_pinned(services, ref.key, reference, False)}
+        changed |= {"pinned": False, "tier": await _set_pinned(services, _pinnable(ref), reference, False)}
     return JSONResponse(changed, headers=etag_header(record))
+
+
+def _pinnable(ref: AdapterRef) -> AdapterKey:
+    if ref.key is None:
+        raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights to be pinned", param="pinned")
+    return ref.key
 
 
 def _check_may_share_out(body: AdapterPatch, caller: Caller) -> None:
@@ -263,8 +284,8 @@ async def delete_adapter(
     is_forced = force in ("true", "1")
     gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
     in_flight = services.engine.in_flight
-    ended = in_flight.abort_adapter(gone.adapter_id, gone.contents) if is_forced else 0
-    running = await run_until_disconnect(request.receive, in_flight.until_unused(gone.adapter_id, gone.contents, wait))
+    ended = in_flight.abort_adapter(gone.adapter_id, gone.versions) if is_forced else 0
+    running = await run_until_disconnect(request.receive, in_flight.until_unused(gone.adapter_id, gone.versions, wait))
     answer = {
         "object": "adapter.deleted",
         "id": reference,
@@ -295,9 +316,11 @@ async def delete(
 
 
 async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None:
-    if gone.adapter_id not in view.records():
+    record = view.records().get(gone.adapter_id)
+    if record is None:
         services.engine.request_stats.forget(gone.adapter_id)
-    await services.ledger.forget(gone.adapter_id, gone.contents)
+    left = {version.key for version in record.versions} if record is not None else set()
+    await services.ledger.forget(gone.adapter_id, {*gone.contents, None} - left)
     await services.limits.apply(gone.adapter_id)
     for key in gone.unnamed:
         await services.engine.unpin(key)

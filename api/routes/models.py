@@ -7,9 +7,8 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
-from adapter_store.spec import AdapterRef
 from api.asgi.query import Limit
-from api.serving.model_list import adapter_card, base_card
+from api.serving.model_list import adapter_card, base_card, digest_text
 from api.serving.model_resolver import model_not_found
 from api.serving.services import ServicesDep, ViewDep
 
@@ -45,13 +44,9 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
     except AdapterNotFound as error:
         raise model_not_found(error, "model") from None
     targets = [
-        {"version": version, "digest": _digest(record.ref(version)), "share": share}
+        {"version": version, "digest": digest_text(record.ref(version).key), "share": share}
         for version, share in shares.items()
     ]
     # For a split name, the version is chosen per request.
     root = targets[0]["digest"] if len(targets) == 1 else None
     return {**adapter_card(base, record), "id": name, "root": root, "targets": targets}
-
-
-def _digest(named: AdapterRef) -> str:
-    return f"sha256:{named.key}"

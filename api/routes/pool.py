@@ -85,8 +85,9 @@ def _names(records: Iterable[AdapterRecord]) -> Names:
     """Map each content to the ids that have a version of it."""
     names = defaultdict(list)
     for record in records:
-        for version in record.versions:
-            names[version.key].append(record.adapter_id)
+        for key in {version.key for version in record.versions}:
+            if key is not None:
+                names[key].append(record.adapter_id)
     return names
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -17,6 +18,8 @@ from api.serving.services import Services, ServicesDep
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
+from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -49,15 +52,17 @@ async def _answer(
     parameters = body.wanted(streamed)
     # Without a model, the base responds.
     model = body.model or services.base_name
-    plan = partial(_plan, body, parameters, streamed, as_list)
-    return await respond(request.receive, generate(plan, model, parameters, services, caller), streamed=streamed)
+    plan = partial(_plan, body, streamed, as_list)
+    turn = body.inputs if parameters.apply_chat_template else None
+    generating = generate(plan, model, parameters, services, caller, turn)
+    return await respond(request.receive, generating, streamed=streamed)
 
 
 async def _plan(
     body: GenerateBody,
-    parameters: Parameters,
     streamed: bool,
     as_list: bool,
+    parameters: Parameters,
     target: ResolvedModel,
     services: Services,
     caller: Caller,
@@ -67,7 +72,9 @@ async def _plan(
     seed = parameters.seed if parameters.seed is not None else secrets.randbits(53)
     drawn = seed if parameters.is_sampled else None
     sampling = parameters.sampling(drawn, with_tokens=bool(needs_tokens))
-    prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services), caller)
+    if target.persona is not None:
+        sampling = target.persona.with_tokens(sampling)
+    prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, target, services), caller)
     grammar = await run_in_threadpool(parameters.wanted_grammar)
     figures = ResponseBuilder(f"gen-{secrets.token_hex(12)}", target, CompletionFormat())
     tokens = TokenWriter(services.engine.tokenizer, parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0)
@@ -75,7 +82,7 @@ async def _plan(
     return GenerationPlan(writer, figures.answer_id, [prompt], sampling, parameters.num_choices, grammar)
 
 
-def _prompt_ids(body: GenerateBody, parameters: Parameters, services: Services) -> list[int]:
+def _prompt_ids(body: GenerateBody, parameters: Parameters, target: ResolvedModel, services: Services) -> list[int]:
     """Return the prompt's tokens, the last `truncate` if it is set, as TGI does."""
     tokenizer, longest = services.engine.tokenizer, services.engine.max_model_len - 1
     if parameters.truncate is not None and parameters.truncate > longest:
@@ -84,7 +91,17 @@ def _prompt_ids(body: GenerateBody, parameters: Parameters, services: Services) 
     if not parameters.apply_chat_template:
         ids = tokenizer.encode(body.inputs)
     elif (template := services.engine.chat_template) is not None:
-        ids = template.encode([{"role": "user", "content": body.inputs}], tokenizer)
+        ids = _conversation(body.inputs, target, template, tokenizer)
     else:
         raise InvalidRequest("apply_chat_template: this base has no chat template", param="apply_chat_template")
     return ids if parameters.truncate is None else ids[-parameters.truncate :]
+
+
+def _conversation(inputs: str, target: ResolvedModel, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a conversation of one turn, after the persona's texts."""
+    plain: list[dict[str, Any]] = [{"role": "user", "content": inputs}]
+    if (persona := target.persona) is None:
+        return template.encode(plain, tokenizer)
+    variables = template.checked_variables(persona.template_kwargs)
+    with persona.hiding_errors():
+        return template.encode([message.plain() for message in persona.messages] or plain, tokenizer, **variables)

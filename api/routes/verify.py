@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError, AdapterNotFound
-from adapter_store.spec import AdapterRef
+from adapter_store.spec import AdapterKey, AdapterRef
 from api.asgi.json_body import JsonRoute
 from api.asgi.sse import DONE, EventStream, event, run_until_disconnect
 from api.auth.principal import Scope
@@ -38,10 +38,10 @@ async def verify_adapter(
         # A server without memory would go down, for all clients.
         raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")
     services.verifier.check_ready(view.sees)
-    ref = await run_in_threadpool(view.resolve_one, reference)
+    ref, key = await run_in_threadpool(view.resolve_weights, reference)
     # Held until the response is complete: the other process reads the stored file.
-    hold = await run_in_threadpool(services.store.hold, ref.key)
-    job = await run_in_threadpool(_make_job, services, ref, body)
+    hold = await run_in_threadpool(services.store.hold, key)
+    job = await run_in_threadpool(_make_job, services, ref, key, body)
 
     async def verify(on_progress: Callable[[Progress], None]) -> dict[str, Any]:
         name = f"{ref.adapter_id}@{ref.version}"
@@ -65,11 +65,11 @@ async def verify_adapter(
     return JSONResponse(await run_until_disconnect(request.receive, verify(lambda _: None)))
 
 
-def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJob:
+def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: VerifyBody) -> VerifyJob:
     """Build the job. Call in a thread: it reads the disk and tokenizes."""
     config, store = services.settings.engine_config(), services.store
     # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
-    peft, spec = store.version_history.peft_dir(ref), store.load(ref.key).spec
+    peft, spec = store.version_history.peft_dir(ref), store.load(key).spec
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))
@@ -80,7 +80,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
         model=replace(config.model, device="cpu", kernels=kernels),
         kv_dtype=config.memory.kv_cache_dtype,
         max_lora_rank=store.max_lora_rank,
-        key=ref.key,
+        key=key,
         config=peft.config,
         weights=peft.weights_path.absolute(),
         weights_digest=spec.weights_digest,

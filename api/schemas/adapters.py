@@ -4,9 +4,10 @@ Bodies below /v1/adapters refuse unknown fields, which can only be typing errors
 send others.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from adapter_store.errors import InvalidAlias, show
 from adapter_store.registry.records import Change
@@ -27,13 +28,14 @@ _Count = Annotated[int, Field(le=MAX_INT)]
 class AdapterBody(ClosedBody):
     """Register uploaded weights: an id, the parsed adapter_config.json, and the weights' digest.
 
-    `alias` is moved to the new version. `stored` is the form that it is kept in, by default the server's
-    (`--adapter-storage`); with `allow_drift` int8 is accepted however much it changes the adapter.
+    `defaults` are what requests have where they say nothing else; an id that has some needs no weights. `alias` is
+    moved to the new version. `stored` is the form that it is kept in, by default the server's (`--adapter-storage`);
+    with `allow_drift` int8 is accepted however much it changes the adapter.
     """
 
     id: str
-    config: dict[str, Any]
-    weights: str
+    config: dict[str, Any] | None = None
+    weights: str | None = None
     if_not_exists: bool = False
     allow_partial: bool = False
     stored: Literal["bf16", "int8"] | None = None
@@ -41,14 +43,13 @@ class AdapterBody(ClosedBody):
     alias: str | None = None
     defaults: dict[str, Any] | None = None
 
-    def refuse_unbuilt(self) -> None:
-        """Refuse unsupported fields.
-
-        Raises:
-            InvalidRequest: `defaults` is set.
-        """
-        if self.defaults:
-            raise InvalidRequest("defaults is not supported by this server yet; leave it out", param="defaults")
+    @model_validator(mode="after")
+    def _is_something(self) -> Self:
+        if (self.config is None) != (self.weights is None) or not (self.weights or self.defaults):
+            missing = "config" if self.config is None and self.weights is not None else "weights"
+            why = "send config and weights together; defaults alone make a persona of the base"
+            raise PydanticCustomError("missing_weights", why, {"field": missing})
+        return self
 
 
 class LimitsBody(ClosedBody):

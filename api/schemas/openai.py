@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.base import Items, KnownBody, at_most
+from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.kv_policy import KvPolicyBody
 from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import StructuredFields
@@ -47,15 +47,10 @@ class StreamOptions(KnownBody):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StructuredFields, KnownBody):
-    """Define the fields that both routes share."""
+class SamplingFields(Body):
+    """Define how an answer is sampled and where it ends: fields of both routes, and of a persona's defaults."""
 
-    UNSUPPORTED: ClassVar = INERT_VALUES
-
-    model: str | None = None
-    adapter_id: str | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -75,6 +70,16 @@ class GenerationBody(StructuredFields, KnownBody):
     stop: str | Items[str] | None = None
     stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+
+
+class GenerationBody(SamplingFields, StructuredFields, KnownBody):
+    """Define the fields that both routes share."""
+
+    UNSUPPORTED: ClassVar = INERT_VALUES
+
+    model: str | None = None
+    adapter_id: str | None = None
+    max_completion_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     use_beam_search: bool | None = None
@@ -93,6 +98,10 @@ class GenerationBody(StructuredFields, KnownBody):
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
     kv_policy: KvPolicyBody | None = None
+    # Whether what the request leaves out comes from the persona's defaults.
+    use_defaults: bool | None = None
+    # Stands for {{user}} in a persona's texts.
+    user: str | None = None
 
     @property
     def num_choices(self) -> int:

@@ -139,6 +139,7 @@ _VERSION: Json = {
     "bytes": 1859584,
     "stored": "bf16",
     "corrupt": False,
+    "persona": None,
 }
 _ADAPTER: Json = {
     "object": "adapter",
@@ -373,7 +374,14 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
     ),
     ("GET", "/v1/adapters/{adapter_id}"): Example(
         "Show one adapter",
-        {**_ADAPTER, "tier": "resident", "traffic": _TRAFFIC, "report": _REPORT, "verified": None},
+        {
+            **_ADAPTER,
+            "tier": "resident",
+            "traffic": _TRAFFIC,
+            "report": _REPORT,
+            "verified": None,
+            "persona": None,
+        },
         parameters={"adapter_id": "mia"},
     ),
     ("POST", "/v1/adapters/{reference}:warm"): Example(
@@ -393,6 +401,28 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         "Move, alias, limit or pin an adapter",
         {"object": "adapter", "id": "mia", "digest": _DIGEST, "aliases": {"prod": 1}},
         {"aliases": {"prod": 1}},
+        parameters=_REFERENCE,
+    ),
+    ("GET", "/v1/adapters/{reference}/defaults"): Example(
+        "Show the defaults of a version",
+        {
+            "object": "adapter.defaults",
+            "id": "mia",
+            "version": 1,
+            "digest": _DIGEST,
+            "persona": None,
+            "defaults": None,
+        },
+        parameters=_REFERENCE,
+    ),
+    ("PUT", "/v1/adapters/{reference}/defaults"): Example(
+        "Make a version with other defaults",
+        {
+            **{name: value for name, value in _REGISTERED.items() if name != "alias"},
+            "persona": {"digest": _DIGEST, "prompt_tokens": 24, "warnings": []},
+        },
+        {"system": "You are Mia.", "temperature": 0.8, "stop": ["Ann:"]},
+        status=201,
         parameters=_REFERENCE,
     ),
     ("DELETE", "/v1/adapters/{reference}"): Example(

@@ -79,6 +79,7 @@ class Parameters(KnownBody):
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
     kv_policy: KvPolicyBody | None = None
+    use_defaults: bool | None = None
 
     @property
     def num_choices(self) -> int:

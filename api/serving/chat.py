@@ -1,12 +1,14 @@
 """Convert a chat body to an engine request: prompt, grammar, and the format of tool calls."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from api.schemas.openai import ChatBody
 from api.schemas.tools import Message
 from api.serving.openai_responses import ChatFormat, ProtocolFormat, ToolCallFormat
+from api.serving.personas import AppliedPersona
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.structured_output.grammar import Grammar
@@ -28,8 +30,11 @@ class ChatPlan:
     shown_token_ids: frozenset[int] = frozenset()
 
 
-def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
+def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | None = None) -> ChatPlan:
     """Convert the body. Call in a thread: long conversations and large schemas take milliseconds.
+
+    Args:
+        persona: what the body got of a persona's defaults.
 
     Raises:
         InvalidRequest: a field is malformed, or the base's template does not support it.
@@ -44,7 +49,8 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
     check_tellable(body.messages, template)
     if body.uses_tools:
         variables["tools"] = body.tools
-    prompt = _prompt(body, engine, template, variables)
+    with nullcontext() if persona is None else persona.hiding_errors():
+        prompt = _prompt(body, engine, template, variables)
     if not body.uses_tools:
         return ChatPlan(prompt, grammar, ChatFormat())
     if grammar is not None:

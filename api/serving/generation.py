@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,7 @@ from api.serving.openai_responses import CompletionFormat, ProtocolFormat, Respo
 from api.serving.services import Services
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded
-from lorasrv.request import OnCold
+from lorasrv.request import OnCold, persona_salt
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
 
@@ -64,8 +64,8 @@ class GenerationPlan:
     unanswered: bool = False
 
 
-Planner = Callable[[ResolvedModel, Services, Caller], Coroutine[Any, Any, GenerationPlan]]
-"""Converts one protocol's body to a plan, given the resolved model."""
+Planner = Callable[[Any, ResolvedModel, Services, Caller], Coroutine[Any, Any, GenerationPlan]]
+"""Converts one protocol's fields to a plan, given the resolved model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,32 @@ class Generation:
 
 
 async def generate(
-    plan: Planner, model: str | None, fields: GenerationBody | Parameters, services: Services, caller: Caller
+    plan: Planner,
+    model: str | None,
+    fields: GenerationBody | Parameters,
+    services: Services,
+    caller: Caller,
+    turn: str | None = None,
 ) -> Generation:
     """Plan and admit a request; all protocols use this function.
 
     Args:
         plan: the protocol's planner.
         model: `model` of the body; `fields.adapter_id` may name the adapter too.
-        fields: fields that all protocols share, such as priority and cache_salt.
+        fields: fields that all protocols share, such as priority and cache_salt; the plan gets them with the defaults
+            of the version that answers.
+        turn: the one turn of a conversation that `fields` do not hold (TGI).
     Raises:
         LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
     services.admission.check(caller)
     # In a thread: suggesting similar names takes milliseconds with thousands of adapters.
-    resolve = services.view(caller).resolve
-    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, resolve)
-    planned = await plan(target, services, caller)
+    view = services.view(caller)
+    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, view.resolve)
+    if target.ref is not None and target.ref.persona:
+        fields, persona = await services.personas.apply(fields, target.ref, view, turn)
+        target = replace(target, persona=persona)
+    planned = await plan(fields, target, services, caller)
     engine, shared = services.engine, _shared_options(fields, target, caller)
 
     async def begin() -> AddPrompt:
@@ -117,7 +127,7 @@ async def generate_openai(body: GenerationBody, services: Services, caller: Call
 
     Raises: as `generate`.
     """
-    return await generate(partial(_PLANNERS[type(body)], body), body.model, body, services, caller)
+    return await generate(_PLANNERS[type(body)], body.model, body, services, caller)
 
 
 async def collect(generating: Awaitable[Generation]) -> tuple[Any, dict[str, str]]:
@@ -159,7 +169,7 @@ async def _plan_completion(
 
 async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
     texts = [body.messages, body.tools, body.chat_template_kwargs]
-    plan = await services.in_thread(texts, partial(plan_chat, body, services.engine), caller)
+    plan = await services.in_thread(texts, partial(plan_chat, body, services.engine, target.persona), caller)
     return await _plan(
         body, target, services, caller, [plan.prompt], plan.protocol_format, plan.grammar, plan.shown_token_ids
     )
@@ -222,8 +232,9 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
         "principal": caller.principal,
         "adapter": target.ref.key if target.ref else None,
         "adapter_id": target.ref.adapter_id if target.ref else "",
+        "version": target.ref.version if target.ref else 0,
         "on_cold": fields.on_cold or OnCold.WAIT,
-        "cache_salt": _salt(fields.cache_salt, caller),
+        "cache_salt": _salt(fields.cache_salt, target, caller),
         "priority": priority,
         "timeout_s": fields.timeout_s,
         "speculation": speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
@@ -231,14 +242,15 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
     }
 
 
-def _salt(given: str | None, caller: Caller) -> str:
-    """Return the salt that requests must share to reuse each other's pages: the client's, or else one of its key.
+def _salt(given: str | None, target: ResolvedModel, caller: Caller) -> str:
+    """Return the salt that requests must share to reuse each other's pages: the client's, or else one of its key; and
+    the persona's, if its texts are in the prompt.
 
     A client's salt never equals a key's.
     """
-    if given:
-        return f"salt:{given}"
-    return "" if caller.principal == ANYBODY.principal else key_salt(caller.principal)
+    own = "" if caller.principal == ANYBODY.principal else key_salt(caller.principal)
+    salt = f"salt:{given}" if given else own
+    return persona_salt(target.persona.prompt_key, salt) if target.persona and target.persona.prompt_key else salt
 
 
 def key_salt(principal: str) -> str:

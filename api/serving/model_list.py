@@ -105,9 +105,14 @@ def adapter_card(base: Card, record: AdapterRecord) -> Card:
         **base,
         "id": record.adapter_id,
         "created": int(record.created_s),
-        "root": f"sha256:{record.key}",
+        "root": digest_text(record.key),
         "parent": base["id"],
     }
+
+
+def digest_text(key: str | None) -> str | None:
+    """Return a digest as responses have it; None for what is not there."""
+    return None if key is None else f"sha256:{key}"
 
 
 def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
@@ -115,12 +120,13 @@ def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict
     versions = [
         {
             "version": v.version,
-            "digest": f"sha256:{v.key}",
+            "digest": digest_text(v.key),
             "created": int(v.created_s),
             "rank": v.rank_max,
             "bytes": v.bytes,
             "stored": v.stored,
             "corrupt": v.key in corrupt,
+            "persona": digest_text(v.persona or None),
         }
         for v in record.versions
     ]
@@ -128,7 +134,7 @@ def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict
         "object": "adapter",
         "id": record.adapter_id,
         "version": record.current_version,
-        "digest": f"sha256:{record.key}",
+        "digest": digest_text(record.key),
         "created": int(record.created_s),
         "corrupt": record.key in corrupt,
         "etag": record.etag,

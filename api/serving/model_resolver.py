@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from adapter_store.errors import AdapterNotFound, show
 from adapter_store.spec import AdapterRef
 from api.errors import ApiError
+from api.serving.personas import AppliedPersona
 from lorasrv.errors import InvalidRequest
 
 
@@ -17,17 +18,16 @@ class ResolvedModel:
     name: str
     # The adapter's version; None: the base.
     ref: AdapterRef | None = None
+    # What the request got of the version's defaults; None without defaults.
+    persona: AppliedPersona | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers that name the adapter; none for the base."""
         if self.ref is None:
             return {}
-        return {
-            "x-adapter-id": self.ref.adapter_id,
-            "x-adapter-version": str(self.ref.version),
-            "x-adapter-digest": f"sha256:{self.ref.key}",
-        }
+        named = {"x-adapter-id": self.ref.adapter_id, "x-adapter-version": str(self.ref.version)}
+        return named if self.ref.key is None else named | {"x-adapter-digest": f"sha256:{self.ref.key}"}
 
 
 def resolve_target(

@@ -21,6 +21,7 @@ from api.asgi.sse import DONE, event, event_of
 from api.errors import ApiError, describe
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens, mean_logprob
+from api.serving.model_list import digest_text
 from api.serving.model_resolver import ResolvedModel
 from lorasrv.errors import LorasrvError
 from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
@@ -246,11 +247,11 @@ class ResponseBuilder:
         }
 
     def _figures(self, choices: ChoiceStream, timing: RequestTiming) -> Json:
-        ref, first_token_s = self.target.ref, choices.first_token_s
-        return {
+        ref, first_token_s, persona = self.target.ref, choices.first_token_s, self.target.persona
+        figures = {
             "adapter_id": ref and ref.adapter_id,
             "adapter_version": ref and ref.version,
-            "adapter_digest": ref and f"sha256:{ref.key}",
+            "adapter_digest": ref and digest_text(ref.key),
             "adapter_tier": timing.tier,
             "fallback": _fallback(choices),
             "queue_ms": round(timing.queue_ms, 1),
@@ -261,6 +262,7 @@ class ResponseBuilder:
             "speculation": _speculation(choices),
             **_kv(choices),
         }
+        return figures if persona is None else {**figures, "persona": persona.usage()}
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
         usage = ""

@@ -23,6 +23,7 @@ from api.config.settings import ServerSettings
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.admission import AdmissionController
 from api.serving.model_list import ModelList, adapter_card, base_card
+from api.serving.personas import Personas
 from api.serving.store_view import ScopedStore, ScopedStores
 from lorasrv.fair_lock import FairLock
 from lorasrv.metrics.usage_ledger import Ledger
@@ -95,6 +96,7 @@ class Services:
     store_probe: StoreProbe
     ledger: Ledger
     views: ScopedStores
+    personas: Personas
     long_texts: FairLock
 
     @classmethod
@@ -128,6 +130,7 @@ class Services:
             StoreProbe(store),
             Ledger(engine, store, store.root),
             ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
+            Personas(store),
             FairLock("long texts", MAX_LONG_TEXTS),
         )
 

@@ -18,13 +18,14 @@ from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_digest
-from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from adapter_store.storage.blobs import BlobUpload
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from api.auth.principal import Caller, Scope
 from api.errors import ApiError
 from api.serving.model_list import ModelList
+from lorasrv.errors import InvalidRequest
 
 Records = Mapping[AdapterId, AdapterRecord]
 MAX_CACHED = 64
@@ -58,6 +59,17 @@ class ScopedStore:
 
     def resolve_one(self, reference: str) -> AdapterRef:
         return self._names.resolve_one(reference)
+
+    def resolve_weights(self, reference: str) -> tuple[AdapterRef, AdapterKey]:
+        """Return the version that a reference names, as `resolve_one`, and its weights.
+
+        Raises:
+            InvalidRequest: it has none.
+        """
+        ref = self.resolve_one(reference)
+        if ref.key is None:
+            raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
+        return ref, ref.key
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
         return self._names.targets(reference)
@@ -103,6 +115,23 @@ class ScopedStore:
             globs = ", ".join(self.caller.adapters) or "none at all"
             message = f"this key may use adapter ids like {globs}, and not {show(adapter_id)}"
             raise ApiError(403, message, code="forbidden", param=param)
+
+    def register_defaults(
+        self, adapter_id: str, defaults: str, weights_of: AdapterRef | None = None, **options: Any
+    ) -> Registration:
+        """Register a version for the caller, as `AdapterStore.register_defaults` does.
+
+        Raises:
+            ApiError: 403, the caller may not use such ids.
+        """
+        self.check_may_name(adapter_id)
+        options |= self.owner
+        with self.hide_usage_of_others(), _without_suggestions():
+            return self._store.register_defaults(adapter_id, defaults, weights_of, **options)
+
+    def may_read_defaults(self, owner: str) -> bool:
+        """Return whether the caller may read the defaults of a version with this owner."""
+        return self.caller.may(Scope.ADMIN) or self.caller.principal == owner
 
     @property
     def owner(self) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class AsyncEngine:
         sampling: SamplingParams,
         *,
         request_id: str | None = None,
+        version: int = 0,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request, or refuse it at once.
@@ -177,6 +178,7 @@ class AsyncEngine:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
             request_id: a label for logs; the engine makes its own id unique.
+            version: version of the adapter's id, whose deletion may end the request; 0 for the base.
         Returns:
             The stream of the request's outputs.
         Raises:
@@ -186,7 +188,7 @@ class AsyncEngine:
             EngineOverloaded: too many requests are queued.
             EngineDead: the engine does not run.
         """
-        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, **options))[0]
+        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, version=version, **options))[0]
 
     async def add_choices(
         self,
@@ -195,6 +197,7 @@ class AsyncEngine:
         count: int,
         *,
         request_id: str | None = None,
+        version: int = 0,
         **options: Unpack[RequestOptions],
     ) -> list[RequestStream]:
         """Accept several answers to one prompt, which share its pages. A seed counts up from choice to choice.
@@ -206,7 +209,7 @@ class AsyncEngine:
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
-            with self.in_flight.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
+            with self.in_flight.arriving(options.get("adapter_id", ""), version, rids) as use:
                 requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
                 # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()

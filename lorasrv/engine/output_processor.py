@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from adapter_store.spec import AdapterKey
 from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, name_of
 from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, refused
@@ -238,9 +237,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
 class InFlightUse:
     """Hold one request's use of an adapter."""
 
-    # "", with key None, for the base.
+    # "", of version 0, for the base.
     adapter_id: str
-    key: AdapterKey | None
+    version: int
     # Choices that have not finished.
     open: set[RequestId]
     is_accepted: bool = False
@@ -270,11 +269,9 @@ class InFlightRequests(RequestObserver):
         self._has_ended = asyncio.Event()
 
     @contextmanager
-    def arriving(
-        self, adapter_id: str, key: AdapterKey | None, request_ids: Collection[RequestId]
-    ) -> Iterator[InFlightUse]:
+    def arriving(self, adapter_id: str, version: int, request_ids: Collection[RequestId]) -> Iterator[InFlightUse]:
         """Count a request while it is being accepted; after the block it counts only if it was accepted."""
-        use = InFlightUse(adapter_id, key, set(request_ids))
+        use = InFlightUse(adapter_id, version, set(request_ids))
         self._uses.update(dict.fromkeys(request_ids, use))
         try:
             yield use
@@ -296,29 +293,29 @@ class InFlightRequests(RequestObserver):
             has_ended, self._has_ended = self._has_ended, asyncio.Event()
             has_ended.set()
 
-    async def until_unused(self, adapter_id: str, keys: Collection[AdapterKey], timeout_s: float) -> int:
-        """Wait until no request by this id uses one of these contents, at most `timeout_s`.
+    async def until_unused(self, adapter_id: str, versions: Collection[int], timeout_s: float) -> int:
+        """Wait until no request uses one of these versions, at most `timeout_s`.
 
         Returns:
             The number of requests that still do.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while self._of(adapter_id, keys):
+                while self._of(adapter_id, versions):
                     await self._has_ended.wait()
         except TimeoutError:
             pass
-        return len(self._of(adapter_id, keys))
+        return len(self._of(adapter_id, versions))
 
-    def abort_adapter(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
-        """Abort the requests by this id on these contents before the next step, with AdapterDeleted for their
-        readers; return how many."""
-        doomed = self._of(adapter_id, keys)
+    def abort_adapter(self, adapter_id: str, versions: Collection[int]) -> int:
+        """Abort the requests on these versions before the next step, with AdapterDeleted for their readers; return how
+        many."""
+        doomed = self._of(adapter_id, versions)
         for use in doomed:
             use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
             for request_id in list(use.open):
                 self._abort(request_id, use.ended_by)
         return len(doomed)
 
-    def _of(self, adapter_id: str, keys: Collection[AdapterKey]) -> set[InFlightUse]:
-        return {use for use in self._uses.values() if use.adapter_id == adapter_id and use.key in keys}
+    def _of(self, adapter_id: str, versions: Collection[int]) -> set[InFlightUse]:
+        return {use for use in self._uses.values() if use.adapter_id == adapter_id and use.version in versions}

@@ -96,7 +96,8 @@ class Ledger:
                     _LOG.exception("the ledger was not updated; trying again at the next interval")
 
     async def stats(self, adapter_id: str, keys: Collection[AdapterKey]) -> dict[AdapterKey, Usage]:
-        """Return the usage of an id by content, for these contents; id "" is the base, with the key `BASE_KEY`.
+        """Return the usage of an id by content, for these contents; what has no weights has the key `BASE_KEY`, and
+        the base the id "".
 
         Raises:
             sqlite3.Error, OSError: the disk failed.
@@ -106,13 +107,16 @@ class Ledger:
             found = await asyncio.to_thread(self._file.read, adapter_id)
         return {key: found.get(key, Usage()) for key in keys}
 
-    async def forget(self, adapter_id: str, keys: Collection[AdapterKey]) -> None:
-        """Drop the usage of deleted contents of an id: the id may be reused at once by another principal."""
+    async def forget(self, adapter_id: str, keys: Collection[AdapterKey | None]) -> None:
+        """Drop the usage of deleted contents of an id: the id may be reused at once by another principal.
+
+        The key None is what has no weights.
+        """
         for key in keys:
             self._unwritten.pop((adapter_id, key), None)
         async with self._turn:
             try:
-                await asyncio.to_thread(self._file.drop, adapter_id, keys)
+                await asyncio.to_thread(self._file.drop, adapter_id, [key or BASE_KEY for key in keys])
             except (sqlite3.Error, OSError) as error:
                 # Pruned at the next start; until then shown only for the same contents.
                 _LOG.warning("cannot remove deleted adapters from the ledger now: %s", error)
@@ -198,11 +202,16 @@ class Ledger:
             return asker
         if records is not self._records:
             self._records = records
-            self._names = {version.key: name for name, record in records.items() for version in record.versions}
+            self._names = {
+                v.key: name for name, record in records.items() for v in record.versions if v.key is not None
+            }
         return self._names.get(key, "")
 
     def _usage(self, adapter_id: str, key: AdapterKey | None) -> Usage:
-        account = (adapter_id, key) if key is not None else ("", None)
+        account = (adapter_id, key)
+        if key is None and not _exists(account, self._store.records()):
+            # The base has answered for an adapter.
+            account = ("", None)
         usage = self._unwritten.get(account)
         if usage is None:
             usage = self._unwritten[account] = Usage()
@@ -211,11 +220,7 @@ class Ledger:
 
 def _exists(account: Account, records: Mapping[AdapterId, AdapterRecord]) -> bool:
     adapter_id, key = account
-    if not key:
-        return not adapter_id
+    if not adapter_id:
+        return not key
     record = records.get(AdapterId(adapter_id))
-    return record is not None and _has(record, key)
-
-
-def _has(record: AdapterRecord, key: AdapterKey) -> bool:
-    return any(version.key == key for version in record.versions)
+    return record is not None and any(version.key == (key or None) for version in record.versions)

@@ -17,7 +17,7 @@ from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
 from lorasrv.outputs import AdapterTier, EngineOutput, Refusal, RequestId, TokenLogprobs
-from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
+from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus, is_salted
 from lorasrv.scheduler.beam_search import BeamGroups, Hypothesis
 from lorasrv.scheduler.deadlines import Deadlines
 from lorasrv.scheduler.length_predictor import LengthPredictor
@@ -169,7 +169,7 @@ class Scheduler:
         requests are not kept either."""
         self._speculator.drop(adapter, salt)
         for request in self._queue.requests.values():
-            if adapter == request.adapter_key is not None or salt == request.message.cache_salt:
+            if adapter == request.adapter_key is not None or is_salted(request.message.cache_salt, salt):
                 speculation = replace(request.message.speculation, remember=False)
                 request.message = replace(request.message, speculation=speculation)
 

@@ -11,7 +11,7 @@ from array import array
 from cachetools import LRUCache
 
 from adapter_store.spec import AdapterKey
-from lorasrv.request import Request, RequestStatus
+from lorasrv.request import Request, RequestStatus, is_salted
 from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
 from lorasrv.speculation.prompt_lookup import spoken
 from lorasrv.speculation.text_match import BOUNDARY, INT32, continuation
@@ -61,7 +61,7 @@ class ReplyCorpus(Drafter):
             self._texts[key] = text
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        for key in [(a, s) for a, s in self._texts if a == adapter is not None or s == salt]:
+        for key in [(a, s) for a, s in self._texts if a == adapter is not None or is_salted(s, salt)]:
             del self._texts[key]
 
 

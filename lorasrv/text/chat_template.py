@@ -109,6 +109,10 @@ class PromptGuard:
         cuts = [0, *sorted(places), len(text)]
         return mark.join(text[a:b] for a, b in pairwise(cuts))
 
+    def control_tokens(self, text: str) -> list[str]:
+        """Return the control tokens that a text spells, each once."""
+        return list(dict.fromkeys(match[0] for match in self._overlapping(text)))
+
     def _overlapping(self, text: str) -> list[re.Match[str]]:
         found, at = [], 0
         while match := self._tokens.search(text, at):
@@ -230,6 +234,10 @@ class ChatTemplate:
             return [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
         except InvalidRequest as e:
             raise InvalidRequest(str(e).replace("prompt", "messages", 1), param="messages") from None
+
+    def control_tokens(self, text: str, tokenizer: Tokenizer) -> list[str]:
+        """Return the control tokens that a text spells; `encode` makes ordinary text of them."""
+        return self._guard(tokenizer).control_tokens(text)
 
     def _guard(self, tokenizer: Tokenizer) -> PromptGuard:
         known = self._guards.get(id(tokenizer))

@@ -126,6 +126,9 @@ class FakeTemplate:
     def encode(self, messages: Sequence[dict[str, str]], tokenizer: object, *_: object, **__: object) -> list[int]:
         return list("\n".join(f"{m['role']}:{m['content']}" for m in messages).encode())
 
+    def control_tokens(self, text: str, tokenizer: object) -> list[str]:
+        return [token for token in ("<|im_end|>",) if token in text]
+
 
 class FakeGrammars:
     """Compiles nothing: a grammar is its own constraint."""
@@ -242,6 +245,7 @@ class FakeEngine:
         count: int,
         *,
         request_id: str | None = None,
+        version: int = 0,
         **options: Unpack[RequestOptions],
     ) -> list[FakeStream]:
         if self.before_add is not None:
@@ -257,7 +261,7 @@ class FakeEngine:
         if len(ids) + tokens > self.max_model_len:
             raise ContextLengthExceeded(f"{len(ids)} + {tokens} > {self.max_model_len}", param="max_tokens")
         label = request_id or f"req-{next(self._numbers)}"
-        asked = Asked(id=label, prompt=ids, sampling=sampling, count=count, **DEFAULTS | options)
+        asked = Asked(id=label, prompt=ids, sampling=sampling, count=count, version=version, **DEFAULTS | options)
         streams = [FakeStream(self, RequestId(f"{label}#{index}"), index, asked) for index in range(count)]
         self.added.append(asked)
         first = EngineCoreRequest(

@@ -176,7 +176,7 @@ REGISTER: list[Row] = [
     *wrong("id", 5),
     *wrong("if_not_exist", True),
     *wrong("alias", "Prod", 7),
-    *wrong("defaults", {"temperature": 1}),
+    *wrong("defaults", [1], "x"),
 ]
 WARM: list[Row] = [
     *wrong("deadline_ms", -1, 600_001, 1.5, 10.0, "10", True, None, [1]),

@@ -10,6 +10,7 @@ from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import BF16
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.formatting import (
+    DefaultsOption,
     DirectoryArgument,
     DriftOption,
     PartialOption,
@@ -24,6 +25,7 @@ from api.cli.common.formatting import (
 )
 from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
+from api.cli.personas.files import persona_lines, read_defaults, registered_lines
 from lorasrv.config import BUILTIN_MODEL, size
 
 MIB = 2**20
@@ -74,6 +76,7 @@ def upload(
     allow_partial: PartialOption = False,
     stored: StoredOption = None,
     allow_drift: DriftOption = False,
+    defaults: DefaultsOption = None,
     every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
     slugify: Annotated[
@@ -89,6 +92,8 @@ def upload(
 
     if every and adapter_id is not None:
         raise CliError("--id and --all exclude each other: --all takes ids from the paths", code=ExitCode.USAGE)
+    if every and defaults is not None:
+        raise CliError("--defaults and --all exclude each other: a persona is one adapter's", code=ExitCode.USAGE)
     if (prefix or dry_run) and not every:
         raise CliError("--prefix and --dry-run need --all", code=ExitCode.USAGE)
     if every:
@@ -101,6 +106,7 @@ def upload(
             bulk_upload.upload_all(tree, server, how, as_json)
         return
     adapter_id = bulk_upload.adapter_id_of(adapter_id or directory, slugify)
+    given = None if defaults is None else read_defaults(defaults)
     with open_adapter_dir(directory) as peft:
         for line in found_lines(peft):
             note(line)
@@ -113,15 +119,14 @@ def upload(
                 allow_partial=allow_partial,
                 stored=stored,
                 allow_drift=allow_drift,
+                defaults=given,
                 progress=step,
             )
     if as_json:
         print_json({**done, **found_facts(peft)})
         return
-    state = "registered" if done["created"] else "unchanged:"
-    say(f"{state} {done['id']}@{done['version']}  {short_digest(done['digest'])}")
-    for line in report_lines(done["report"]):
-        say(f"  {line}")
+    for line in registered_lines(done):
+        say(line)
 
 
 def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
@@ -155,8 +160,8 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
         for line in (f"{stats['id']}, the base", *stats_lines(stats)):
             say(line)
         return
-    say(f"{adapter['id']}@{adapter['version']}  {adapter['digest']}")
-    for line in report_lines(adapter["report"]):
+    say(f"{adapter['id']}@{adapter['version']}  {adapter['digest'] or 'no weights: the base answers'}")
+    for line in (*report_lines(adapter["report"] or {}), *persona_lines(adapter["persona"])):
         say(f"  {line}")
     say(f"  tier {adapter['tier'] or 'unknown'}, {adapter['traffic']['requests']} requests since the start")
     for line in stats_lines(stats):
@@ -165,6 +170,8 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     for version in adapter["versions"]:
         corrupt = ", damaged on the disk: upload it again" if version["corrupt"] else ""
         facts = f"{short_digest(version['digest'])}, {size(version['bytes'])}, {version['stored']}"
+        facts = facts if version["digest"] else "no weights"
+        facts += f", defaults {short_digest(version['persona'])}" if version["persona"] else ""
         say(f"  version {version['version']}: {facts}{corrupt}")
     for alias, target in adapter["aliases"].items():
         say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
@@ -223,7 +230,7 @@ def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:
     return (
         adapter["id"],
         str(adapter["version"]),
-        short_digest(adapter["digest"]),
+        short_digest(adapter["digest"] or ""),
         str(current["rank"]),
         current["stored"],
         size(current["bytes"]),

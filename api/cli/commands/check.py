@@ -91,7 +91,8 @@ def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
     found: dict[AdapterKey, list[str]] = {}
     for _, record in sorted(records.items()):
         for version in record.versions:
-            found.setdefault(version.key, []).append(f"{record.adapter_id}@{version.version}")
+            if version.key is not None:
+                found.setdefault(version.key, []).append(f"{record.adapter_id}@{version.version}")
     return found
 
 

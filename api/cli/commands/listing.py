@@ -49,6 +49,6 @@ def _cells(record: "AdapterRecord") -> tuple[str, ...]:
     current = record.version(record.current_version)
     assert current is not None
     return (
-        *(record.adapter_id, str(record.current_version), short_digest(record.key)),
+        *(record.adapter_id, str(record.current_version), short_digest(record.key or "")),
         *(str(current.rank_max), size(current.bytes)),
     )

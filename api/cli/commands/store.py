@@ -103,6 +103,7 @@ def import_(
                 max_lora_rank,
                 lambda done, total: step("importing", done, total),
                 _check_limits,
+                _check_defaults,
             )
     _print_moved("imported", moved, path, as_json)
 
@@ -110,6 +111,13 @@ def import_(
 def _check_limits(limits: Mapping[str, Any]) -> None:
     """Check that `serve` would start with these limits."""
     Limits(**limits)
+
+
+def _check_defaults(defaults: str) -> None:
+    """Check that a server would apply these defaults, but for what only its base can tell."""
+    from api.schemas.personas import Defaults
+
+    Defaults.from_text(defaults)
 
 
 def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":

@@ -28,7 +28,9 @@ def found_facts(peft: PeftDir) -> dict[str, Any]:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """Format an upload report."""
+    """Format an upload report; none without weights."""
+    if not report:
+        return []
     ranks = _range(report["rank_min"], report["rank_max"])
     norm = f", norm of B {report['norm_b']:.4g}" if report.get("norm_b") is not None else ""
     scaling = _range(f"{report['scaling_min']:g}", f"{report['scaling_max']:g}")
@@ -108,6 +110,15 @@ StoredOption = Annotated[
 ]
 DriftOption = Annotated[
     bool, typer.Option("--allow-drift", help="Accept int8 although it changes the adapter by more than 10 %.")
+]
+DefaultsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--defaults",
+        metavar="FILE",
+        help="JSON file of what requests have where they say nothing else: system prompt, sampling, stops and more.",
+        show_default=False,
+    ),
 ]
 
 # Not from the environment, where the variable means serve's store: list calls the server unless --store is given.

@@ -75,7 +75,8 @@ def layout_of_bytes(nbytes: int, num_slabs: int, itemsize: int) -> AdapterLayout
 def _spec_in(store: AdapterStore, name: str) -> AdapterSpec | None:
     """Look up an adapter in the store by name or digest; None if it is missing."""
     try:
-        return store.spec(store.resolve(name).key)
+        key = store.resolve(name).key
+        return None if key is None else store.spec(key)
     except (AdapterError, OSError):
         pass
     try:

@@ -115,7 +115,7 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
         assert built.parts.source is not None
         observed = built.parts.memory.costs.step = _Observed()
         keys = [store.resolve(f"a{number}").key for number in range(NUM_ADAPTERS)]
-        adapters = [(key, built.parts.source.layout(key).nbytes) for key in keys]
+        adapters = [(key, built.parts.source.layout(key).nbytes) for key in keys if key is not None]
         engine = AsyncEngine(built, checkpoint.name, config.scheduler)
         return asyncio.run(_Run(engine, adapters, observed, progress).all())
 

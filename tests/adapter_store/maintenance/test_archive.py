@@ -224,7 +224,7 @@ class TestArchive:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda m: m.update(format=4), "has format 4; this lorasrv reads 3 and older"),
+            (lambda m: m.update(format=5), "has format 5; this lorasrv reads 4 and older"),
             (lambda m: m.update(format=True, kind="x"), "not an archive of an adapter store"),
             (lambda m: m.pop("contents"), "contents of the archive's manifest"),
             (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),

@@ -67,9 +67,20 @@ CREATE TABLE verdicts (
     PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
 ) STRICT;
 """
-LAYOUTS = {1: LAYOUT_1, 2: LAYOUT_1 + LAYOUT_2, 3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3, 4: LAYOUT_4}
+# Layout 5 is 4 and this, word for word.
+LAYOUT_5 = """
+ALTER TABLE contents ADD COLUMN stored TEXT NOT NULL DEFAULT 'bf16';
+"""
+LAYOUTS = {
+    1: LAYOUT_1,
+    2: LAYOUT_1 + LAYOUT_2,
+    3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3,
+    4: LAYOUT_4,
+    5: LAYOUT_4 + LAYOUT_5,
+}
 TABLES_3 = (*TABLES_1, "adapter_limits", "aliases", "owners")
-TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: TABLES_3, 4: (*TABLES_3, "uploads")}
+TABLES_4 = (*TABLES_3, "uploads")
+TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: TABLES_3, 4: TABLES_4, 5: (*TABLES_4, "verdicts")}
 # A content had the config and the report of its first uploader.
 CONTENTS = """
 SELECT key, weights_digest, uploads.config, report, contents.created_s FROM contents JOIN versions USING (key)
@@ -97,7 +108,8 @@ def make_layout(version: int, root: Path) -> None:
     path = root / "index.sqlite3"
     with database(root) as db:
         rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES[version]}
-        rows["contents"] = db.execute(CONTENTS if version < 4 else CONTENTS_4).fetchall()
+        if version < 5:
+            rows["contents"] = db.execute(CONTENTS if version < 4 else CONTENTS_4).fetchall()
     for file in root.glob("index.sqlite3*"):
         file.unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
@@ -110,7 +122,7 @@ def make_layout(version: int, root: Path) -> None:
         db.execute(f"PRAGMA user_version = {version}")
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", [1, 2, 3, 4, 5])
 def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, layout: int) -> None:
     with AdapterStore(root, BASE) as store:
         if layout >= 2:
@@ -163,7 +175,7 @@ def test_facts_kept_with_a_content_move_to_the_versions_that_own_them(tmp_path: 
         assert "secret" not in db.execute("SELECT config FROM contents").fetchone()[0]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 5])
 def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, version: int) -> None:
     query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
     with database(root) as db:
@@ -175,7 +187,8 @@ def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, version: i
 
 
 @pytest.mark.parametrize(
-    ("version", "table"), [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts"), (3, "uploads")]
+    ("version", "table"),
+    [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts"), (3, "uploads"), (5, "personas")],
 )
 def test_a_migration_that_fails_leaves_the_old_layout(root: Path, version: int, table: str) -> None:
     make_layout(version, root)
@@ -190,6 +203,20 @@ def test_a_migration_that_fails_leaves_the_old_layout(root: Path, version: int, 
         db.execute(f"DROP TABLE {table}")
     with AdapterStore(root, BASE) as store:
         assert len(store.list_adapters()) == 2
+
+
+def test_making_the_versions_anew_removes_nothing_that_refers_to_them(root: Path) -> None:
+    with AdapterStore(root, BASE) as store:
+        ref = store.resolve("mia@1")
+        store.change("mia", Change(aliases={"prod": {1: 0.5, 2: 0.5}}))
+        store.version_history.record_verdict(ref, {"verdict": "exact"})
+        report = store.version_history.report(ref)
+    make_layout(5, root)
+    with AdapterStore(root, BASE) as store:
+        assert store.get("mia").aliases == {"prod": {1: 0.5, 2: 0.5}}
+        assert store.version_history.verdict(ref) == {"verdict": "exact"}
+        assert store.version_history.report(ref) == report
+        assert store._index.problems() == []
 
 
 @pytest.mark.parametrize("version", [-1, SCHEMA_VERSION + 1, 99])
@@ -220,5 +247,5 @@ def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)
     schema = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table'").fetchall()
-    assert len(schema) == 10
+    assert len(schema) == 12
     assert all(sql.endswith("STRICT") for (sql,) in schema)

@@ -26,12 +26,14 @@ NOBODY = "http://127.0.0.1:1"
 # What is typed behind the name, so that the server is asked.
 ASKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("list", "pool"), ()),
-    **dict.fromkeys(("show", "rm", "rollback", "warm", "pin", "unpin", "limit", "verify", "chat"), ("mia",)),
+    **dict.fromkeys(
+        ("show", "rm", "rollback", "warm", "pin", "unpin", "limit", "verify", "chat", "defaults"), ("mia",)
+    ),
     "alias": ("mia:prod", "1"),
     "top": ("--once",),
     "generate": ("hi", "--adapter", "mia"),
 }
-HAVE_TESTS_OF_THEIR_OWN = {"plan", "upload", "batch", "key", "watermark"}
+HAVE_TESTS_OF_THEIR_OWN = {"plan", "upload", "batch", "key", "watermark", "import-card", "import-modelfile"}
 
 
 def flags(command: Any) -> set[str]:

@@ -130,7 +130,7 @@ class TestRegister:
         assert (shown["version"], shown["digest"]) == (2, second.json()["digest"])
         assert [version["digest"] for version in shown["versions"]] == [first["digest"], second.json()["digest"]]
         assert shown["report"]["modules_matched"] == 4
-        of_one = ("report", "verified", "tier", "traffic")
+        of_one = ("report", "verified", "persona", "tier", "traffic")
         assert listed(server) == [{name: value for name, value in shown.items() if name not in of_one}]
         assert shown["tier"] == "resident"
         assert shown["traffic"] == {"requests": 0, "tokens": 0, "tokens_per_s": 0.0}
@@ -225,18 +225,18 @@ class TestDelete:
         assert show(server)["version"] == 1
 
     def test_waiting(self, server, engine, make_adapter) -> None:
-        key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        with engine.in_flight.arriving("zoe", key, ["a"]), engine.in_flight.arriving("mia", "another content", ["b"]):
+        server.upload(make_adapter(), "mia")
+        with engine.in_flight.arriving("zoe", 1, ["a"]), engine.in_flight.arriving("mia", 4, ["b"]):
             assert delete(server, "mia?wait=60").status_code == 200
-            with engine.in_flight.arriving("mia", key, ["c", "d"]):
-                for reference in ("mia?wait=0.01", "mia"):
-                    server.upload(make_adapter(), "mia")
+            for version, reference in ((2, "mia?wait=0.01"), (3, "mia")):
+                server.upload(make_adapter(), "mia")
+                with engine.in_flight.arriving("mia", version, ["c", "d"]):
                     response = delete(server, reference)
                     assert (response.status_code, response.json()["requests_running"]) == (202, 1)
 
     def test_force_ends_what_runs(self, server, engine, make_adapter) -> None:
-        key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        with engine.in_flight.arriving("mia", key, ["a"]) as use:
+        server.upload(make_adapter(), "mia")
+        with engine.in_flight.arriving("mia", 1, ["a"]) as use:
             done = delete(server, "mia?force=true").json()
         assert done["requests_ended"] == 1
         with pytest.raises(AdapterDeleted, match="'mia' was deleted"):

@@ -88,6 +88,8 @@ GENERATION: dict[str, Any] = {
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
     "kv_policy": {"kind": "window", "recent": 64},
+    "use_defaults": beside(False, model="muse"),
+    "user": beside("Bo", model="muse"),
     "response_format": {"type": "json_object"},
     "guided_json": SCHEMA,
     "guided_regex": "a+",
@@ -131,6 +133,7 @@ PARAMETERS: dict[str, Any] = {
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
     "kv_policy": {"kind": "window", "recent": 64},
+    "use_defaults": beside(False, adapter_id="muse"),
 }
 BASE = {"model": "tiny-base"}
 ASSISTANT = {"role": "assistant", "tool_calls": [CALL]}
@@ -146,6 +149,8 @@ PLACES: dict[str, Place] = {
             "add_special_tokens": False,
             "return_tokens_as_token_ids": beside(True, logprobs=1),
         },
+        # A plain continuation has none of a persona's texts.
+        idle=frozenset({"user"}),
     ),
     "ChatBody": Place(
         CHAT,
@@ -324,6 +329,8 @@ def ask(make_server, engine: FakeEngine, make_adapter) -> Callable[[Place, dict[
     folder = make_adapter()
     server = make_server(lora_import_root=folder.parent)
     server.upload(folder, "mia").raise_for_status()
+    muse = {"system": "For {{user}}.", "temperature": 0.5}
+    server.http.post("/v1/adapters", json={"id": "muse", "defaults": muse}).raise_for_status()
     file = server.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"}).json()["id"]
 
     def send(place: Place, one: dict[str, Any]) -> tuple[int, str, list[dict[str, Any]]]:

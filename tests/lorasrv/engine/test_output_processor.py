@@ -153,38 +153,38 @@ def test_several_tokens_at_once_are_those_tokens_one_by_one(
 @pytest.mark.engine(dies=True)
 async def test_waiting_ends_with_the_last_choice(engine, keys) -> None:
     key, until_unused = keys["one"], engine.in_flight.until_unused
-    streams = await engine.add_choices(PROMPT, GREEDY, 3, adapter=key, adapter_id="one")
-    # The same content by another name, another content of the name, and the base.
-    for adapter, name in ((key, "uno"), (keys["two"], "one"), (None, "")):
-        await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name)
-    assert await until_unused("one", [key], 0.0) == 1
-    assert await until_unused("one", [key], PATIENCE_S) == 0
+    streams = await engine.add_choices(PROMPT, GREEDY, 3, adapter=key, adapter_id="one", version=1)
+    # The same version of another name, another version of the name with the same content, and the base.
+    for adapter, name, version in ((key, "uno", 1), (key, "one", 2), (None, "", 0)):
+        await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name, version=version)
+    assert await until_unused("one", [1], 0.0) == 1
+    assert await until_unused("one", [1], PATIENCE_S) == 0
     for stream in streams:
         assert await asyncio.wait_for(collect(stream), 0.1)
-    assert await until_unused("uno", [key], 0.0) == 1
+    assert await until_unused("uno", [1], 0.0) == 1
     await engine.shutdown()
-    assert await until_unused("uno", [key], 0.0) == 0
+    assert await until_unused("uno", [1], 0.0) == 0
 
 
 async def test_aborted_requests_say_why_and_free_their_pages(engine, keys) -> None:
     key = keys["one"]
-    runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
-    another = await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="uno")
+    runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", version=1)
+    another = await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="uno", version=1)
     await anext(runs)
-    waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
-    assert engine.in_flight.abort_adapter("one", [key]) == 2
+    waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", version=1)
+    assert engine.in_flight.abort_adapter("one", [1]) == 2
     for stream in (runs, waits):
         with pytest.raises(AdapterDeleted, match="'one' was deleted"):
             await collect(stream)
     assert await collect(another)
-    assert await engine.in_flight.until_unused("uno", [key], PATIENCE_S) == 0
+    assert await engine.in_flight.until_unused("uno", [1], PATIENCE_S) == 0
 
 
 async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, admit = asyncio.get_running_loop(), engine.input_processor.process_choices
 
     async def abort() -> None:
-        assert engine.in_flight.abort_adapter("one", [keys["one"]]) == 1
+        assert engine.in_flight.abort_adapter("one", [1]) == 1
 
     def slow(*args: object, **options: object) -> object:
         asyncio.run_coroutine_threadsafe(abort(), loop).result()
@@ -192,5 +192,5 @@ async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, mon
 
     monkeypatch.setattr(engine.input_processor, "process_choices", slow)
     with pytest.raises(AdapterDeleted):
-        await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one")
-    assert await engine.in_flight.until_unused("one", [keys["one"]], 0.0) == 0
+        await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one", version=1)
+    assert await engine.in_flight.until_unused("one", [1], 0.0) == 0

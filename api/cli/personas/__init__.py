@@ -1,0 +1,1 @@
+"""Commands on personas: their defaults as files, character cards and Modelfiles."""

@@ -1,0 +1,116 @@
+"""Show and set a persona's defaults (defaults), and make them from other formats (import-card, import-modelfile)."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.terminal import CliError, note, print_json, say
+from api.cli.personas.files import read_defaults, registered_lines, to_file
+
+ReferenceArgument = Annotated[
+    str, typer.Argument(metavar="ID[@VERSION]", help="A persona.", autocompletion=complete_adapter_ids)
+]
+IdOption = Annotated[
+    str, typer.Option("--id", help="Id of the persona: a version of its weights, or a new one of the base.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the defaults, send nothing.")]
+
+
+def defaults(
+    reference: ReferenceArgument,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="Defaults as JSON. Without: print those there are.")
+    ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Make the id if it does not exist: a persona of the base, without weights.")
+    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Make a version without defaults.")] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the defaults of a persona, or make a version with others, of the same weights."""
+    if clear and (file is not None or new):
+        raise CliError("--clear goes with neither FILE nor --new")
+    if file is None and not clear:
+        _print_defaults(reference, server, as_json)
+        return
+    _set(reference, {} if file is None else read_defaults(file), server, new=new, as_json=as_json)
+
+
+def import_card(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Character card, JSON or PNG.")],
+    adapter_id: IdOption,
+    without_book: Annotated[
+        bool, typer.Option("--without-book", help="Leave out the card's character book, which is refused otherwise.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a persona from a character card of version 2 or 3."""
+    from api.cli.personas.card import MAX_FILE_BYTES, defaults_of_card
+
+    with file.open("rb") as card:
+        found, notices = defaults_of_card(card.read(MAX_FILE_BYTES + 1), without_book=without_book)
+    _take(adapter_id, found, notices, server, dry_run=dry_run, as_json=as_json)
+
+
+def import_modelfile(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Ollama Modelfile.")],
+    adapter_id: IdOption,
+    any_base: Annotated[
+        bool, typer.Option("--any-base", help="Accept a FROM that is not the served base by its name.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a persona from an Ollama Modelfile."""
+    from api.cli.personas.modelfile import read_modelfile
+
+    found = read_modelfile(file.read_text("utf-8"))
+    if not dry_run and not any_base:
+        with connected(server) as client:
+            base = client.base_name()
+        if not found.is_for(base):
+            raise CliError(
+                f"the Modelfile is FROM {found.base}, the server's base is {base}; --any-base takes it all the same"
+            )
+    _take(adapter_id, found.defaults, found.notices, server, dry_run=dry_run, as_json=as_json)
+
+
+def _take(
+    adapter_id: str, found: Mapping[str, Any], notices: Sequence[str], server: str, *, dry_run: bool, as_json: bool
+) -> None:
+    for notice in notices:
+        note(notice)
+    if dry_run:
+        sys.stdout.write(to_file(found))
+    else:
+        _set(adapter_id, found, server, new=True, as_json=as_json)
+
+
+def _set(reference: str, given: Mapping[str, Any], server: str, *, new: bool, as_json: bool) -> None:
+    with connected(server) as client:
+        done = client.set_defaults(reference, given, new=new)
+    if as_json:
+        print_json(done)
+        return
+    for line in registered_lines(done):
+        say(line)
+
+
+def _print_defaults(reference: str, server: str, as_json: bool) -> None:
+    with connected(server) as client:
+        found = client.defaults(reference)
+    if as_json:
+        print_json(found)
+    elif found["defaults"] is None:
+        raise CliError(f"{found['id']}@{found['version']} has no defaults")
+    else:
+        sys.stdout.write(to_file(found["defaults"]))

@@ -1,0 +1,83 @@
+"""Read and write a persona's defaults as files, and format them for people."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from api.cli.common.formatting import report_lines
+from api.cli.common.terminal import CliError, short_digest
+
+SHOWN_APART = ("name", "system", "examples", "greetings")
+INDENT = "  "
+
+
+def read_defaults(path: Path) -> dict[str, Any]:
+    """Read a file of defaults; the server checks what is in it.
+
+    Raises:
+        CliError: it is not a JSON object.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise CliError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CliError(f"{path} is not a JSON object")
+    return found
+
+
+def to_file(defaults: Mapping[str, Any]) -> str:
+    """Return defaults as a file: read and written again, it has the same bytes."""
+    return json.dumps(defaults, indent=2, ensure_ascii=False) + "\n"
+
+
+def registered_lines(done: Mapping[str, Any]) -> Iterator[str]:
+    """Format the response to a registration."""
+    state = "registered" if done["created"] else "unchanged:"
+    digest = short_digest(done["digest"]) if done["digest"] else "no weights: the base answers"
+    yield f"{state} {done['id']}@{done['version']}  {digest}"
+    for line in report_lines(done["report"]):
+        yield INDENT + line
+    if (persona := done.get("persona")) is not None:
+        tokens = persona["prompt_tokens"]
+        takes = "" if tokens is None else f", {tokens} tokens of prompt with a short turn"
+        yield f"{INDENT}defaults {short_digest(persona['digest'])}{takes}"
+        yield from (f"{INDENT}warning: {warning}" for warning in persona["warnings"])
+
+
+def persona_lines(persona: Mapping[str, Any] | None) -> Iterator[str]:
+    """Format a persona as a person reads it; nothing without defaults."""
+    if persona is None:
+        return
+    yield f"persona {persona['name']}, defaults {short_digest(persona['digest'])}"
+    defaults = persona["defaults"]
+    if defaults is None:
+        yield f"{INDENT}sets {', '.join(persona['fields'])}; only its owner and administrators see how"
+    else:
+        yield from (INDENT + line for line in _default_lines(defaults))
+    for greeting in persona["greetings"]:
+        yield from _block(f"{INDENT}greets:", greeting)
+
+
+def _default_lines(defaults: Mapping[str, Any]) -> Iterator[str]:
+    system = defaults.get("system")
+    if system is not None:
+        prompt = {"text": system} if isinstance(system, str) else system
+        yield from _block(f"system prompt ({prompt.get('mode', 'default')}):", prompt["text"])
+    for number, dialogue in enumerate(defaults.get("examples", ()), 1):
+        turns = "\n".join(f"{message['role']}: {message['content']}" for message in dialogue)
+        yield from _block(f"example {number}:", turns)
+    for name, value in defaults.items():
+        if name not in SHOWN_APART:
+            yield f"{name} {json.dumps(value, ensure_ascii=False)}"
+
+
+def _block(title: str, text: str) -> Iterator[str]:
+    indent = " " * (len(title) - len(title.lstrip()))
+    yield title
+    yield from (f"{indent}{INDENT}{line}".rstrip() for line in text.splitlines())
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,0 +1,58 @@
+"""Serve /v1/adapters/{id}/defaults: read the defaults of a version, and make a version with others."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.spec import AdapterRef
+from api.asgi.json_body import JsonRoute
+from api.asgi.query import IfMatch
+from api.errors import ApiError
+from api.routes.adapters import registered
+from api.serving.model_list import digest_text
+from api.serving.persona_checks import check_defaults
+from api.serving.services import ServicesDep, ViewDep
+from lorasrv.errors import InvalidRequest
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.get("/v1/adapters/{reference}/defaults")
+async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
+    """Return the defaults of a version (null: none), to its owner and administrators."""
+    ref = await run_in_threadpool(view.resolve_one, reference)
+    defaults = None
+    if ref.persona:
+        stored = await services.personas.find(ref)
+        if not view.may_read_defaults(stored.owner):
+            raise ApiError(403, "only its owner and administrators read a version's defaults", code="forbidden")
+        defaults = stored.shown(may_read=True)["defaults"]
+    return {
+        "object": "adapter.defaults",
+        "id": ref.adapter_id,
+        "version": ref.version,
+        "digest": digest_text(ref.key),
+        "persona": digest_text(ref.persona or None),
+        "defaults": defaults,
+    }
+
+
+@router.put("/v1/adapters/{reference}/defaults")
+async def put_defaults(
+    reference: str, body: dict[str, Any], services: ServicesDep, view: ViewDep, if_match: IfMatch
+) -> JSONResponse:
+    """Make a version with these defaults and the weights of the one that is named, and make it current; {} leaves it
+    without defaults.
+
+    Returns 201 for a new version, 200 if the id had both together already.
+    """
+    ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
+    if not body and ref.key is None:
+        raise InvalidRequest(f"{ref.adapter_id} has no weights, so it needs defaults; delete it instead")
+    checked = await check_defaults(body, services, view.caller) if body else None
+    text = checked.text if checked is not None else ""
+    done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
+    return registered(done, checked, {})

@@ -1,0 +1,176 @@
+"""Define a persona's defaults: what requests to a version have where they say nothing else.
+
+Sampling fields are those of requests, of the same types. Texts may contain `{{char}}`, the persona's name, and
+`{{user}}`, the request's `user`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from api.schemas.base import ClosedBody, Items
+from api.schemas.openai import SamplingFields
+from api.schemas.speculation import SpeculationField
+from api.schemas.structured_output import ResponseFormat
+from api.schemas.tools import MAX_TOOLS, NamedChoice
+from lorasrv.errors import InvalidRequest
+
+MAX_DEFAULTS_BYTES = 256 << 10
+MAX_STOPS = 8
+"""The server takes 16 of a request: half are left to the client."""
+MAX_STOP_TOKEN_IDS = 64
+MAX_BIASED_TOKENS = 512
+MAX_GREETINGS, MAX_GREETING_CHARS = 16, 16_384
+MAX_EXAMPLES, MAX_EXAMPLE_MESSAGES = 64, 64
+MAX_NAME_CHARS = 64
+MAX_USER_CHARS = 64
+CHAR, USER = "{{char}}", "{{user}}"
+Value = TypeVar("Value")
+_PLACEHOLDER = re.compile(r"\{\{([^{}]*)\}\}")
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+_Greeting = Annotated[str, Field(min_length=1, max_length=MAX_GREETING_CHARS)]
+
+
+class SystemPrompt(ClosedBody):
+    """Set the system prompt: `default` lets a client's replace it, `prepend` puts it before the client's, `lock` lets
+    the client send none.
+    """
+
+    text: Annotated[str, Field(min_length=1)]
+    mode: Literal["default", "prepend", "lock"] = "default"
+
+
+class ExampleMessage(ClosedBody):
+    """Add one turn of an example dialogue."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[str, Field(min_length=1)]
+
+
+def _kind(value: object) -> str:
+    return "Text" if isinstance(value, str) else "Prompt"
+
+
+class Defaults(SamplingFields, ClosedBody):
+    """Hold the defaults of one version."""
+
+    name: _Name | None = None
+    system: (
+        Annotated[
+            Annotated[str, Field(min_length=1), Tag("Text")] | Annotated[SystemPrompt, Tag("Prompt")],
+            Discriminator(_kind),
+        ]
+        | None
+    ) = None
+    examples: (
+        Annotated[
+            Items[Annotated[Items[ExampleMessage], Field(min_length=2, max_length=MAX_EXAMPLE_MESSAGES)]],
+            Field(max_length=MAX_EXAMPLES),
+        ]
+        | None
+    ) = None
+    greetings: Annotated[Items[_Greeting], Field(max_length=MAX_GREETINGS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    speculation: SpeculationField | None = None
+
+    @field_validator("examples")
+    @classmethod
+    def _take_turns(cls, value: list[list[ExampleMessage]] | None) -> list[list[ExampleMessage]] | None:
+        for dialogue in value or ():
+            roles = [message.role for message in dialogue]
+            if roles != ["user", "assistant"] * (len(roles) // 2):
+                raise PydanticCustomError("turns", "each dialogue goes user, assistant, user, …, assistant")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        return _at_most(value, MAX_STOPS)
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _few_ids(cls, value: list[int] | None) -> list[int] | None:
+        return _at_most(value, MAX_STOP_TOKEN_IDS)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _few_biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        return _at_most(value, MAX_BIASED_TOKENS)
+
+    @property
+    def system_prompt(self) -> SystemPrompt | None:
+        """Return the system prompt with its mode."""
+        return SystemPrompt(text=self.system) if isinstance(self.system, str) else self.system
+
+    @property
+    def is_locked(self) -> bool:
+        """Return whether clients may neither replace nor switch off the system prompt."""
+        return self.system_prompt is not None and self.system_prompt.mode == "lock"
+
+    def texts(self) -> list[tuple[str, str]]:
+        """Return the place and text of each text."""
+        found = [] if self.system_prompt is None else [("system", self.system_prompt.text)]
+        for number, dialogue in enumerate(self.examples or ()):
+            found += [(f"examples[{number}][{i}]", message.content) for i, message in enumerate(dialogue)]
+        return found + [(f"greetings[{number}]", text) for number, text in enumerate(self.greetings or ())]
+
+    def filled(self, text: str, adapter_id: str, user: str | None) -> str:
+        """Return a text with its placeholders filled; None leaves the user's."""
+        filled = text.replace(CHAR, self.name or adapter_id)
+        return filled if user is None else filled.replace(USER, user)
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Parse defaults as the store keeps them.
+
+        Raises:
+            ValueError: they are not valid defaults; says where.
+        """
+        try:
+            return cls.model_validate(json.loads(text))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+def _at_most(value: Value, most: int) -> Value:
+    if isinstance(value, list | dict) and len(value) > most:
+        raise PydanticCustomError("too_many", f"a persona holds at most {most}, so that requests can add to them")
+    return value
+
+
+def to_text(given: Mapping[str, Any]) -> str:
+    """Return valid defaults as the store keeps them: fields in order, without those that are null.
+
+    The order inside a field is kept, as it is part of a schema's meaning.
+    """
+    kept = {name: given[name] for name in Defaults.model_fields if given.get(name) is not None}
+    return json.dumps(kept, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def unknown_placeholders(text: str) -> list[str]:
+    """Return what stands in double braces and is neither `{{char}}` nor `{{user}}`."""
+    return [match[0] for match in _PLACEHOLDER.finditer(text) if match[0] not in (CHAR, USER)]
+
+
+def user_name(user: str | None) -> str:
+    """Return the name of the user for `{{user}}`.
+
+    Raises:
+        InvalidRequest: it is too long, or has control characters, for a place inside the persona's prompt.
+    """
+    if user is None:
+        return "User"
+    if not 0 < len(user) <= MAX_USER_CHARS or not user.isprintable():
+        raise InvalidRequest(
+            f"user is part of this persona's prompt: 1 to {MAX_USER_CHARS} printable characters", param="user"
+        )
+    return user

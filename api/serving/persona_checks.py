@@ -1,0 +1,183 @@
+"""Check a persona's defaults before they are stored: as a request would use them, with every fault in one answer."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from adapter_store.errors import ProblemList, show
+from adapter_store.spec import AdapterId, AdapterRef
+from api.auth.principal import Caller
+from api.errors import field_name
+from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
+from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, unknown_placeholders
+from api.schemas.speculation import speculation_params
+from api.serving.chat import plan_chat
+from api.serving.personas import StoredPersona, apply_to_body
+from api.serving.services import Services
+from lorasrv.errors import InvalidRequest
+from lorasrv.sampling_params import check_token_ids
+from lorasrv.text.structured_output.grammar import Grammar
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+CONTEXT_SHARE = 4
+"""A persona's prompt may take one part in so many of the context."""
+INVALID = "invalid_defaults"
+_TURN = {"role": "user", "content": "Hello"}
+_PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs")
+_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_DATE = re.compile(r"\b(?:19|20)\d\d-\d\d?-\d\d?\b|\b\d\d?\.\d\d?\.(?:19|20)\d\d\b")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDefaults:
+    """Hold defaults that can be stored: their text, the tokens of the prompt with a short turn, and warnings."""
+
+    text: str
+    prompt_tokens: int | None
+    warnings: tuple[str, ...]
+
+    def report(self) -> dict[str, Any]:
+        """Return what the uploader is told."""
+        return {"prompt_tokens": self.prompt_tokens, "warnings": list(self.warnings)}
+
+
+async def check_defaults(given: Mapping[str, Any], services: Services, caller: Caller) -> CheckedDefaults:
+    """Check defaults with the served base.
+
+    Raises:
+        AdapterInvalid: with every fault found.
+    """
+    check = _Check(services.engine)
+    await services.in_thread(dict(given), partial(check.fields, given), caller)
+    for grammar in check.grammars:
+        with check.faults_of(grammar.param):
+            await services.engine.grammars.compile(grammar, caller.principal)
+    check.problems.raise_if_any()
+    return CheckedDefaults(to_text(given), check.prompt_tokens, tuple(check.warnings))
+
+
+class _Check:
+    """Collect the faults of one persona's defaults."""
+
+    def __init__(self, engine: "AsyncEngine") -> None:
+        self._engine = engine
+        self.problems = ProblemList()
+        self.grammars: list[Grammar] = []
+        self.warnings: list[str] = []
+        self.prompt_tokens: int | None = None
+
+    def fields(self, given: Mapping[str, Any]) -> None:
+        """Check everything but whether grammars compile."""
+        defaults = self._parsed(given)
+        self._size(given)
+        self._texts(defaults)
+        self._sampling(defaults)
+        with self.faults_of("speculation"):
+            speculation_params(defaults.speculation, None, has_salt=False)
+        self._answer(defaults)
+        self._prompt(defaults)
+
+    @contextmanager
+    def faults_of(self, field: str | None) -> Iterator[None]:
+        """Note what is wrong with a field, and go on."""
+        try:
+            yield
+        except InvalidRequest as error:
+            self.problems.add(INVALID, error.param or field or "", str(error))
+
+    def _parsed(self, given: Mapping[str, Any]) -> Defaults:
+        """Return the fields that are valid by themselves."""
+        try:
+            return Defaults.model_validate(dict(given))
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False, include_context=False)
+        for problem in found:
+            field = field_name(("defaults", *problem["loc"])) or show(str(problem["loc"][0]))
+            self.problems.add(INVALID, field, problem["msg"])
+        wrong = {problem["loc"][0] for problem in found if problem["loc"]}
+        return Defaults.model_validate({name: value for name, value in given.items() if name not in wrong})
+
+    def _size(self, given: Mapping[str, Any]) -> None:
+        nbytes = len(to_text(given).encode("utf-8", "replace"))
+        if nbytes > MAX_DEFAULTS_BYTES:
+            self.problems.add(INVALID, "", f"the defaults have {nbytes} bytes; {MAX_DEFAULTS_BYTES} are the most")
+
+    def _texts(self, defaults: Defaults) -> None:
+        template, tokenizer = self._engine.chat_template, self._engine.tokenizer
+        for place, text in defaults.texts():
+            if unknown := unknown_placeholders(text):
+                self.problems.add(INVALID, place, f"{show(unknown[0])} is not {{{{char}}}} or {{{{user}}}}")
+            if template is not None and (tokens := template.control_tokens(text, tokenizer)):
+                self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token of the base, not a text")
+        if defaults.system_prompt is not None:
+            self._early(defaults.system_prompt.text)
+
+    def _early(self, text: str) -> None:
+        """Warn of what changes early in the prompt: only what stands before it is the same for all requests."""
+        half = len(text) // 2
+        if 0 <= text.find(USER) < half:
+            self.warnings.append(f"{USER} stands early in system: what follows is computed for each user again")
+        if (date := _DATE.search(text)) is not None and date.start() < half:
+            self.warnings.append(f"the date {date[0]} stands early in system: changing it changes all that follows")
+
+    def _sampling(self, defaults: Defaults) -> None:
+        """Check ranges as those of requests: each field alone, then all together."""
+        given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
+        before = len(self.problems)
+        for name, value in given.items():
+            alone = {name: value, "temperature": 0.0} if name.startswith("fsd_") else {name: value}
+            with self.faults_of(name):
+                self._sample(alone)
+        if len(self.problems) == before:
+            with self.faults_of(None):
+                self._sample(given)
+
+    def _sample(self, fields: Mapping[str, Any]) -> None:
+        vocab_size = self._engine.spec.vocab_size
+        check_token_ids(GenerationBody(**fields).sampling(vocab_size), vocab_size)
+
+    def _answer(self, defaults: Defaults) -> None:
+        """Check the form of the answer."""
+        if defaults.response_format is None:
+            return
+        with self.faults_of("response_format"):
+            grammar = defaults.response_format.grammar("response_format")
+            self.grammars += [] if grammar is None else [grammar]
+            if grammar is None:
+                return
+        if defaults.tools:
+            self.problems.add(INVALID, "tools", "tools and response_format exclude each other")
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(defaults, name):
+                self.problems.add(INVALID, name, "contradicts response_format, which says where the answer ends")
+
+    def _prompt(self, defaults: Defaults) -> None:
+        """Render the prompt as a request would."""
+        fields = {name: getattr(defaults, name) for name in (*_PROMPT_FIELDS, *_TOOL_FIELDS)}
+        if not any(value for name, value in fields.items() if name != "name"):
+            return
+        if self._engine.chat_template is None:
+            self.problems.add(INVALID, "system", "this base has no chat template: only sampling fields and stops apply")
+            return
+        asked = ChatBody.model_validate({"messages": [_TURN]})
+        stored = StoredPersona(AdapterRef(AdapterId("persona"), 0, None), "", Defaults(**fields), "")
+        with self.faults_of("system"):
+            body, _ = apply_to_body(asked, stored, may_read=True)
+            plan = plan_chat(body, self._engine)
+            self.prompt_tokens = len(plan.prompt)
+            self.grammars += [] if plan.grammar is None else [plan.grammar]
+            most = self._engine.max_model_len // CONTEXT_SHARE
+            if self.prompt_tokens > most:
+                self.problems.add(
+                    INVALID,
+                    "system",
+                    f"the prompt has {self.prompt_tokens} tokens with one short turn; {most}, a quarter of the "
+                    "context, are the most",
+                )

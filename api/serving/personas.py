@@ -1,0 +1,340 @@
+"""Apply a persona's defaults to requests: what the request says wins, then the persona, then the server.
+
+A conversation gets everything, a plain continuation only sampling and stops. Stops are united, biases merged by token;
+any other field of the request replaces the persona's. A default that contradicts what the request says is left out.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from cachetools import LRUCache
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.store import AdapterStore
+from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
+from api.schemas.personas import USER, Defaults, user_name
+from api.schemas.structured_output import StructuredFields
+from api.schemas.tgi import Parameters
+from api.schemas.tools import Message
+from api.serving.store_view import ScopedStore
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest
+from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
+
+MAX_CACHED = 256
+Fields = TypeVar("Fields", bound=GenerationBody | Parameters)
+Json = dict[str, Any]
+_SAMPLING = tuple(SamplingFields.model_fields)
+_UNITED = ("stop", "stop_token_ids", "logit_bias")
+_WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+# Names of TGI, where they differ.
+_TGI_NAMES = {"max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
+_TGI_FILTERS = ("top_p", "top_k", "min_p", "typical_p")
+_TGI_SAMPLING = (
+    *("max_tokens", "ignore_eos", "seed", "watermark"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+
+
+@dataclass(frozen=True)
+class StoredPersona:
+    """Hold the defaults of one version, as text too, and who owns it."""
+
+    ref: AdapterRef
+    text: str
+    defaults: Defaults
+    owner: str
+
+    @cached_property
+    def names_user(self) -> bool:
+        """Return whether its prompt depends on the user's name."""
+        return any(USER in text for place, text in self.defaults.texts() if not place.startswith("greetings"))
+
+    def shown(self, *, may_read: bool) -> Json:
+        """Return what callers see of it: its name, greetings and digest, and the rest if they may read it."""
+        defaults, given = self.defaults, json.loads(self.text)
+        adapter_id = self.ref.adapter_id
+        return {
+            "digest": f"sha256:{self.ref.persona}",
+            "name": defaults.name or adapter_id,
+            "greetings": [defaults.filled(text, adapter_id, None) for text in defaults.greetings or ()],
+            "fields": list(given),
+            "defaults": given if may_read else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedPersona:
+    """Describe what of a persona a request got.
+
+    `prompt_key` tells all that its texts in the prompt, and what stands before them, depend on; "" if there are none.
+    `is_hidden`: the prompt has texts that the caller may not read. `messages` are the whole conversation, empty for a
+    plain continuation. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
+    """
+
+    ref: AdapterRef
+    applied: tuple[str, ...] = ()
+    prompt_key: str = ""
+    is_hidden: bool = False
+    messages: tuple[Message, ...] = ()
+    token_fields: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def usage(self) -> Json:
+        """Return what `usage.lorasrv.persona` shows."""
+        return {
+            "id": self.ref.adapter_id,
+            "version": self.ref.version,
+            "digest": f"sha256:{self.ref.persona}",
+            "applied": list(self.applied),
+        }
+
+    @contextmanager
+    def hiding_errors(self) -> Iterator[None]:
+        """Replace what a chat template says about the conversation if the caller may not read all of it.
+
+        Raises:
+            InvalidRequest: in place of one that could quote the conversation.
+        """
+        try:
+            yield
+        except ContextLengthExceeded:
+            raise
+        except InvalidRequest:
+            if not self.is_hidden:
+                raise
+            why = "messages: the chat template refuses them after this persona's prompt"
+            raise InvalidRequest(why, param="messages") from None
+
+    def with_tokens(self, sampling: SamplingParams) -> SamplingParams:
+        """Return sampling with the fields that the body does not have."""
+        given = dict(self.token_fields)
+        if sampling.max_tokens is not None and given.get("min_tokens", 0) > sampling.max_tokens:
+            del given["min_tokens"]
+        return replace(sampling, **given) if given else sampling
+
+
+class Personas:
+    """Read the defaults of versions, keeping those used last. Safe to use from many threads."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        # Versions are immutable, and their numbers are never used again.
+        self._known: LRUCache[tuple[AdapterId, int], StoredPersona] = LRUCache(MAX_CACHED)
+
+    async def find(self, ref: AdapterRef) -> StoredPersona:
+        """Return the defaults of a version that has some.
+
+        Raises:
+            AdapterNotFound: the version was deleted.
+        """
+        with self._lock:
+            known = self._known.get((ref.adapter_id, ref.version))
+        return known if known is not None else await run_in_threadpool(self._read, ref)
+
+    async def apply(
+        self, fields: Fields, ref: AdapterRef, view: ScopedStore, turn: str | None = None
+    ) -> tuple[Fields, AppliedPersona]:
+        """Return a request's fields with the defaults of the version that it named, and what was applied.
+
+        Args:
+            turn: the one turn of a conversation of TGI's protocol; None for a plain continuation.
+
+        Raises:
+            AdapterNotFound: the version was deleted.
+            InvalidRequest: the request says what the persona does not allow.
+        """
+        stored = await self.find(ref)
+        may_read = view.may_read_defaults(stored.owner)
+        if fields.use_defaults is False:
+            if stored.defaults.is_locked and not may_read:
+                raise InvalidRequest("this persona's defaults are locked; leave {param} out", param="use_defaults")
+            return fields, AppliedPersona(ref)
+        if isinstance(fields, Parameters):
+            return _apply_to_parameters(fields, stored, turn, may_read)
+        assert isinstance(fields, GenerationBody)
+        return apply_to_body(fields, stored, may_read)
+
+    def _read(self, ref: AdapterRef) -> StoredPersona:
+        history = self._store.version_history
+        text = history.defaults(ref)
+        stored = StoredPersona(ref, text, Defaults.from_text(text), history.owner(ref))
+        with self._lock:
+            self._known[ref.adapter_id, ref.version] = stored
+        return stored
+
+
+def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any, AppliedPersona]:
+    defaults = stored.defaults
+    update = _sampling(body, defaults)
+    applied = AppliedPersona(stored.ref)
+    if isinstance(body, ChatBody):
+        update |= _shape(body, defaults)
+        for name in ("chat_template_kwargs", "speculation"):
+            if getattr(body, name) is None and getattr(defaults, name) is not None:
+                update[name] = getattr(defaults, name)
+        variables = [update.get(name, getattr(body, name)) for name in ("tools", "chat_template_kwargs")]
+        applied = _told(stored, body.messages, body.user, variables, may_read)
+        if applied.is_hidden and body.prompt_logprobs is not None:
+            raise InvalidRequest("{param} would show the persona's hidden prompt", param="prompt_logprobs")
+    merged = body.model_copy(update=update | ({"messages": list(applied.messages)} if applied.messages else {}))
+    _keep_lengths_apart(body, merged, update)
+    return merged, replace(applied, applied=(*applied.applied, *update), messages=())
+
+
+def _apply_to_parameters(
+    parameters: Parameters, stored: StoredPersona, turn: str | None, may_read: bool
+) -> tuple[Any, AppliedPersona]:
+    defaults = stored.defaults
+    applied, variables = AppliedPersona(stored.ref), dict[str, Any]()
+    update = _tgi_sampling(parameters, defaults)
+    is_free = parameters.grammar is None and parameters.response_format is None
+    if turn is not None:
+        variables = defaults.chat_template_kwargs or {}
+        applied = _told(stored, [message("user", turn)], None, [variables], may_read)
+        if is_free and defaults.response_format is not None:
+            update["response_format"] = defaults.response_format
+        _check_shows_nothing(parameters, applied)
+    tokens = {
+        "stop_token_ids": tuple(defaults.stop_token_ids or ()),
+        "logit_bias": bias_of_tokens(defaults.logit_bias),
+        "min_tokens": defaults.min_tokens if is_free else None,
+    }
+    given = {name: value for name, value in tokens.items() if value}
+    names = [name for name in (*_SAMPLING, "response_format") if _TGI_NAMES.get(name, name) in update] + list(given)
+    names += ["chat_template_kwargs"] if variables else []
+    applied = replace(applied, applied=(*applied.applied, *names), token_fields=given, template_kwargs=variables)
+    return parameters.model_copy(update=update), applied
+
+
+def _check_shows_nothing(parameters: Parameters, applied: AppliedPersona) -> None:
+    if applied.is_hidden and parameters.decoder_input_details:
+        raise InvalidRequest("{param} would show the persona's hidden prompt", param="decoder_input_details")
+    if applied.messages and parameters.truncate is not None:
+        raise InvalidRequest("{param} would cut off the persona's prompt; leave it out", param="truncate")
+
+
+def _sampling(body: GenerationBody, defaults: Defaults) -> Json:
+    """Return the sampling fields that the request gets, united or merged with its own where that is possible."""
+    own = {name: value for name in _SAMPLING if (value := getattr(defaults, name)) is not None}
+    said = {name for name in _SAMPLING if getattr(body, name) is not None}
+    if body.max_completion_tokens is not None:
+        said.add("max_tokens")
+    if body.temperature is not None or body.fsd_alpha is not None:
+        # FSD is deterministic: the one excludes the other.
+        said |= {"temperature", "fsd_alpha", "fsd_ngram"}
+    if any(getattr(body, name) is not None for name in StructuredFields.model_fields):
+        said |= {"min_tokens", "ignore_eos"}
+    if body.use_beam_search:
+        own = {name: value for name, value in own.items() if name in _WITH_BEAMS}
+    update = {name: value for name, value in own.items() if name not in said}
+    for name in _UNITED:
+        if name in own and name in said:
+            update[name] = _united(name, getattr(body, name), own[name])
+    return update
+
+
+def _united(name: str, given: Any, own: Any) -> Any:
+    if name == "logit_bias":
+        return _bounded(name, {**own, **given}, MAX_BIASED_TOKENS)
+    both = [*_listed(given), *_listed(own)]
+    return _bounded(name, list(dict.fromkeys(both)), MAX_STOP_STRINGS if name == "stop" else None)
+
+
+def _bounded(name: str, both: Any, most: int | None) -> Any:
+    if most is not None and len(both) > most:
+        raise InvalidRequest(
+            f"{name}: the request and the persona have {len(both)} together, {most} at most", param=name
+        )
+    return both
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, str) else value
+
+
+def _keep_lengths_apart(body: GenerationBody, merged: GenerationBody, update: Json) -> None:
+    """Leave out a default length that the other length of the request contradicts."""
+    least, most = merged.min_tokens, merged.wanted_tokens()
+    if least is None or most is None or least <= most:
+        return
+    name = "max_tokens" if "max_tokens" in update and body.min_tokens is not None else "min_tokens"
+    if name in update:
+        setattr(merged, name, getattr(body, name))
+        del update[name]
+
+
+def _shape(body: ChatBody, defaults: Defaults) -> Json:
+    """Return the fields that decide the form of the answer: a grammar excludes tools."""
+    if body.use_beam_search or any(getattr(body, name) is not None for name in StructuredFields.model_fields):
+        return {}
+    names = [name for name in _TOOLS if getattr(body, name) is None] if body.tools is None else []
+    names += [] if body.tools else ["response_format"]
+    return {name: value for name in names if (value := getattr(defaults, name)) is not None}
+
+
+def _told(
+    stored: StoredPersona, given: Sequence[Message], user: str | None, variables: Sequence[Any], may_read: bool
+) -> AppliedPersona:
+    """Return the conversation with the persona's texts before it.
+
+    Raises:
+        InvalidRequest: the client's system message is not allowed, or `user` is not a name.
+    """
+    defaults, ref = stored.defaults, stored.ref
+    user = user_name(user) if stored.names_user else ""
+    system, own_system = defaults.system_prompt, [m for m in given if m.role in ("system", "developer")]
+    if own_system and defaults.is_locked:
+        raise InvalidRequest("this persona's system prompt is locked; send no system message", param="messages")
+    if own_system and system is not None and system.mode == "default":
+        system = None
+    told, rest, applied = [], list(given), []
+    if system is not None:
+        text = defaults.filled(system.text, ref.adapter_id, user)
+        if rest and rest[0].role in ("system", "developer"):
+            # One message, as many templates take no second.
+            text = f"{text}\n\n{rest.pop(0).plain()['content']}"
+        told.append(message("system", text))
+        applied.append("system")
+    elif rest and rest[0].role in ("system", "developer"):
+        told.append(rest.pop(0))
+    for dialogue in defaults.examples or ():
+        told += [message(turn.role, defaults.filled(turn.content, ref.adapter_id, user)) for turn in dialogue]
+    if defaults.examples:
+        applied.append("examples")
+    if not applied:
+        return AppliedPersona(ref)
+    before = "" if system is not None or not own_system else own_system[0].plain()["content"]
+    facts = json.dumps([ref.persona, applied, user, before, *variables], sort_keys=True)
+    key = hashlib.sha256(facts.encode()).hexdigest()
+    return AppliedPersona(ref, tuple(applied), key, not may_read, messages=(*told, *rest))
+
+
+def message(role: str, content: str) -> Message:
+    """Return a message of a conversation."""
+    return Message.model_validate({"role": role, "content": content})
+
+
+def _tgi_sampling(parameters: Parameters, defaults: Defaults) -> Json:
+    """Return sampling fields under TGI's names."""
+    given = {_TGI_NAMES.get(name, name): getattr(defaults, name) for name in _TGI_SAMPLING}
+    if parameters.do_sample is not False:
+        given |= {name: getattr(defaults, name) for name in _TGI_FILTERS}
+        given["top_k"] = None if defaults.top_k in (0, -1) else defaults.top_k
+        if defaults.temperature or not parameters.is_sampled:
+            given["temperature"] = defaults.temperature
+    update = {name: value for name, value in given.items() if value is not None and getattr(parameters, name) is None}
+    if update.get("temperature") and parameters.do_sample is None:
+        update["do_sample"] = True
+    if defaults.stop is not None:
+        own = [*(parameters.stop or ()), *(parameters.stop_sequences or ())]
+        update["stop"] = _united("stop", own, defaults.stop)
+    return update

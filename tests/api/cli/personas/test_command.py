@@ -1,0 +1,92 @@
+"""Commands defaults, import-card and import-modelfile, and what upload and show say of a persona."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answers import failed
+from cards import EXPECTED, card
+
+MIA: dict[str, Any] = {
+    "name": "Mia",
+    "system": {"text": "You are {{char}}.\nBe kind: grüße.", "mode": "lock"},
+    "greetings": ["Come in."],
+    "temperature": 0.5,
+    "stop": ["x"],
+    "response_format": {"type": "json_schema", "json_schema": {"name": "b", "schema": {"b": True, "a": None}}},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mia.json"
+    # Fields of another order, and one that says nothing.
+    path.write_text(json.dumps(dict(reversed(MIA.items())) | {"seed": None}), "utf-8")
+    return path
+
+
+def test_uploaded_shown_exported_and_imported_again(run, file: Path, make_adapter, tmp_path: Path) -> None:
+    done = run("upload", make_adapter(), "--id", "mia", "--defaults", file)
+    assert done.code == 0, done.err
+    assert "tokens of prompt with a short turn" in done.out
+    shown = run("show", "mia").out
+    for line in ("persona Mia, defaults ", "system prompt (lock):", "Be kind: grüße.", "temperature 0.5", "Come in."):
+        assert line in shown
+    exported = run("defaults", "mia").out
+    assert list(json.loads(exported)) == ["temperature", "stop", "name", "system", "greetings", "response_format"]
+    assert list(json.loads(exported)["response_format"]["json_schema"]["schema"]) == ["b", "a"]
+    copy = tmp_path / "copy.json"
+    copy.write_text(exported, "utf-8")
+    assert run("defaults", "mia", copy).out.startswith("unchanged: mia@1")
+    assert run("defaults", "mia").out == exported
+    assert run("defaults", "zoe", copy, "--new").out.startswith("registered zoe@1  no weights")
+    assert run("defaults", "zoe").out == exported
+    assert "no weights: the base answers" in run("show", "zoe").out
+    assert run("list").code == 0
+
+
+def test_cleared(run, file: Path, make_adapter) -> None:
+    run("upload", make_adapter(), "--id", "mia", "--defaults", file)
+    assert run("defaults", "mia", "--clear").out.startswith("registered mia@2")
+    failed(run("defaults", "mia"), 1, "mia@2 has no defaults")
+    assert json.loads(run("defaults", "mia@1", "--json").out)["defaults"]["name"] == "Mia"
+
+
+def test_every_fault_is_printed(run, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"temperature": -1, "top_p": 3, "colour": "red"}')
+    failed(run("defaults", "mia", wrong, "--new"), 1, "temperature", "top_p", "colour")
+    failed(run("defaults", "mia", tmp_path / "wrong.json"), 1, "'mia' does not exist")
+    for text in ("[]", "{", '{"seed": NaN}'):
+        wrong.write_text(text)
+        failed(run("defaults", "mia", wrong, "--new"), 1, "JSON")
+
+
+def test_cards(run, engine, tmp_path: Path) -> None:
+    engine.max_model_len = 2048
+    path = tmp_path / "ada.json"
+    path.write_bytes(card())
+    dry = run("import-card", path, "--id", "ada", "--dry-run")
+    assert json.loads(dry.out) == EXPECTED
+    done = run("import-card", path, "--id", "ada")
+    assert done.out.startswith("registered ada@1")
+    assert "left out of mes_example" in done.err
+    exported = run("defaults", "ada").out
+    assert json.loads(exported) == EXPECTED
+    again = tmp_path / "ada2.json"
+    again.write_text(exported, "utf-8")
+    assert run("defaults", "ada", again).out.startswith("unchanged: ada@1")
+
+
+def test_modelfiles(run, tmp_path: Path, server) -> None:
+    path = tmp_path / "Modelfile"
+    base = server.http.get("/v1/models").json()["data"][0]["id"]
+    path.write_text(f"FROM {base}\nSYSTEM Be brief.\nPARAMETER num_predict 5\nPARAMETER mirostat 1\n")
+    done = run("import-modelfile", path, "--id", "mario")
+    assert done.out.startswith("registered mario@1")
+    assert done.err == "left out: PARAMETER mirostat\n"
+    assert json.loads(run("defaults", "mario").out) == {"max_tokens": 5, "system": "Be brief."}
+    path.write_text("FROM llama9\nSYSTEM Be brief.\n")
+    failed(run("import-modelfile", path, "--id", "mario"), 1, "FROM llama9", base)
+    assert run("import-modelfile", path, "--id", "mario", "--any-base").out.startswith("registered mario@2")
