@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS
+from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS, K8V4_STEPS
 from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
@@ -116,9 +116,8 @@ def make_float_steps(kind: Any) -> Steps:
     return Steps(width, prepare, score, collect, finish)
 
 
-_bf16, _fp16, _fp32, _int8 = (
-    make_attention(steps) for steps in (*(make_float_steps(kind) for kind in (BF16, FP16, FP32)), INT8_STEPS)
-)
+_FLOAT_STEPS = (make_float_steps(kind) for kind in (BF16, FP16, FP32))
+_bf16, _fp16, _fp32, _int8, _k8v4 = (make_attention(steps) for steps in (*_FLOAT_STEPS, INT8_STEPS, K8V4_STEPS))
 
 
 def bf16(raw: Any) -> None:
@@ -135,3 +134,7 @@ def fp32(raw: Any) -> None:
 
 def int8(raw: Any) -> None:
     _int8(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
+def k8v4(raw: Any) -> None:
+    _k8v4(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))

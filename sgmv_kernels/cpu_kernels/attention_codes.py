@@ -4,10 +4,12 @@ Queries are rotated as keys were, and rounded; so are the weights of a block, ea
 the keys of a block are processed, its values are prefetched, and meanwhile the keys of the next block.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from sgmv_kernels.cpu_kernels.attention_loop import Steps
-from sgmv_kernels.cpu_kernels.rotation import code_dim, rotate
+from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
     DIM,
@@ -17,6 +19,7 @@ from sgmv_kernels.cpu_ops.attention import (
     PAGE_BYTES,
     TABLE_WIDTH,
     TABLES,
+    VALUE_MINIMA,
     VALUE_SCALES,
     VALUES,
 )
@@ -30,17 +33,25 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     make_scores,
     make_sums,
     weigh,
+    weigh_ranges,
 )
 from sgmv_kernels.formats.kv_format import LEAST
 
 _round_query, _round_weights = make_rounding(True), make_rounding(False)
-_scores_1, _scores_2, _scores_3, _scores_6 = (make_scores(n) for n in (1, 2, 3, 6))
-_sums_1, _sums_2, _sums_3, _sums_6 = (make_sums(n) for n in (1, 2, 3, 6))
 
 
-@kernel_part
-def _width(args):  # type: ignore[no-untyped-def]
-    return code_dim(args[DIM])
+class Values(NamedTuple):
+    """Hold what attention does in its own way over one kind of values; every function is a part of a kernel.
+
+    So many codes share a byte (`in_a_byte`). `width(dim)` returns the fp32 numbers of a row of sums. `weigh(args,
+    weights, head, page)` multiplies the weights of the page at an offset with the scales of its values, and returns
+    what they add to every number of the sums. `finish(args, sums, factor, out)` writes a head of the result.
+    """
+
+    in_a_byte: int
+    width: Any
+    weigh: Any
+    finish: Any
 
 
 @kernel_part
@@ -54,90 +65,125 @@ def _unit(size, levels):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _prepare(args, source, scale, units, room, queries):  # type: ignore[no-untyped-def]
-    """Rotate and round a query; its unit and the sum of its whole numbers are its units."""
-    dim, width = args[DIM], code_dim(args[DIM])
-    scaled(source, dim, scale, room)
-    for d in range(dim, width):
-        put_f32(room, d, np.float32(0))
-    rotate(room, width, dim)
-    factor, unit = _unit(largest(room, width), QUERY_LEVELS)
-    put_f32(units, 0, unit)
-    put_i32(units, 1, _round_query(room, width, factor, queries))
-
-
-@kernel_part
 def _table(args, sequence, token):  # type: ignore[no-untyped-def]
     """Return the address of the id of a token's page."""
     return args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + token // args[PAGE])
 
 
-@kernel_part
-def _score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-    """Compute scores[i, j] = query i . key j for whole pages."""
-    page, width, stride = args[PAGE], code_dim(args[DIM]), 4 * args[BLOCK]
-    token = first // page * page
-    ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
-    keys, ahead = args[KEYS] + head * width * page, args[VALUES] + head * width * page
-    scales, out = args[KEY_SCALES] + 4 * head * page, scores + 4 * (token - at)
-    i = 0
-    while i < rows:
-        a, u, c, left = queries + 4 * width * i, units + 8 * i, out + stride * i, rows - i
-        if left >= 6:
-            _scores_6(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, width, page, ahead, c, stride)
-            i += 6
-        elif left >= 3:
-            _scores_3(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, width, page, ahead, c, stride)
-            i += 3
-        elif left == 2:
-            _scores_2(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, width, page, ahead, c, stride)
-            i += 2
-        else:
-            _scores_1(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, width, page, ahead, c, stride)
-            i += 1
-        ahead = keys
+def make_code_steps(values: Values) -> Steps:
+    """Return the steps over pages of codes with values of a kind."""
+    in_a_byte, width_of, weigh_page, finish = values
+    scores_1, scores_2, scores_3, scores_6 = (make_scores(n, in_a_byte) for n in (1, 2, 3, 6))
+    sums_1, sums_2, sums_3, sums_6 = (make_sums(n, in_a_byte) for n in (1, 2, 3, 6))
+
+    @kernel_part
+    def width(args):  # type: ignore[no-untyped-def]
+        return width_of(args[DIM])
+
+    @kernel_part
+    def prepare(args, source, scale, units, room, queries):  # type: ignore[no-untyped-def]
+        """Rotate and round a query; its unit and the sum of its whole numbers are its units."""
+        dim, width = args[DIM], width_of(args[DIM])
+        scaled(source, dim, scale, room)
+        for d in range(dim, width):
+            put_f32(room, d, np.float32(0))
+        rotate(room, width, dim)
+        factor, unit = _unit(largest(room, width), QUERY_LEVELS)
+        put_f32(units, 0, unit)
+        put_i32(units, 1, _round_query(room, width, factor, queries))
+
+    @kernel_part
+    def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+        """Compute scores[i, j] = query i . key j for whole pages."""
+        page, dim, width, stride = args[PAGE], code_dim(args[DIM]), width_of(args[DIM]), 4 * args[BLOCK]
+        token = first // page * page
+        ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
+        keys, ahead = args[KEYS] + head * dim * page, args[VALUES] + head * (width // in_a_byte) * page
+        scales, out = args[KEY_SCALES] + 4 * head * page, scores + 4 * (token - at)
+        i = 0
+        while i < rows:
+            a, u, c, left = queries + 4 * width * i, units + 8 * i, out + stride * i, rows - i
+            if left >= 6:
+                scores_6(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
+                i += 6
+            elif left >= 3:
+                scores_3(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
+                i += 3
+            elif left == 2:
+                scores_2(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
+                i += 2
+            else:
+                scores_1(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
+                i += 1
+            ahead = keys
+
+    @kernel_part
+    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+        """Round the weights of whole pages in their place, and add weight[i, j] * value j to sums[i]."""
+        page, width, stride = args[PAGE], width_of(args[DIM]), 4 * args[BLOCK]
+        token = first // page * page
+        ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
+        values = args[VALUES] + head * (width // in_a_byte) * page
+        out = weights + 4 * (token - at)
+        for i in range(rows):
+            own, added = out + stride * i, np.float32(0)
+            for j in range(pages):
+                added += weigh_page(args, own + 4 * page * j, head, i32(ids, j) * args[PAGE_BYTES])
+            factor, unit = _unit(largest(own, pages * page), WEIGHT_LEVELS)
+            put_f32(units + 8 * i, 0, unit)
+            put_f32(units + 8 * i, 1, added)
+            _round_weights(own, pages * page, factor, own)
+        following, ahead = ids + 4 * pages, args[KEYS] + head * code_dim(args[DIM]) * page
+        if token // page + 2 * pages > args[TABLE_WIDTH]:
+            # Ids are read up to the table's end.
+            following, ahead = ids, values
+        i = 0
+        while i < rows:
+            a, u, c, left = out + stride * i, units + 8 * i, sums + 4 * width * i, rows - i
+            if left >= 6:
+                sums_6(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                i += 6
+            elif left >= 3:
+                sums_3(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                i += 3
+            elif left == 2:
+                sums_2(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                i += 2
+            else:
+                sums_1(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                i += 1
+            following, ahead = ids, values
+
+    return Steps(width, prepare, score, collect, finish)
 
 
 @kernel_part
-def _collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-    """Round the weights of whole pages in their place, and add weight[i, j] * value j to sums[i]."""
-    page, width, stride = args[PAGE], code_dim(args[DIM]), 4 * args[BLOCK]
-    token = first // page * page
-    ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
-    values, scales = args[VALUES] + head * width * page, args[VALUE_SCALES] + 4 * head * page
-    out = weights + 4 * (token - at)
-    for i in range(rows):
-        own = out + stride * i
-        for j in range(pages):
-            weigh(own + 4 * page * j, page, scales + i32(ids, j) * args[PAGE_BYTES])
-        factor, unit = _unit(largest(own, pages * page), WEIGHT_LEVELS)
-        put_f32(units + 8 * i, 0, unit)
-        _round_weights(own, pages * page, factor, own)
-    following, ahead = ids + 4 * pages, args[KEYS] + head * width * page
-    if token // page + 2 * pages > args[TABLE_WIDTH]:
-        # Ids are read up to the table's end.
-        following, ahead = ids, values
-    i = 0
-    while i < rows:
-        a, u, c, left = out + stride * i, units + 8 * i, sums + 4 * width * i, rows - i
-        if left >= 6:
-            _sums_6(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
-            i += 6
-        elif left >= 3:
-            _sums_3(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
-            i += 3
-        elif left == 2:
-            _sums_2(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
-            i += 2
-        else:
-            _sums_1(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
-            i += 1
-        following, ahead = ids, values
+def _weigh_int8(args, weights, head, page):  # type: ignore[no-untyped-def]
+    weigh(weights, args[PAGE], args[VALUE_SCALES] + 4 * head * args[PAGE] + page)
+    return np.float32(0)
 
 
 @kernel_part
-def _finish(args, sums, factor, out):  # type: ignore[no-untyped-def]
+def _finish_int8(args, sums, factor, out):  # type: ignore[no-untyped-def]
     scaled(sums, args[DIM], factor, out)
 
 
-INT8_STEPS = Steps(_width, _prepare, _score, _collect, _finish)
+@kernel_part
+def _paired(dim):  # type: ignore[no-untyped-def]
+    return 2 * pair_dim(dim)
+
+
+@kernel_part
+def _weigh_nibbles(args, weights, head, page):  # type: ignore[no-untyped-def]
+    skip = 2 * head * args[PAGE] + page
+    return weigh_ranges(weights, args[PAGE], args[VALUE_SCALES] + skip, args[VALUE_MINIMA] + skip)
+
+
+@kernel_part
+def _finish_nibbles(args, sums, factor, out):  # type: ignore[no-untyped-def]
+    rotate(sums, _paired(args[DIM]), args[DIM])
+    scaled(sums, args[DIM], factor, out)
+
+
+INT8_STEPS = make_code_steps(Values(1, code_dim, _weigh_int8, _finish_int8))
+K8V4_STEPS = make_code_steps(Values(2, _paired, _weigh_nibbles, _finish_nibbles))

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.rotation import code_dim, rotate
+from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_ops.pointwise import (
     FLOAT,
     HALF,
@@ -20,6 +20,7 @@ from sgmv_kernels.cpu_ops.pointwise import (
     PAGES,
     ROWS,
     SLOTS,
+    VALUE_MINIMA,
     VALUE_SCALES,
     VALUES,
     WIDTH,
@@ -43,6 +44,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     put_f32,
     put_kind,
     rotated,
+    row_max,
     row_sum,
     scaled,
     silu_times,
@@ -50,8 +52,8 @@ from sgmv_kernels.cpu_simd.elementwise import (
     weighted,
 )
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.kv_codes import largest, put_code
-from sgmv_kernels.formats.kv_format import LEAST, LEVELS
+from sgmv_kernels.cpu_simd.kv_codes import bf16_of, largest, put_code, put_pair, row_min
+from sgmv_kernels.formats.kv_format import LEAST, LEVELS, NIBBLE_LEVELS
 
 
 def norm(raw: Any) -> None:
@@ -255,8 +257,38 @@ def _store_int8(args, page, slot, head, key, value):  # type: ignore[no-untyped-
     _put_codes(value, dim, values, args[VALUE_SCALES] + scales, 16, 4)
 
 
-_rope_bf16, _rope_fp16, _rope_fp32, _rope_int8 = (
-    make_rope(store) for store in (*(make_store(kind) for kind in (BF16, FP16, FP32)), _store_int8)
+@kernel_part
+def _put_pairs(x, dim, codes, scale, minimum):  # type: ignore[no-untyped-def]
+    """Round a head to codes of 4 bits, bytes 4 apart; see `kv_format.round_range`."""
+    least, pairs = bf16_of(row_min(x, dim)), pair_dim(dim)
+    unit = bf16_of((row_max(x, dim) - least) * np.float32(1 / NIBBLE_LEVELS))
+    unit = unit if unit > np.float32(LEAST) else np.float32(0)
+    factor = np.float32(1) / unit if unit > 0 else np.float32(0)
+    if largest(x, dim) != largest(x, dim):
+        unit = np.float32(np.nan)
+    put_kind(scale, 0, unit, BF16)
+    put_kind(minimum, 0, least, BF16)
+    for d in range(pairs):
+        first = (f32(x, d) - least) * factor if d < dim else np.float32(0)
+        second = (f32(x, d + pairs) - least) * factor if d + pairs < dim else np.float32(0)
+        put_pair(first, second, codes + 4 * d)
+
+
+@kernel_part
+def _store_k8v4(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
+    """Store a token as codes; see `kv_format.K8V4`."""
+    dim, tokens = args[WIDTH], args[PAGE]
+    keys = args[KEYS] + page + head * code_dim(dim) * tokens + 4 * slot
+    rotate(key, dim, dim)
+    _put_codes(key, dim, keys, args[KEY_SCALES] + page + 4 * (head * tokens + slot), 4 * tokens, 1)
+    pairs, ranges = pair_dim(dim), page + 2 * (head * tokens + slot)
+    values = args[VALUES] + page + head * pairs * tokens + slot // 4 * 4 * pairs + slot % 4
+    rotate(value, dim, dim)
+    _put_pairs(value, dim, values, args[VALUE_SCALES] + ranges, args[VALUE_MINIMA] + ranges)
+
+
+_rope_bf16, _rope_fp16, _rope_fp32, _rope_int8, _rope_k8v4 = (
+    make_rope(store) for store in (*(make_store(kind) for kind in (BF16, FP16, FP32)), _store_int8, _store_k8v4)
 )
 
 
@@ -274,3 +306,7 @@ def rope_fp32(raw: Any) -> None:
 
 def rope_int8(raw: Any) -> None:
     _rope_int8(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def rope_k8v4(raw: Any) -> None:
+    _rope_k8v4(carray(raw, (NUM_ARGS,), np.int64))

@@ -16,6 +16,12 @@ def code_dim(dim):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
+def pair_dim(dim):  # type: ignore[no-untyped-def]
+    """Return the bytes of a head in codes of 4 bits; see `kv_format.padded_pairs`."""
+    return (dim + 2 * CODES_STEP - 1) // (2 * CODES_STEP) * CODES_STEP
+
+
+@kernel_part
 def rotate(x, n, dim):  # type: ignore[no-untyped-def]
     """Rotate n numbers, a head of `dim` and zeros, in blocks of the largest power of two that divides `dim`."""
     block, half = dim & -dim, np.int64(1)

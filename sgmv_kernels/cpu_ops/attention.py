@@ -26,11 +26,11 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, SLOPES = range(23, 30)
+SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA, SLOPES = range(23, 31)
 """Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and positions
-are 0 without draft trees, scales for pages of floats, SLOPES without ALiBi."""
+are 0 without draft trees, scales for pages of floats, minima for those without, SLOPES without ALiBi."""
 NUM_ARGS = SLOPES + 1
-ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8"}
+ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
 """KV formats that the kernel reads, and its entry for each."""
 
 
@@ -73,6 +73,7 @@ def attention_cpu(
         WINDOW: window or 0,
         KEY_SCALES: kv.address(formats.KEY_SCALES),
         VALUE_SCALES: kv.address(formats.VALUE_SCALES),
+        VALUE_MINIMA: kv.address(formats.VALUE_MINIMA),
         SLOPES: 0 if slopes is None else slopes.data_ptr(),
     }
     launch(MODULE, ENTRIES[kv.format.name], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
@@ -94,7 +95,7 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
     tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
     # Queries, sums, scores, then the maximum, the sum, and four units of every row.
-    scratch_bytes = 4 * rows * group * (2 * formats.padded_dim(dim) + block + 6)
+    scratch_bytes = 4 * rows * group * (4 * formats.padded_pairs(dim) + block + 6)
     scratch_bytes = -(-scratch_bytes // 128) * 128
     scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
     sequences.kept.extend((tasks, scratch))

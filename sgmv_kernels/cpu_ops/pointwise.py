@@ -15,9 +15,15 @@ TAKEN, SAMPLED = "taken", "sampled"
 A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
 PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 """Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
-HALF, KEY_SCALES, VALUE_SCALES = range(PAGE_BYTES + 1, PAGE_BYTES + 4)
-NUM_ARGS = VALUE_SCALES + 1
-ROPE = {"bfloat16": "rope_bf16", "float16": "rope_fp16", "float32": "rope_fp32", "int8": "rope_int8"}
+HALF, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA = range(PAGE_BYTES + 1, PAGE_BYTES + 5)
+NUM_ARGS = VALUE_MINIMA + 1
+ROPE = {
+    "bfloat16": "rope_bf16",
+    "float16": "rope_fp16",
+    "float32": "rope_fp32",
+    "int8": "rope_int8",
+    "k8v4": "rope_k8v4",
+}
 """KV formats that `rope_write_kv` writes, and its entry for each."""
 
 
@@ -96,6 +102,7 @@ def rope_write_kv_cpu(
         HALF: cos.shape[1],
         KEY_SCALES: kv.address(formats.KEY_SCALES),
         VALUE_SCALES: kv.address(formats.VALUE_SCALES),
+        VALUE_MINIMA: kv.address(formats.VALUE_MINIMA),
     }
     launch(MODULE, ROPE[kv.format.name], rope_part(rows, cos, sin, pages, slots), own)
     return q

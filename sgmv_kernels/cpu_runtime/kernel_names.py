@@ -6,7 +6,7 @@ import llvmlite.binding as llvm
 
 Kernel = tuple[str, str]
 """A module of `cpu_kernels`, and the kernel's name in it."""
-_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8"}
+_KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
 
 
 def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:

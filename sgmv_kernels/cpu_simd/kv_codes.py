@@ -24,7 +24,8 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     splat_int,
     store_vector,
 )
-from sgmv_kernels.cpu_simd.vector_ir import I32, I64, LANES, Emitter, Value, c64, each, loop_of
+from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, loop_of
+from sgmv_kernels.formats.kv_format import NIBBLE_LEVELS
 
 QUERY_LEVELS = 127 * 128
 """Largest whole number of a query: 128 times a signed byte, and -64 to 63."""
@@ -108,6 +109,24 @@ def mix_vectors(typingctx, x, n, half):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def put_pair(typingctx, first, second, address):  # type: ignore[no-untyped-def]
+    """Store two numbers as codes of 4 bits in one byte, the first in its lower half: rounded to nearest even, those
+    below 0 as 0, those above as `NIBBLE_LEVELS`, and as 0 what is no number.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        one, codes = Emitter(b, 1), []
+        for number in args[:2]:
+            bound = one.call("minnum", one.call("maxnum", number, one.const(0.0)), one.const(float(NIBBLE_LEVELS)))
+            codes.append(b.trunc(_whole(one, bound, one.const(1.0)), _I8))
+        byte = b.or_(codes[0], b.shl(codes[1], ir.Constant(_I8, 4)))
+        b.store(byte, b.inttoptr(args[2], _I8.as_pointer()), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(_F, _F, _A), codegen
+
+
+@intrinsic
 def put_code(typingctx, x, factor, address):  # type: ignore[no-untyped-def]
     """Store x * factor, rounded to nearest even, as int8; 0 if it is none."""
 
@@ -188,6 +207,52 @@ def weigh(typingctx, weights, n, scales):  # type: ignore[no-untyped-def]
     return types.void(_A, _A, _A), codegen
 
 
+@intrinsic
+def weigh_ranges(typingctx, weights, n, scales, minima):  # type: ignore[no-untyped-def]
+    """Do what `weigh` does with scales of bf16, and return the sum of weights[h] * minima[h], bf16, before."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        weights, n, scales, minima = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            weight = emit.load(weights, at)
+            some = b.fcmp_unordered("!=", weight, emit.const(0.0))
+            scale, least = (emit.load_kind(numbers, at, types.uint16) for numbers in (scales, minima))
+            emit.store(b.select(some, b.fmul(weight, scale), weight), weights, at)
+            return [b.select(some, emit.fma(weight, least, state[0]), state[0])]
+
+        (wide, many), (_, rest) = each(b, n, body, (0.0,))
+        return b.fadd(wide.sum(many[0]), rest[0])
+
+    return _F(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def row_min(typingctx, x, n):  # type: ignore[no-untyped-def]
+    """Return the smallest of n numbers, infinity of none."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            return [emit.call("minnum", emit.load(args[0], at), state[0])]
+
+        (wide, many), (_, rest) = each(b, args[1], body, (float("inf"),))
+        least = wide.fold(many[0], lambda emit, x, y: emit.call("minnum", x, y))
+        return Emitter(b, 1).call("minnum", least, rest[0])
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
+def bf16_of(typingctx, x):  # type: ignore[no-untyped-def]
+    """Return x rounded to a number of bf16."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        bits = Emitter(b, 1).bf16_bits(args[0])
+        return b.bitcast(b.shl(bits, ir.Constant(I32, 16)), F32)
+
+    return _F(_F), codegen
+
+
 def _factors(b: Any, quads: Value) -> list[Value]:
     """Load the two factors of a quad into every lane."""
     return [splat_int(b, b.add(quads, c64(4 * k))) for k in range(2)]
@@ -227,13 +292,13 @@ def _page(b: Any, ids: Value, at: Value, page_bytes: Value) -> Value:
     return b.mul(b.sext(b.load(place, align=4), I64), page_bytes)
 
 
-def make_scores(rows: int) -> Callable[..., Any]:
+def make_scores(rows: int, in_a_byte: int) -> Callable[..., Any]:
     """scores(quads, apart, units, ids, pages, bytes, codes, scales, dim, page, ahead, out, stride): out[i, j] = query
     i . key j.
 
     `quads`: rounded queries, `apart` bytes from each other; `units`: the unit (fp32) and the sum (int32) of each.
     `ids`: the `pages` pages, `bytes` long, whose `codes` and `scales` of one head are [dim / 4, page, 4] and [page].
-    Meanwhile as many codes at `ahead` in these pages are prefetched.
+    Meanwhile as many codes at `ahead` in these pages, of which `in_a_byte` share one, are prefetched.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -250,12 +315,12 @@ def make_scores(rows: int) -> Callable[..., Any]:
 
             def of_tokens(token: Value, _: list[Value]) -> list[Value]:
                 first = b.add(b.add(codes, skip), b.mul(token, c64(4)))
-                coming = b.add(b.add(ahead, skip), b.mul(token, c64(4)))
+                coming = b.add(b.add(ahead, skip), b.mul(token, c64(4 // in_a_byte)))
 
                 def of_quad(quad: Value, totals: list[Value]) -> list[Value]:
                     line = b.mul(quad, line_bytes)
                     code = load_vector(b, b.add(first, line), INTS)
-                    emit.fetch(b.add(coming, line))
+                    emit.fetch(b.add(coming, b.sdiv(line, c64(in_a_byte))))
                     added: list[Value] = []
                     for i in range(rows):
                         factors = _factors(b, b.add(own[i], b.mul(quad, c64(QUAD_BYTES))))
@@ -295,41 +360,45 @@ def _splat(b: Any, value: Value) -> Value:
     return b.shuffle_vector(first, undefined, filled(INTS, 0))
 
 
-def make_sums(rows: int) -> Callable[..., Any]:
+def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
     """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, following, ahead, out): out[i, :] += weights i .
     values.
 
     `quads`: rounded weights of the tokens of all pages, rows `stride` apart; `units`: the unit (fp32) and what is added
-    to every number (fp32) of each. `codes` of one head in a page: [page / 4, dim, 4]. `out`: fp32 [rows, dim].
-    Meanwhile as many codes at `ahead` in the pages `following` are prefetched.
+    to every number (fp32) of each. `codes` of one head in a page: [page / 4, dim / in_a_byte, 4] bytes; two in a byte
+    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim]. Meanwhile as many codes at
+    `ahead`, of a byte each, in the pages `following` are prefetched.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         quads, stride, units, ids, pages, page_bytes, codes, dim, page, following, ahead, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         own = [b.add(quads, b.mul(stride, c64(i))) for i in range(rows)]
-        unit = [emit.splat(one.load(units, c64(2 * i))) for i in range(rows)]
-        count = b.sdiv(page, c64(4))
+        unit, added_to_all = ([emit.splat(one.load(units, c64(2 * i + k))) for i in range(rows)] for k in (0, 1))
+        count, width = b.sdiv(page, c64(4)), b.sdiv(dim, c64(in_a_byte))
         done: Value = c64(0)
         for vectors in (2, 1):
-            step = vectors * LANES
-            end = b.add(done, b.mul(b.sdiv(b.sub(dim, done), c64(step)), c64(step)))
+            if vectors < in_a_byte:
+                break
+            loads = vectors // in_a_byte
+            step = loads * LANES
+            end = b.add(done, b.mul(b.sdiv(b.sub(width, done), c64(step)), c64(step)))
 
-            def of_dims(at: Value, _: list[Value], vectors: int = vectors) -> list[Value]:
+            def of_dims(at: Value, _: list[Value], vectors: int = vectors, loads: int = loads) -> list[Value]:
                 skip_dims = b.mul(at, c64(4))
 
                 def of_page(j: Value, totals: list[Value]) -> list[Value]:
                     first = b.add(b.add(codes, _page(b, ids, j, page_bytes)), skip_dims)
-                    coming = b.add(b.add(ahead, _page(b, following, j, page_bytes)), skip_dims)
+                    coming = b.add(ahead, _page(b, following, j, page_bytes))
                     taken = b.mul(b.mul(j, count), c64(QUAD_BYTES))
 
                     def of_quad(quad: Value, totals: list[Value]) -> list[Value]:
-                        line = b.mul(quad, b.mul(dim, c64(4)))
-                        code = [
-                            load_vector(b, b.add(first, b.add(line, c64(_VECTOR * v))), INTS) for v in range(vectors)
-                        ]
+                        line = b.mul(quad, b.mul(width, c64(4)))
+                        held = [load_vector(b, b.add(first, b.add(line, c64(_VECTOR * v))), INTS) for v in range(loads)]
+                        code = [part for loaded in held for part in _codes(b, loaded, in_a_byte)]
+                        fetched = b.add(coming, b.mul(b.add(line, skip_dims), c64(in_a_byte)))
                         for v in range(0, vectors * _VECTOR, _LINE):
-                            emit.fetch(b.add(coming, b.add(line, c64(v))))
+                            emit.fetch(b.add(fetched, c64(v)))
                         added: list[Value] = []
                         for i in range(rows):
                             factors = _factors(b, b.add(own[i], b.add(taken, b.mul(quad, c64(QUAD_BYTES)))))
@@ -345,11 +414,13 @@ def make_sums(rows: int) -> Callable[..., Any]:
                 for i in range(rows):
                     row = b.add(out, b.mul(dim, c64(4 * i)))
                     for v in range(vectors):
-                        p, place = (i * vectors + v) * _SUMS, b.add(at, c64(v * LANES))
+                        p, part = (i * vectors + v) * _SUMS, v % in_a_byte
+                        place = b.add(b.add(at, c64(v // in_a_byte * LANES)), b.mul(width, c64(part)))
                         whole = totals[p]
                         if HAS_BYTE_DOT:
                             whole = b.add(b.shl(whole, filled(INTS, 8)), totals[p + 1])
-                        emit.store(emit.fma(unit[i], b.sitofp(whole, emit.float), emit.load(row, place)), row, place)
+                        held = b.fadd(emit.load(row, place), added_to_all[i])
+                        emit.store(emit.fma(unit[i], b.sitofp(whole, emit.float), held), row, place)
                 return []
 
             loop_of(b, done, end, step, [], of_dims)
@@ -362,3 +433,11 @@ def make_sums(rows: int) -> Callable[..., Any]:
 
     made: Callable[..., Any] = sums
     return made
+
+
+def _codes(b: Any, loaded: Value, in_a_byte: int) -> list[Value]:
+    """Return the codes of loaded bytes as vectors of bytes; of two in a byte, the lower ones first."""
+    if in_a_byte == 1:
+        return [loaded]
+    mask = filled(INTS, 0x0F0F0F0F)
+    return [b.and_(loaded, mask), b.and_(b.lshr(loaded, filled(INTS, 4)), mask)]

@@ -21,10 +21,14 @@ TOKEN, HEAD_DIM = "token", "head_dim"
 """Axes of a part: the tokens of a page, the numbers of a head."""
 TOKEN_QUAD, QUAD_TOKEN, DIM_QUAD, QUAD_DIM, CODE_DIM = "token_quad", "quad_token", "dim_quad", "quad_dim", "code_dim"
 """Axes of codes: fours of tokens, the tokens of a four; fours of numbers, the numbers of a four; the padded numbers."""
+DIM_PAIR = "dim_pair"
+"""Axis of codes of 4 bits: pairs of numbers that share a byte."""
 CODES_STEP = 16
 """Codes of a head, and the tokens of their pages, are a multiple of so many: whole vectors on every processor."""
 LEVELS = 127
 """Code of the largest magnitude of a head."""
+NIBBLE_LEVELS = 15
+"""Code of 4 bits of the largest number of a head; that of the smallest is 0."""
 LEAST = 1e-30
 """Heads without a larger number are stored as zeros."""
 _SIZES: Mapping[str, Callable[[int, int], int]] = {
@@ -35,6 +39,7 @@ _SIZES: Mapping[str, Callable[[int, int], int]] = {
     DIM_QUAD: lambda head_dim, page_size: padded_dim(head_dim) // 4,
     QUAD_DIM: lambda head_dim, page_size: 4,
     CODE_DIM: lambda head_dim, page_size: padded_dim(head_dim),
+    DIM_PAIR: lambda head_dim, page_size: padded_pairs(head_dim),
 }
 _OF_A_SLOT: Mapping[str, Callable[[Any], Any]] = {
     TOKEN: lambda slots: slots,
@@ -163,7 +168,8 @@ class CodesKV(KVFormat):
 
     def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         codes, scales = round_symmetric(hadamard(keys.float()))
-        items = {KEYS: _padded(codes).unflatten(-1, (-1, 4)), KEY_SCALES: scales} | self.round_values(values.float())
+        padded = _padded(codes, padded_dim(codes.shape[-1]))
+        items = {KEYS: padded.unflatten(-1, (-1, 4)), KEY_SCALES: scales} | self.round_values(values.float())
         for part in self.parts:
             view = parts[part.name]
             view[part.at(pages, slots)] = items[part.name].to(view.dtype)
@@ -191,15 +197,41 @@ class Int8KV(CodesKV):
 
     def round_values(self, values: Tensor) -> dict[str, Tensor]:
         codes, scales = round_symmetric(values)
-        return {VALUES: _padded(codes), VALUE_SCALES: scales}
+        return {VALUES: _padded(codes, padded_dim(codes.shape[-1])), VALUE_SCALES: scales}
 
     def read_values(self, parts: Parts, pages: Tensor, head_dim: int) -> Tensor:
         codes = parts[VALUES][pages].float().transpose(-1, -2).flatten(-3, -2)
         return (codes * parts[VALUE_SCALES][pages][..., None])[..., :head_dim]
 
 
+class K8V4(CodesKV):
+    """Store values as codes of 4 bits between the smallest and the largest number of each token and head.
+
+    Values are rotated before they are rounded, as keys are, and kernels rotate what attention gives back. A byte has
+    two numbers of one token, the second half a padded head after the first, so that tokens share no byte.
+    """
+
+    def __init__(self) -> None:
+        codes = KVPart(VALUES, "uint8", (TOKEN_QUAD, DIM_PAIR, QUAD_TOKEN))
+        ranges = (KVPart(name, "bfloat16", (TOKEN,)) for name in (VALUE_SCALES, VALUE_MINIMA))
+        super().__init__("k8v4", (codes, *ranges))
+
+    def round_values(self, values: Tensor) -> dict[str, Tensor]:
+        codes, scales, minima = round_range(hadamard(values))
+        pairs = padded_pairs(values.shape[-1])
+        padded = _padded(codes, 2 * pairs)
+        return {VALUES: padded[..., :pairs] + 16 * padded[..., pairs:], VALUE_SCALES: scales, VALUE_MINIMA: minima}
+
+    def read_values(self, parts: Parts, pages: Tensor, head_dim: int) -> Tensor:
+        stored = parts[VALUES][pages].transpose(-1, -2).flatten(-3, -2)
+        codes = stored.new_empty((*stored.shape[:-1], 2, stored.shape[-1])).float()
+        codes[..., 0, :], codes[..., 1, :] = stored & 15, stored >> 4
+        scales, minima = (parts[name][pages].float()[..., None] for name in (VALUE_SCALES, VALUE_MINIMA))
+        return hadamard((codes.flatten(-2) * scales + minima)[..., :head_dim])
+
+
 KV_FORMATS: dict[str, KVFormat] = {dtype: FloatKV(dtype) for dtype in ("bfloat16", "float16", "float32")}
-KV_FORMATS |= {kv_format.name: kv_format for kv_format in (Int8KV(),)}
+KV_FORMATS |= {kv_format.name: kv_format for kv_format in (Int8KV(), K8V4())}
 """Every format by its name, which `--kv-cache-dtype` takes."""
 
 
@@ -211,6 +243,11 @@ def get_kv_format(name: str, dtype: str) -> KVFormat:
 def padded_dim(head_dim: int) -> int:
     """Return the numbers of a head in codes, those behind `head_dim` 0."""
     return _aligned(head_dim, CODES_STEP)
+
+
+def padded_pairs(head_dim: int) -> int:
+    """Return the bytes of a head in codes of 4 bits: as many numbers in their lower halves, as many in their upper."""
+    return _aligned(head_dim, 2 * CODES_STEP) // 2
 
 
 def rotated_block(head_dim: int) -> int:
@@ -245,11 +282,25 @@ def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales.where(is_finite, scales.new_tensor(math.nan))
 
 
-def _padded(codes: Tensor) -> Tensor:
+def round_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round heads [..., D] fp32 to whole codes from 0 to `NIBBLE_LEVELS`; returns codes, scales and minima [...].
+
+    A number is code * scale + minimum; both are those of bfloat16. The scale of a head with a number that is none, or
+    infinite, is NaN.
+    """
+    minima = x.amin(-1).bfloat16().float()
+    scales = ((x.amax(-1) - minima) * (1 / NIBBLE_LEVELS)).bfloat16().float()
+    is_finite, is_some = x.abs().sum(-1) < math.inf, scales > LEAST
+    factors = (1 / scales).where(is_finite & is_some, scales.new_zeros(()))
+    codes = ((x - minima[..., None]) * factors[..., None]).nan_to_num(0.0).round().clamp(0, NIBBLE_LEVELS)
+    scales = scales.where(is_some, scales.new_zeros(()))
+    return codes, scales.where(is_finite, scales.new_tensor(math.nan)), minima
+
+
+def _padded(codes: Tensor, width: int) -> Tensor:
     """Append zeros to heads [..., D]."""
-    dim = codes.shape[-1]
-    padded = codes.new_zeros((*codes.shape[:-1], padded_dim(dim)))
-    padded[..., :dim] = codes
+    padded = codes.new_zeros((*codes.shape[:-1], width))
+    padded[..., : codes.shape[-1]] = codes
     return padded
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
-from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_SCALES, CodesKV, rotated_block
+from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_MINIMA, VALUE_SCALES, CodesKV, padded_pairs, rotated_block
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
@@ -39,7 +39,7 @@ CODES_N = 64
 """Fewest keys of a tile of codes: `tl.dot` takes 16 of each of four."""
 REDUCED_PARTS = 16
 """Partial results that are read at once: what a warp holds in registers."""
-KV_FORMATS = ("bfloat16", "float16", "float32", "int8")
+KV_FORMATS = ("bfloat16", "float16", "float32", "int8", "k8v4")
 """KV formats that the kernels read."""
 new_partials = torch.empty
 """Allocator of the partial results; tests replace it by one that fills them with NaN."""
@@ -81,7 +81,9 @@ def attention(
     compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
     keys, values = (words_of(kv.keys), words_of(kv.values)) if is_coded else (kv.keys, kv.values)
     # Pages of floats have no scales: any address serves.
-    key_scales, value_scales = (kv.parts.get(name, keys) for name in (KEY_SCALES, VALUE_SCALES))
+    key_scales, value_scales, value_minima = (
+        kv.parts.get(name, keys) for name in (KEY_SCALES, VALUE_SCALES, VALUE_MINIMA)
+    )
     for items, items_at, block_m, block_n, warps, stages in (
         (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
         (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
@@ -93,6 +95,7 @@ def attention(
                 values,
                 key_scales,
                 value_scales,
+                value_minima,
                 out,
                 partial,
                 sums,
@@ -111,6 +114,7 @@ def attention(
                 *keys.stride(),
                 *values.stride(),
                 *key_scales.stride()[:2],
+                *value_scales.stride()[:2],
                 HEADS=heads,
                 GROUP=group,
                 D=dim,
@@ -121,6 +125,8 @@ def attention(
                 SLOPES=slopes is not None,
                 TREES=most.tree_rows > 0,
                 CODES=is_coded,
+                PAIRED=VALUE_MINIMA in kv.parts,
+                PAIRS=padded_pairs(dim),
                 ROTATED=rotated_block(dim),
                 QUADS_PAD=power_of_two(-(-dim // 4)),
                 BLOCK_M=block_m,
@@ -172,6 +178,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     values,
     key_scales,
     value_scales,
+    value_minima,
     out,
     partial,
     sums,
@@ -197,6 +204,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     value_dim,
     scale_page,
     scale_head,
+    range_page,
+    range_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -207,6 +216,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SLOPES: tl.constexpr,
     TREES: tl.constexpr,
     CODES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROTATED: tl.constexpr,
     QUADS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -265,7 +276,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
     nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     table = ints + pages_at + sequence.to(tl.int64) * max_pages
-    v_base = values + kv_head.to(tl.int64) * value_head + d.to(tl.int64)[None, :] * value_dim
+    # Of two values in a byte the one in its upper half is PAIRS numbers further.
+    v_number = (d % PAIRS if PAIRED else d).to(tl.int64)
+    v_base = values + kv_head.to(tl.int64) * value_head + v_number[None, :] * value_dim
     if CODES:
         # A word has four numbers of a key, or four tokens of a value: queries and weights are taken four apart.
         quad = tl.arange(0, QUADS_PAD)
@@ -330,8 +343,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
         if CODES:
-            scaled = weights * tl.load(value_scales + places, mask=key_ok, other=0.0)[None, :]
+            ranges = page * range_page + kv_head.to(tl.int64) * range_head + at % PAGE
+            scaled = weights * tl.load(value_scales + ranges, mask=key_ok, other=0.0).to(tl.float32)[None, :]
             scaled = tl.where(visible, scaled, 0.0).to(COMPUTE)
+            if PAIRED:
+                added = weights * tl.load(value_minima + ranges, mask=key_ok, other=0.0).to(tl.float32)[None, :]
+                acc += tl.sum(tl.where(visible, added, 0.0), 1)[:, None]
             even, odd = tl.split(tl.reshape(scaled, (BLOCK_M, BLOCK_N // 4, 2, 2)))
             weights_0, weights_2 = tl.split(even)
             weights_1, weights_3 = tl.split(odd)
@@ -342,10 +359,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 mask=((first + 3 >= begin) & (first < end))[:, None] & dim_ok[None, :],
                 other=0,
             )
-            acc = dot(weights_0, _byte(v_tile, 0).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_1, _byte(v_tile, 1).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_2, _byte(v_tile, 2).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_3, _byte(v_tile, 3).to(COMPUTE), acc, PRECISION)
+            if PAIRED:
+                v_tile = v_tile >> (d // PAIRS * 4)[None, :]
+            acc = dot(weights_0, _code(v_tile, 0, PAIRED).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_1, _code(v_tile, 1, PAIRED).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_2, _code(v_tile, 2, PAIRED).to(COMPUTE), acc, PRECISION)
+            acc = dot(weights_3, _code(v_tile, 3, PAIRED).to(COMPUTE), acc, PRECISION)
         else:
             v_tile = tl.load(
                 v_base + (page * value_page + (at % PAGE) * value_slot)[:, None],
@@ -354,6 +373,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             )
             acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION)
 
+    if PAIRED:
+        # Values were rotated.
+        matrix = hadamard_matrix(d[:, None], d[None, :], ROTATED)
+        turned = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
+        acc = dot(tl.where(dim_ok[None, :], acc, 0.0), matrix, turned, "tf32x3") / tl.sqrt(ROTATED * 1.0)
     if slot < 0:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         target = out + row[:, None] * D + d[None, :]
@@ -391,6 +415,12 @@ def _rotated_quarter(  # type: ignore[no-untyped-def]
 def _byte(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a signed byte of each word."""
     return (words << (24 - 8 * number)) >> 24
+
+
+@kernel()
+def _code(words, number: tl.constexpr, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the code in a byte of each word: the byte, or its lower half."""
+    return (words >> (8 * number)) & 15 if PAIRED else _byte(words, number)
 
 
 @kernel("reduce_at", "starts_at")

@@ -5,13 +5,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgmv_kernels.formats.kv_format import KEY_SCALES, LEAST, LEVELS, VALUE_SCALES, rotated_block
+from sgmv_kernels.formats.kv_format import (
+    KEY_SCALES,
+    LEAST,
+    LEVELS,
+    NIBBLE_LEVELS,
+    VALUE_MINIMA,
+    VALUE_SCALES,
+    padded_pairs,
+    rotated_block,
+)
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.common import cast, dot, kernel, power_of_two
 
 ROWS = 16
 """Token rows of a program, the fewest that `tl.dot` takes."""
-_LEVELS, _LEAST = tl.constexpr(LEVELS), tl.constexpr(LEAST)
+_LEVELS, _LEAST, _NIBBLE_LEVELS = tl.constexpr(LEVELS), tl.constexpr(LEAST), tl.constexpr(NIBBLE_LEVELS)
 _ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: its sum with a small number is rounded to a whole one, to nearest even."""
 
@@ -37,6 +46,7 @@ def rope_write_codes(
             kv.values,
             kv.parts[KEY_SCALES],
             kv.parts[VALUE_SCALES],
+            kv.parts.get(VALUE_MINIMA, kv.parts[VALUE_SCALES]),
             pages,
             slots,
             q,
@@ -44,11 +54,15 @@ def rope_write_codes(
             *kv.keys.stride()[:3],
             *kv.values.stride()[:3],
             *kv.parts[KEY_SCALES].stride()[:2],
+            *kv.parts[VALUE_SCALES].stride()[:2],
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=cos.shape[1],
             DIM=dim,
             DIM_PAD=power_of_two(dim),
+            PAIRED=VALUE_MINIMA in kv.parts,
+            PAIRS=padded_pairs(dim),
+            PAIRS_PAD=power_of_two(padded_pairs(dim)),
             ROTATED=rotated_block(dim),
             BLOCK_T=ROWS,
             num_warps=4,
@@ -67,6 +81,50 @@ def hadamard_matrix(i, j, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def
     return tl.where(i // ROTATED == j // ROTATED, 1.0 - 2.0 * (bits & 1), 0.0)
 
 
+@kernel()
+def _rotated_numbers(  # type: ignore[no-untyped-def]
+    x,
+    d,
+    column,
+    DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return some numbers of rotated heads, 0 behind their end."""
+    matrix = tl.where((column < DIM)[None, :], hadamard_matrix(d[:, None], column[None, :], ROTATED), 0.0)
+    nothing = tl.full((BLOCK_T, COLUMNS), 0.0, dtype=tl.float32)
+    return dot(x, matrix, nothing, "tf32x3") / tl.sqrt(ROTATED * 1.0)
+
+
+@kernel()
+def _symmetric(x, ok):  # type: ignore[no-untyped-def]
+    """Return codes of a byte and scales of heads; see `kv_format.round_symmetric`."""
+    sizes = tl.where(ok, tl.abs(x), 0.0)
+    is_finite = tl.sum(sizes, 1) < float("inf")
+    largest = tl.max(tl.where(is_finite[:, None], sizes, 0.0), 1)
+    is_some = largest > _LEAST
+    factor = tl.where(is_finite & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
+    scale = tl.where(is_some, largest * (1 / _LEVELS), 0.0)
+    whole = (x * factor[:, None] + _ROUNDING) - _ROUNDING
+    codes = tl.where(whole == whole, whole, 0.0).to(tl.int32).to(tl.int8)
+    return codes, tl.where(is_finite, scale, float("nan"))
+
+
+@kernel()
+def _least(x, ok):  # type: ignore[no-untyped-def]
+    """Return the smallest number of each row."""
+    return tl.min(tl.where(ok, x, float("inf")), 1)
+
+
+@kernel()
+def _nibbles(x, least, factor, ok):  # type: ignore[no-untyped-def]
+    """Return codes of 4 bits, 0 where not `ok`; see `kv_format.round_range`."""
+    whole = ((x - least[:, None]) * factor[:, None] + _ROUNDING) - _ROUNDING
+    bound = tl.minimum(tl.maximum(whole, 0.0), _NIBBLE_LEVELS * 1.0)
+    return tl.where(ok & (whole == whole), bound, 0.0).to(tl.int32)
+
+
 @kernel("rows", unaligned=("pages", "slots"))
 def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
     qkv,
@@ -76,6 +134,7 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
     values,
     key_scales,
     value_scales,
+    value_minima,
     pages,
     slots,
     q,
@@ -88,11 +147,16 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
     value_quad,
     scale_page,
     scale_head,
+    range_page,
+    range_head,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PAD: tl.constexpr,
     ROTATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -115,26 +179,34 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
         x = tl.where((d < HALF)[None, :], x * c - other * s, x * c + other * s)
     if head < HEADS:
         tl.store(q + ((t * HEADS + head) * DIM)[:, None] + d[None, :], cast(x, q.dtype.element_ty), mask=ok)
+    elif head < HEADS + KV_HEADS:
+        codes, scale = _symmetric(_rotated_numbers(x, d, d, DIM, ROTATED, BLOCK_T, DIM_PAD), ok)
+        own = page * key_page + (head - HEADS) * key_head + slot * 4
+        tl.store(keys + own[:, None] + ((d // 4) * key_quad + d % 4)[None, :], codes, mask=ok)
+        tl.store(key_scales + page * scale_page + (head - HEADS) * scale_head + slot, scale, mask=t < rows)
     else:
-        if head < HEADS + KV_HEADS:
-            matrix = hadamard_matrix(d[:, None], d[None, :], ROTATED)
-            nothing = tl.full((BLOCK_T, DIM_PAD), 0.0, dtype=tl.float32)
-            x = dot(x, matrix, nothing, "tf32x3") / tl.sqrt(ROTATED * 1.0)
-        sizes = tl.where(ok, tl.abs(x), 0.0)
-        is_finite = tl.sum(sizes, 1) < float("inf")
-        largest = tl.max(tl.where(is_finite[:, None], sizes, 0.0), 1)
-        is_some = largest > _LEAST
-        factor = tl.where(is_finite & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
-        scale = tl.where(is_some, largest * (1 / _LEVELS), 0.0)
-        scale = tl.where(is_finite, scale, float("nan"))
-        whole = (x * factor[:, None] + _ROUNDING) - _ROUNDING
-        codes = tl.where(whole == whole, whole, 0.0).to(tl.int32).to(tl.int8)
-        if head < HEADS + KV_HEADS:
-            own = page * key_page + (head - HEADS) * key_head + slot * 4
-            tl.store(keys + own[:, None] + ((d // 4) * key_quad + d % 4)[None, :], codes, mask=ok)
-            tl.store(key_scales + page * scale_page + (head - HEADS) * scale_head + slot, scale, mask=t < rows)
+        own_head = head - HEADS - KV_HEADS
+        own = page * value_page + own_head * value_head + slot // 4 * value_quad + slot % 4
+        place = page * range_page + own_head * range_head + slot
+        if PAIRED:
+            pair = tl.arange(0, PAIRS_PAD)
+            lower = _rotated_numbers(x, d, pair, DIM, ROTATED, BLOCK_T, PAIRS_PAD)
+            upper = _rotated_numbers(x, d, pair + PAIRS, DIM, ROTATED, BLOCK_T, PAIRS_PAD)
+            lower_ok, upper_ok = (pair < min(PAIRS, DIM))[None, :], ((pair < PAIRS) & (pair + PAIRS < DIM))[None, :]
+            least = tl.minimum(_least(lower, lower_ok), _least(upper, upper_ok))
+            most = -tl.minimum(_least(-lower, lower_ok), _least(-upper, upper_ok))
+            minimum = cast(least, tl.bfloat16)
+            least = minimum.to(tl.float32)
+            unit = cast((most - least) * (1 / _NIBBLE_LEVELS), tl.bfloat16).to(tl.float32)
+            is_finite, is_some = tl.sum(tl.where(ok, tl.abs(x), 0.0), 1) < float("inf"), unit > _LEAST
+            factor = tl.where(is_finite & is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
+            unit = tl.where(is_finite, tl.where(is_some, unit, 0.0), float("nan"))
+            codes = _nibbles(lower, least, factor, lower_ok) + 16 * _nibbles(upper, least, factor, upper_ok)
+            target = values + own[:, None] + (4 * pair)[None, :]
+            tl.store(target, codes.to(tl.uint8), mask=(t < rows)[:, None] & (pair < PAIRS)[None, :])
+            tl.store(value_scales + place, cast(unit, tl.bfloat16), mask=t < rows)
+            tl.store(value_minima + place, minimum, mask=t < rows)
         else:
-            own = page * value_page + (head - HEADS - KV_HEADS) * value_head + slot // 4 * value_quad + slot % 4
+            codes, scale = _symmetric(x, ok)
             tl.store(values + own[:, None] + (4 * d)[None, :], codes, mask=ok)
-            place = page * scale_page + (head - HEADS - KV_HEADS) * scale_head + slot
             tl.store(value_scales + place, scale, mask=t < rows)

@@ -212,7 +212,7 @@ def test_what_formats_by_part_cost(cli: Callable[..., Any], tmp_path: Path, caps
     assert kl["int4"] < kl["--bits 3.8"] < kl["by site"]
 
 
-MOST_KV_COST = {"int8": (0.001, 1.002)}
+MOST_KV_COST = {"int8": (0.001, 1.002), "k8v4": (0.012, 1.02)}
 """Bounds of the KL divergence, and of the perplexity against that of bfloat16 pages."""
 
 

@@ -126,7 +126,7 @@ def test_what_is_held_is_what_was_written_but_for_rounding(ops: Ops, name: str) 
     assert (kv.slab.cpu().view(PAGES, -1)[free] == 0xFF).all()
 
 
-ROUNDED = {"int8": (0.012, 0.03)}
+ROUNDED = {"int8": (0.012, 0.03), "k8v4": (0.012, 0.16)}
 """Largest relative error of a key and of a value, rms of a head."""
 
 
@@ -238,10 +238,11 @@ def test_pages_fit_between_panels_and_parts_do_not_overlap(name: str, dim: int) 
     assert len(places.unique()) == places.numel()
 
 
-def test_a_page_of_smollm2_takes_half_its_bytes() -> None:
-    bf16, int8 = (KV_FORMATS[name].page_bytes(3, 64, PAGE) for name in ("bfloat16", "int8"))
-    assert (bf16, int8) == (12288, 6528)
+def test_a_page_of_smollm2_takes_half_its_bytes_or_less() -> None:
+    bf16, int8, k8v4 = (KV_FORMATS[name].page_bytes(3, 64, PAGE) for name in ("bfloat16", "int8", "k8v4"))
+    assert (bf16, int8, k8v4) == (12288, 6528, 4992)
     assert bf16 / int8 >= 1.85
+    assert int8 / k8v4 >= 1.3
 
 
 @every_format

@@ -47,12 +47,13 @@ def test_adapters_say_the_same_with_drafts_and_without(
 
 def test_a_pool_of_one_size_has_pages_for_more_tokens(tmp_path: Path) -> None:
     pages = {}
-    for name in ("bfloat16", "int8"):
+    for name in ("bfloat16", *CODES):
         env = {"LORASRV_KV_CACHE_DTYPE": name, "LORASRV_STORE": str(tmp_path)}
         done = run("doctor", "--pool-bytes", "256MiB", "--port", "0", "--json", env=env)
         memory = next(check["text"] for check in json.loads(done.stdout)["checks"] if check["name"] == "memory")
         pages[name] = int(memory.partition("(")[2].split()[0])
     assert pages["int8"] >= 1.85 * pages["bfloat16"] > 1000
+    assert pages["k8v4"] >= 2.4 * pages["bfloat16"]
 
 
 def test_an_unknown_format_is_one_line(model: Path, tmp_path: Path) -> None:

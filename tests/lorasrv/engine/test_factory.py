@@ -211,7 +211,7 @@ def test_float16_pages_are_served(opened) -> None:
 
 
 def test_formats_and_kernels_that_do_not_fit_are_refused_with_the_fix(model: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32, int8$"):
+    with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32, int8, k8v4$"):
         MemoryOptions(kv_cache_dtype=TOY.name)
     monkeypatch.setitem(KV_FORMATS, TOY.name, TOY)
     config = engine_config(model, kernels="numba", kv_cache_dtype=TOY.name)

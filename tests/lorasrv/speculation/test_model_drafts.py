@@ -1,9 +1,11 @@
 """Models that draft: answers do not depend on them, and a model that is the served one is nearly always right."""
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ModelDraft
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.worker.draft_runner import DraftRunner
+from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
 
+CODES = [name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)]
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
@@ -45,6 +49,14 @@ def plain(model: Path, library: AdapterStore) -> Iterator[Drafted]:
         yield drafted
 
 
+@pytest.fixture(scope="module")
+def plain_of(model: Path, library: AdapterStore, plain: Drafted) -> Iterator[Callable[[str], Drafted]]:
+    """plain_of(kv_cache_dtype): one without drafts."""
+    with ExitStack() as stack:
+        started_for = cache(lambda kind: stack.enter_context(closing(started(model, library, kv_cache_dtype=kind))))
+        yield lambda kind: plain if kind == "auto" else started_for(kind)
+
+
 @pytest.fixture(scope="module", params=["model", "layers", "two layers"])
 def drafting(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
     speculation = options(model, request.param, 2 if request.param == "two layers" else LAYERS)
@@ -67,12 +79,21 @@ def test_answers_are_those_of_no_drafts(plain: Drafted, drafting: Drafted) -> No
     assert counts.drafted >= counts.accepted > 50
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("name", ["model", "layers"])
-def test_preempted_answers_too(plain: Drafted, model: Path, library: AdapterStore, name: str, preemption: str) -> None:
-    """Pages come and go under the draft model's keys and values, too."""
+@pytest.mark.parametrize(
+    ("name", "preemption", "kind"),
+    [
+        *itertools.product(("model", "layers"), ("recompute", "swap"), ("auto",)),
+        *itertools.product(("model",), ("swap",), CODES),
+    ],
+)
+def test_preempted_answers_too(
+    plain_of: Callable[[str], Drafted], model: Path, library: AdapterStore, name: str, preemption: str, kind: str
+) -> None:
+    """Pages come and go under the draft model's keys and values, too, and are copied for choices."""
+    plain = plain_of(kind)
     rng, grammars = random.Random(6), make_grammars(plain)
-    given = {"speculation": options(model, name), "preemption_mode": preemption, **TIGHT}
+    given = {"speculation": options(model, name), "preemption_mode": preemption, "kv_cache_dtype": kind, **TIGHT}
+    given["pages"] = TIGHT["pages"] if kind == "auto" else 22
     with closing(started(model, library, **given)) as tight:
         expect_short_answers(tight.scheduler.predictor)
         for _ in range(3):
@@ -88,21 +109,31 @@ def test_preempted_answers_too(plain: Drafted, model: Path, library: AdapterStor
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-@pytest.mark.parametrize(("name", "adapter"), [("model", None), ("layers", None), ("layers", "one")])
+@pytest.mark.parametrize(
+    ("name", "adapter", "kind"),
+    [
+        *(("model", None, kind) for kind in ("auto", *CODES)),
+        ("layers", None, "auto"),
+        *(("layers", "one", kind) for kind in ("auto", *CODES)),
+    ],
+)
 def test_the_served_model_drafts_what_it_says(
-    plain: Drafted,
+    plain_of: Callable[[str], Drafted],
     model: Path,
     library: AdapterStore,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     adapter: str | None,
+    kind: str,
     sampling: SamplingParams,
 ) -> None:
-    """Steps of up to nine tokens, greedy and random ones: both draw by the same race. All layers know the adapter."""
+    """Steps of up to nine tokens, greedy and random ones: both draw by the same race. All layers know the adapter, and
+    the draft model's cache has the served one's format.
+    """
     monkeypatch.setattr("lorasrv.worker.draft_rows.MIN_CONFIDENCE", 0.0)
-    with closing(started(model, library, speculation=options(model, name))) as drafting:
+    with closing(started(model, library, options(model, name), kv_cache_dtype=kind)) as drafting:
         asks = [Ask(PROMPT, sampling, adapter)]
-        same_answers(plain, drafting, asks)
+        same_answers(plain_of(kind), drafting, asks)
         [counts] = drafting.scheduler.draft_counts.values()
         assert counts.accepted == counts.drafted > 40
         assert drafting.steps <= 12

@@ -10,7 +10,7 @@ from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
-from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV, KVFormat
 
 A, B = RequestId("a"), RequestId("b")
 LAYERS, PAGES = 4, 200
@@ -19,9 +19,14 @@ CUDA = torch.device("cuda")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+@pytest.fixture(params=["bfloat16", *(name for name, kind in KV_FORMATS.items() if isinstance(kind, CodesKV))])
+def kv_format(request: pytest.FixtureRequest) -> KVFormat:
+    return KV_FORMATS[request.param]
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
-def memory(request: pytest.FixtureRequest) -> DevicePool:
-    memory = DevicePool(SPEC, PAGES, 16, KV_FORMATS["bfloat16"], torch.device(request.param))
+def memory(request: pytest.FixtureRequest, kv_format: KVFormat) -> DevicePool:
+    memory = DevicePool(SPEC, PAGES, 16, kv_format, torch.device(request.param))
     for layer in range(LAYERS):
         memory.slab(layer).copy_(torch.randint(0, 255, memory.slab(layer).shape, dtype=torch.uint8))
     return memory
@@ -55,7 +60,7 @@ def test_swapped_pages_keep_their_order_and_are_forgotten(memory: DevicePool) ->
 def test_an_adapter_in_pieces(memory: DevicePool, is_busy: bool) -> None:
     layout = AdapterLayout((SiteDims(64, (64, 32)),), (((240, 3),), ((240, 3),), ((0, 3),), ((240, 3),)), 2)
     packed = PackedAdapter(layout, torch.randint(0, 255, (LAYERS, layout.slab_bytes), dtype=torch.uint8))
-    placed = layout.place([(30, 1), (5, 1), (20, 9)], memory.page_bytes)
+    placed = layout.place([(30, 1), (5, 1), (40, 90)], memory.page_bytes)
     assert placed is not None
     assert len(placed.trimmed().runs) > 1
     if is_busy:

@@ -24,7 +24,7 @@ from quantized_codes import random_file_codes
 from sgmv_kernels.backend import SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
-from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import build_trees
 from sgmv_kernels.metadata.segments import build_segments
@@ -105,10 +105,10 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.softcap_(x, 30.0)
 
 
-def compile_codes(dtype: torch.dtype) -> None:
+def compile_codes(dtype: torch.dtype, name: str) -> None:
     """Compile the write and the copy of pages of codes."""
-    slab = torch.zeros(2 * KV_FORMATS["int8"].page_bytes(8, 128, 16), dtype=torch.uint8)
-    kv, index, angle = KvPages(slab, KV_FORMATS["int8"], 8, 16, 128), torch.arange(20), torch.zeros(20, 64)
+    slab = torch.zeros(2 * KV_FORMATS[name].page_bytes(8, 128, 16), dtype=torch.uint8)
+    kv, index, angle = KvPages(slab, KV_FORMATS[name], 8, 16, 128), torch.arange(20), torch.zeros(20, 64)
     pointwise_triton.rope_write_kv(torch.zeros(20, 48 * 128, dtype=dtype), angle, angle, kv, index, index, kv.num_heads)
     slots_triton.copy_slots([kv], np.zeros((2, 4), dtype=np.int32))
 
@@ -159,10 +159,11 @@ def compile_others(compiler: Compiler) -> None:
     compile_sgmv(FP32, FP32, 16, small, 8)
     compile_sgmv(FP16, BF16, 300, small, 64)
     compile_attention(FP32, "float32", 9, 3, 80)
-    compiler.label = "codes"
-    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 1, 80)):
-        compile_attention(BF16, "int8", heads, kv_heads, dim)
-    compile_codes(BF16)
+    for name in (name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)):
+        compiler.label = f"codes of {name}"
+        for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 1, 80)):
+            compile_attention(BF16, name, heads, kv_heads, dim)
+        compile_codes(BF16, name)
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
         compile_linear(FP32, 1, 576, 576, 64, levels)
         compile_linear(FP16, 9, 576, 576, 64, levels)
