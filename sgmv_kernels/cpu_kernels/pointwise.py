@@ -52,7 +52,15 @@ from sgmv_kernels.cpu_simd.elementwise import (
     weighted,
 )
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.kv_codes import bf16_of, largest, put_code, put_pair, row_min
+from sgmv_kernels.cpu_simd.kv_codes import (
+    bf16_of,
+    largest,
+    put_key_codes,
+    put_pair,
+    put_pairs,
+    put_value_codes,
+    row_min,
+)
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, NIBBLE_LEVELS
 
 
@@ -235,56 +243,51 @@ def make_store(kind: Any) -> Any:
 
 
 @kernel_part
-def _put_codes(x, dim, codes, scale, stride, step):  # type: ignore[no-untyped-def]
-    """Round a head to codes: fours of numbers `stride` bytes apart, the numbers of a four `step` bytes apart."""
+def _put_scale(x, dim, scale):  # type: ignore[no-untyped-def]
+    """Store the scale of a head of codes, and return the factor that makes them; see `kv_format.round_symmetric`."""
     size = largest(x, dim)
-    factor = np.float32(LEVELS) / size if size > np.float32(LEAST) else np.float32(0)
-    unit = np.float32(0) if size <= np.float32(LEAST) else size * np.float32(1 / LEVELS)
-    put_f32(scale, 0, unit)
-    for d in range(dim):
-        put_code(f32(x, d), factor, codes + d // 4 * stride + d % 4 * step)
+    put_f32(scale, 0, np.float32(0) if size <= np.float32(LEAST) else size * np.float32(1 / LEVELS))
+    return np.float32(LEVELS) / size if size > np.float32(LEAST) else np.float32(0)
+
+
+@kernel_part
+def _put_key(args, page, slot, head, key):  # type: ignore[no-untyped-def]
+    """Store a key as codes; see `kv_format.CodesKV`."""
+    dim, tokens = args[WIDTH], args[PAGE]
+    codes = args[KEYS] + page + head * code_dim(dim) * tokens + 4 * slot
+    rotate(key, dim, dim)
+    put_key_codes(
+        key, dim, _put_scale(key, dim, args[KEY_SCALES] + page + 4 * (head * tokens + slot)), codes, 4 * tokens
+    )
 
 
 @kernel_part
 def _store_int8(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
     """Store a token as codes; see `kv_format.Int8KV`."""
-    dim, tokens = args[WIDTH], args[PAGE]
-    skip, width = page + head * code_dim(dim) * tokens, code_dim(dim)
-    scales = page + 4 * (head * tokens + slot)
-    rotate(key, dim, dim)
-    _put_codes(key, dim, args[KEYS] + skip + 4 * slot, args[KEY_SCALES] + scales, 4 * tokens, 1)
-    values = args[VALUES] + skip + slot // 4 * 4 * width + slot % 4
-    _put_codes(value, dim, values, args[VALUE_SCALES] + scales, 16, 4)
-
-
-@kernel_part
-def _put_pairs(x, dim, codes, scale, minimum):  # type: ignore[no-untyped-def]
-    """Round a head to codes of 4 bits, bytes 4 apart; see `kv_format.round_range`."""
-    least, pairs = bf16_of(row_min(x, dim)), pair_dim(dim)
-    unit = bf16_of((row_max(x, dim) - least) * np.float32(1 / NIBBLE_LEVELS))
-    unit = unit if unit > np.float32(LEAST) else np.float32(0)
-    factor = np.float32(1) / unit if unit > 0 else np.float32(0)
-    if largest(x, dim) != largest(x, dim):
-        unit = np.float32(np.nan)
-    put_kind(scale, 0, unit, BF16)
-    put_kind(minimum, 0, least, BF16)
-    for d in range(pairs):
-        first = (f32(x, d) - least) * factor if d < dim else np.float32(0)
-        second = (f32(x, d + pairs) - least) * factor if d + pairs < dim else np.float32(0)
-        put_pair(first, second, codes + 4 * d)
+    dim, tokens, width = args[WIDTH], args[PAGE], code_dim(args[WIDTH])
+    _put_key(args, page, slot, head, key)
+    codes = args[VALUES] + page + head * width * tokens + slot // 4 * 4 * width + slot % 4
+    factor = _put_scale(value, dim, args[VALUE_SCALES] + page + 4 * (head * tokens + slot))
+    put_value_codes(value, dim, factor, codes)
 
 
 @kernel_part
 def _store_k8v4(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
-    """Store a token as codes; see `kv_format.K8V4`."""
-    dim, tokens = args[WIDTH], args[PAGE]
-    keys = args[KEYS] + page + head * code_dim(dim) * tokens + 4 * slot
-    rotate(key, dim, dim)
-    _put_codes(key, dim, keys, args[KEY_SCALES] + page + 4 * (head * tokens + slot), 4 * tokens, 1)
-    pairs, ranges = pair_dim(dim), page + 2 * (head * tokens + slot)
-    values = args[VALUES] + page + head * pairs * tokens + slot // 4 * 4 * pairs + slot % 4
+    """Store a token as codes; see `kv_format.K8V4` and `kv_format.round_range`."""
+    dim, tokens, pairs = args[WIDTH], args[PAGE], pair_dim(args[WIDTH])
+    _put_key(args, page, slot, head, key)
     rotate(value, dim, dim)
-    _put_pairs(value, dim, values, args[VALUE_SCALES] + ranges, args[VALUE_MINIMA] + ranges)
+    least = bf16_of(row_min(value, dim))
+    unit = bf16_of((row_max(value, dim) - least) * np.float32(1 / NIBBLE_LEVELS))
+    unit = unit if unit > np.float32(LEAST) else np.float32(0)
+    factor, size = np.float32(1) / unit if unit > 0 else np.float32(0), largest(value, dim)
+    ranges = page + 2 * (head * tokens + slot)
+    put_kind(args[VALUE_SCALES] + ranges, 0, unit if size == size else size, BF16)
+    put_kind(args[VALUE_MINIMA] + ranges, 0, least, BF16)
+    codes = args[VALUES] + page + head * pairs * tokens + slot // 4 * 4 * pairs + slot % 4
+    for d in range(put_pairs(value, dim - pairs, pairs, least, factor, codes), pairs):
+        first = f32(value, d) if d < dim else least
+        put_pair(first, f32(value, d + pairs) if d + pairs < dim else least, least, factor, codes + 4 * d)
 
 
 _rope_bf16, _rope_fp16, _rope_fp32, _rope_int8, _rope_k8v4 = (

@@ -109,32 +109,102 @@ def mix_vectors(typingctx, x, n, half):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def put_pair(typingctx, first, second, address):  # type: ignore[no-untyped-def]
-    """Store two numbers as codes of 4 bits in one byte, the first in its lower half: rounded to nearest even, those
-    below 0 as 0, those above as `NIBBLE_LEVELS`, and as 0 what is no number.
+def put_key_codes(typingctx, x, n, factor, codes, line):  # type: ignore[no-untyped-def]
+    """Store x[h] * factor for h < n, rounded to nearest even, as int8, every four `line` bytes after the ones before;
+    0 for what is no number.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        one, codes = Emitter(b, 1), []
-        for number in args[:2]:
-            bound = one.call("minnum", one.call("maxnum", number, one.const(0.0)), one.const(float(NIBBLE_LEVELS)))
-            codes.append(b.trunc(_whole(one, bound, one.const(1.0)), _I8))
-        byte = b.or_(codes[0], b.shl(codes[1], ir.Constant(_I8, 4)))
-        b.store(byte, b.inttoptr(args[2], _I8.as_pointer()), align=1)
+        x, n, factor, codes, line = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            whole = _whole(emit, emit.load(x, at), emit.splat(factor))
+            first = b.add(codes, b.mul(b.sdiv(at, c64(4)), line))
+            if emit.lanes == 1:
+                _put_byte(b, b.trunc(whole, _I8), b.add(first, b.srem(at, c64(4))))
+                return state
+            fours = b.bitcast(b.trunc(whole, ir.VectorType(_I8, LANES)), ir.VectorType(I32, LANES // 4))
+            for quad in range(LANES // 4):
+                place = b.inttoptr(b.add(first, b.mul(line, c64(quad))), I32.as_pointer())
+                b.store(b.extract_element(fours, ir.Constant(I32, quad)), place, align=1)
+            return state
+
+        each(b, n, body)
         return ctx.get_dummy_value()
 
-    return types.void(_F, _F, _A), codegen
+    return types.void(_A, _A, _F, _A, _A), codegen
 
 
 @intrinsic
-def put_code(typingctx, x, factor, address):  # type: ignore[no-untyped-def]
-    """Store x * factor, rounded to nearest even, as int8; 0 if it is none."""
+def put_value_codes(typingctx, x, n, factor, codes):  # type: ignore[no-untyped-def]
+    """Store what `put_key_codes` does, each code 4 bytes after the one before."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        b.store(b.trunc(_whole(Emitter(b, 1), args[0], args[1]), _I8), b.inttoptr(args[2], _I8.as_pointer()), align=1)
+        x, n, factor, codes = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            _spread(b, emit, _whole(emit, emit.load(x, at), emit.splat(factor)), codes, at)
+            return state
+
+        each(b, n, body)
         return ctx.get_dummy_value()
 
-    return types.void(_F, _F, _A), codegen
+    return types.void(_A, _A, _F, _A), codegen
+
+
+@intrinsic
+def put_pairs(typingctx, x, n, apart, least, factor, codes):  # type: ignore[no-untyped-def]
+    """Store (x[h] - least) * factor for h < n and for h from `apart` as codes of 4 bits in the lower and the upper half
+    of a byte, each byte 4 after the one before; returns how many pairs: those that fill whole vectors.
+
+    Codes are rounded to nearest even; they are 0 for numbers below 0 and what is none, `NIBBLE_LEVELS` for those above.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, apart, least, factor, codes = args
+        emit, whole = Emitter(b, LANES), b.mul(b.sdiv(n, c64(LANES)), c64(LANES))
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            pair = [_nibble(emit, emit.load(x, place), least, factor) for place in (at, b.add(at, apart))]
+            _spread(b, emit, b.or_(pair[0], b.shl(pair[1], filled(INTS, 4))), codes, at)
+            return []
+
+        loop_of(b, c64(0), whole, LANES, [], body)
+        return whole
+
+    return _A(_A, _A, _A, _F, _F, _A), codegen
+
+
+@intrinsic
+def put_pair(typingctx, first, second, least, factor, address):  # type: ignore[no-untyped-def]
+    """Store the codes of two numbers as `put_pairs` does."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        lower, upper = (_nibble(Emitter(b, 1), number, *args[2:4]) for number in args[:2])
+        _put_byte(b, b.trunc(b.or_(lower, b.shl(upper, ir.Constant(I32, 4))), _I8), args[4])
+        return ctx.get_dummy_value()
+
+    return types.void(_F, _F, _F, _F, _A), codegen
+
+
+def _nibble(emit: Emitter, number: Value, least: Value, factor: Value) -> Value:
+    """Return codes of 4 bits as int32; `maxnum` takes 0 for what is no number."""
+    scaled = emit.b.fmul(emit.b.fsub(number, emit.splat(least)), emit.splat(factor))
+    bound = emit.call("minnum", emit.call("maxnum", scaled, emit.const(0.0)), emit.const(float(NIBBLE_LEVELS)))
+    return _whole(emit, bound, emit.const(1.0))
+
+
+def _spread(b: Any, emit: Emitter, whole: Value, codes: Value, at: Value) -> None:
+    """Store int32 as bytes, 4 apart, from place `at` on."""
+    first = b.add(codes, b.mul(at, c64(4)))
+    small = b.trunc(whole, _I8 if emit.lanes == 1 else ir.VectorType(_I8, LANES))
+    for lane in range(emit.lanes):
+        byte = small if emit.lanes == 1 else b.extract_element(small, ir.Constant(I32, lane))
+        _put_byte(b, byte, b.add(first, c64(4 * lane)))
+
+
+def _put_byte(b: Any, byte: Value, address: Value) -> None:
+    b.store(byte, b.inttoptr(address, _I8.as_pointer()), align=1)
 
 
 def make_rounding(is_signed: bool) -> Callable[..., Any]:

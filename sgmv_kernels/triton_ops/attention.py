@@ -26,7 +26,7 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
-from sgmv_kernels.triton_ops.kv_codes import hadamard_matrix, words_of
+from sgmv_kernels.triton_ops.kv_codes import hadamard_matrix, rotate_heads_, words_of
 
 _ITEM = tl.constexpr(5)
 _REDUCE = tl.constexpr(4)
@@ -77,7 +77,7 @@ def attention(
     slots = (max(1, most.max_slots), kv.num_heads, decode_m)
     partial = new_partials((*slots, padded), dtype=torch.float32, device=q.device)
     sums = new_partials((*slots, SUMS), dtype=torch.float32, device=q.device)
-    is_coded = isinstance(kv.format, CodesKV)
+    is_coded, is_paired = isinstance(kv.format, CodesKV), VALUE_MINIMA in kv.parts
     compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
     keys, values = (words_of(kv.keys), words_of(kv.values)) if is_coded else (kv.keys, kv.values)
     # Pages of floats have no scales: any address serves.
@@ -125,7 +125,7 @@ def attention(
                 SLOPES=slopes is not None,
                 TREES=most.tree_rows > 0,
                 CODES=is_coded,
-                PAIRED=VALUE_MINIMA in kv.parts,
+                PAIRED=is_paired,
                 PAIRS=padded_pairs(dim),
                 ROTATED=rotated_block(dim),
                 QUADS_PAD=power_of_two(-(-dim // 4)),
@@ -152,6 +152,8 @@ def attention(
             PARTS=REDUCED_PARTS,
             num_warps=1,
         )
+    if is_paired:
+        rotate_heads_(out)
     return out
 
 
@@ -373,11 +375,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             )
             acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION)
 
-    if PAIRED:
-        # Values were rotated.
-        matrix = hadamard_matrix(d[:, None], d[None, :], ROTATED)
-        turned = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
-        acc = dot(tl.where(dim_ok[None, :], acc, 0.0), matrix, turned, "tf32x3") / tl.sqrt(ROTATED * 1.0)
     if slot < 0:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         target = out + row[:, None] * D + d[None, :]

@@ -70,6 +70,15 @@ def rope_write_codes(
     return q
 
 
+def rotate_heads_(x: Tensor) -> None:
+    """Rotate heads x [T, heads, D] in place; see `kv_format.hadamard`."""
+    count, dim = x.shape[0] * x.shape[1], x.shape[2]
+    if count:
+        grid = (triton.cdiv(count, ROWS),)
+        options = {"DIM": dim, "DIM_PAD": power_of_two(dim), "ROTATED": rotated_block(dim), "BLOCK_T": ROWS}
+        _rotate_heads_kernel[grid](x, count, **options, num_warps=4)
+
+
 @kernel()
 def hadamard_matrix(i, j, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return entries [i, j] of the Hadamard matrices of blocks of ROTATED numbers, 1 or -1, and 0 outside of blocks."""
@@ -95,6 +104,24 @@ def _rotated_numbers(  # type: ignore[no-untyped-def]
     matrix = tl.where((column < DIM)[None, :], hadamard_matrix(d[:, None], column[None, :], ROTATED), 0.0)
     nothing = tl.full((BLOCK_T, COLUMNS), 0.0, dtype=tl.float32)
     return dot(x, matrix, nothing, "tf32x3") / tl.sqrt(ROTATED * 1.0)
+
+
+@kernel("count")
+def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
+    x,
+    count,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    d = tl.arange(0, DIM_PAD)
+    ok = (t < count)[:, None] & (d < DIM)[None, :]
+    place = x + t[:, None] * DIM + d[None, :]
+    heads = tl.load(place, mask=ok, other=0.0).to(tl.float32)
+    rotated = _rotated_numbers(heads, d, d, DIM, ROTATED, BLOCK_T, DIM_PAD)
+    tl.store(place, cast(rotated, x.dtype.element_ty), mask=ok)
 
 
 @kernel()

@@ -2,6 +2,8 @@
 bytes and a row's bits depend on nothing beside them."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_pools import pages_on
+from llvmlite.binding import get_host_cpu_features
 
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import (
@@ -262,3 +265,28 @@ def test_a_large_number_costs_the_others_less_when_it_is_spread() -> None:
     errors = [(held_keys[0].permute(2, 0, 1) - keys).norm(), (held_values[0].transpose(0, 1) - keys).norm()]
     assert errors[0] < 0.7 * errors[1]
     assert made.kv.parts[KEY_SCALES].isfinite()[0].all()
+
+
+FEWER = """
+import sys
+import llvmlite.binding as llvm
+from llvmlite.binding.targets import FeatureMap
+known = llvm.get_host_cpu_features()
+fewer = FeatureMap({name: on and not name.startswith(("avx512", "avxvnni", "amx")) for name, on in known.items()})
+llvm.get_host_cpu_features = lambda: fewer
+from sgmv_kernels.cpu_simd.kv_codes import LANES, HAS_BYTE_DOT
+assert (LANES, HAS_BYTE_DOT) == (8, False)
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+"""Runs tests with kernels for processors that have AVX2 and nothing later."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not get_host_cpu_features().get("avx512f"), reason="these are the kernels of this processor")
+def test_with_avx2_alone() -> None:
+    chosen = "numba and (pages_hold or held_is_what or any_chunk or nan_stays)"
+    asked = [__file__, "-k", chosen, "-q", "-n0", "-p", "no:cacheprovider"]
+    done = subprocess.run([sys.executable, "-c", FEWER, *asked], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert int(done.stdout.rpartition(" passed")[0].rpartition("\n")[2].split()[-1]) >= 21 * len(CODES)

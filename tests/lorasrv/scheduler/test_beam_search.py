@@ -22,8 +22,10 @@ from lorasrv.llm import LLM
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler.beam_search import BeamState
+from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
 
 VOCAB = 384
+CODES = [name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)]
 PROMPTS = [[10 + (7 * i) % 300 for i in range(n)] for n in (16, 45)]
 TOKENS = 14
 Oracle = Callable[..., list[list[int]]]
@@ -130,17 +132,28 @@ def _group(llm: LLM, prompt: list[int], name: str | None, beams: BeamOptions, to
     return [first, *further_choices(first, others)]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
-def test_beams_and_others_in_a_pool_that_is_too_small(model, adapter_dirs, llm: LLM, preemption: str) -> None:
+@pytest.mark.parametrize(
+    ("preemption", "pages", "kernels"),
+    [
+        ("recompute", 30, {}),
+        pytest.param("swap", 30, {}, marks=pytest.mark.long),
+        *(("swap", 20, {"kv_cache_dtype": name, "kernels": "numba", "quantization": "int4"}) for name in CODES),
+    ],
+    ids=str,
+)
+def test_beams_and_others_in_a_pool_that_is_too_small(
+    model, adapter_dirs, preemption: str, pages: int, kernels: dict[str, Any]
+) -> None:
     """Groups on two adapters and the base beside plain requests; adapters come and go, requests are preempted."""
     work = [(PROMPTS[1], "two", 4), (PROMPTS[0], None, 3), (PROMPTS[1][5:], "three", 2)]
     plain = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     prompts = [PROMPTS[1][i:] for i in range(6)]
     names = ["one", None, "three", "two", "one", None]
-    want = [_answers(llm._run(_group(llm, prompt, name, BeamOptions(width)))) for prompt, name, width in work]
-    want_plain = _answers(llm.generate(prompts, plain, names))
-    options = {"max_num_seqs": 12, "max_num_batched_tokens": 20}
-    with _engine(model, adapter_dirs, 30, preemption_mode=preemption, **options) as small:
+    with _engine(model, adapter_dirs, **kernels) as llm:
+        want = [_answers(llm._run(_group(llm, prompt, name, BeamOptions(width)))) for prompt, name, width in work]
+        want_plain = _answers(llm.generate(prompts, plain, names))
+    options = {"max_num_seqs": 12, "max_num_batched_tokens": 20, **kernels}
+    with _engine(model, adapter_dirs, pages, preemption_mode=preemption, **options) as small:
         expect_short_answers(small.engine._parts.scheduler.predictor)
         groups = [_group(small, prompt, name, BeamOptions(width)) for prompt, name, width in work]
         others = [small._message(prompt, plain, name) for prompt, name in zip(prompts, names, strict=True)]

@@ -24,7 +24,7 @@ from quantized_codes import random_file_codes
 from sgmv_kernels.backend import SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
-from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import build_trees
 from sgmv_kernels.metadata.segments import build_segments
@@ -159,10 +159,15 @@ def compile_others(compiler: Compiler) -> None:
     compile_sgmv(FP32, FP32, 16, small, 8)
     compile_sgmv(FP16, BF16, 300, small, 64)
     compile_attention(FP32, "float32", 9, 3, 80)
-    for name in (name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)):
-        compiler.label = f"codes of {name}"
-        for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 1, 80)):
-            compile_attention(BF16, name, heads, kv_heads, dim)
+    for name, heads, kv_heads, dim in (
+        ("int8", 32, 8, 128),
+        ("int8", 9, 3, 64),
+        ("int8", 8, 1, 80),
+        ("k8v4", 9, 3, 64),
+    ):
+        compiler.label = f"{name}, heads of {dim}"
+        compile_attention(BF16, name, heads, kv_heads, dim)
+    for name in ("int8", "k8v4"):
         compile_codes(BF16, name)
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
         compile_linear(FP32, 1, 576, 576, 64, levels)
