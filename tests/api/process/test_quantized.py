@@ -1,5 +1,6 @@
 """Quantized bases behind the real command line: served with an adapter, verified, or refused in one line."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -177,6 +178,16 @@ def damaged(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
     return apply
 
 
+def gptq(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    """The same of a checkpoint of GPTQ in place of the folder."""
+
+    def apply(folder: Path) -> None:
+        shutil.rmtree(folder)
+        damaged(change)(committed("autogptq", folder))
+
+    return apply
+
+
 SCALES = "model.layers.1.mlp.down_proj.scales"
 
 
@@ -203,6 +214,13 @@ def test_damaged_blocks_end_with_one_line(tmp_path: Path) -> None:
     [
         (damaged(lambda t: t[SCALES].fill_(torch.nan)), (), f"{SCALES} holds what is no number"),
         (damaged(lambda t: t.pop(SCALES)), (), f"the checkpoint lacks {SCALES}"),
+        (damaged(lambda t: t.update({SCALES: t[SCALES][:-1]})), (), f"{SCALES} is [3, 64], not [4, 64]"),
+        (damaged(lambda t: t.update({SCALES: t[SCALES].int()})), (), f"{SCALES} is I32, not F16 or BF16 or F32"),
+        (
+            gptq(lambda t: t["model.layers.1.mlp.down_proj.g_idx"].fill_(9)),
+            (),
+            "model.layers.1.mlp.down_proj.g_idx names groups outside 0 to 3",
+        ),
         (
             lambda folder: with_config(folder, quantization_config={"quant_method": "exl2"}),
             (),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,34 @@ def test_the_budget_holds_and_nothing_better_is_near(made: list[list[tuple[int, 
     # What a multiplier can miss is one option's step.
     step = max(max(o.harm for o in each) - min(o.harm for o in each) for each in options)
     assert best - 1e-9 <= harm <= best + step + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(OPTIONS)
+def test_what_a_multiplier_leaves_is_spent(made: list[list[tuple[int, float]]]) -> None:
+    """No larger option that is better fits any more, and more to spend never does more harm."""
+    options = [[Option(INT4, size, harm) for size, harm in each] for each in made]
+    least, most = (sum(pick(o.size for o in each) for each in options) for pick in (min, max))
+    harms = []
+    for budget in range(least, most + 1):
+        chosen = allot(options, budget)
+        left = budget - sum(option.size for option in chosen)
+        assert left >= 0
+        for now, each in zip(chosen, options, strict=True):
+            assert now in each
+            assert not [o for o in each if 0 < o.size - now.size <= left and o.harm < now.harm]
+        harms.append(sum(option.harm for option in chosen))
+    assert all(more <= less + 1e-9 for less, more in pairwise(harms))
+
+
+def test_a_leftover_goes_to_the_step_that_saves_most_for_its_size() -> None:
+    """The first step does not fit, at no price; of the others only one does."""
+    first, second, third = ([Option(INT4, 4, 9.0), Option(INT4, 4 + size, 9.0 - harm)] for size, harm in STEPS)
+    assert [option.size for option in allot([first, second, third], 12 + 3)] == [4, 7, 4]
+
+
+STEPS = ((6, 6.6), (3, 3.0), (2, 1.0))
+"""Size of a step and what it saves."""
 
 
 def test_a_budget_for_everything_takes_the_least_harm() -> None:

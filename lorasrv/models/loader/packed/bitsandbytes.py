@@ -114,6 +114,8 @@ class BitsAndBytesModules:
         size = state["nested_blocksize"]
         nested = self._tensors.read(f"{name}.absmax", ("U8",), (blocks,))
         table = self._tensors.read(f"{name}.nested_quant_map", ("F32",), (256,))
+        if not table.isfinite().all():
+            raise CorruptModel(f"{name}.nested_quant_map holds what is no number")
         scales = self._tensors.read(f"{name}.nested_absmax", ("F32",), (-(-blocks // size),))
         spread = scales.repeat_interleave(size)[:blocks]
         return table.index_select(0, nested.int()) * spread + float(state["nested_offset"])

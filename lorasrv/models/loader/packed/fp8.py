@@ -49,6 +49,8 @@ class Fp8Modules:
         if name is None:
             raise CorruptModel(f"{module} has FP8 weights without weight_scale")
         values = self._tensors.read(f"{module}.weight", (_E4M3,), (outputs, inputs)).float()
+        if values.isnan().any():
+            raise CorruptModel(f"{module}.weight holds what is no number")
         return values.mul_(self._scales(name, outputs, inputs))
 
     def _scales(self, name: str, outputs: int, inputs: int) -> Tensor:
