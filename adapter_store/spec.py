@@ -4,7 +4,7 @@ Orientation is PEFT's: `lora_a [rank, in]`, `lora_b [out, rank]`, delta = scalin
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NewType
 
 AdapterId = NewType("AdapterId", str)
@@ -24,9 +24,10 @@ FORMS: tuple[Form, ...] = (BF16, INT8)
 class BaseShapes:
     """Describe what an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
 
-    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); `lacking` holds
-    those that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its file or
-    folder; both serve warnings only.
+    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); those of
+    `biased` have a bias. `norms` maps paths inside a layer to widths, `final_norm` is a full name; `lacking` holds
+    linears and norms that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its
+    file or folder; both serve warnings only.
     """
 
     family: str
@@ -36,6 +37,9 @@ class BaseShapes:
     name: str = ""
     checkpoint: str = ""
     lacking: frozenset[tuple[int, str]] = frozenset()
+    biased: frozenset[str] = frozenset()
+    norms: Mapping[str, int] = field(default_factory=dict)
+    final_norm: str = ""
 
     @property
     def hidden_size(self) -> int:
@@ -50,7 +54,10 @@ class BaseShapes:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it."""
+    """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it.
+
+    `magnitude` is DoRA's, [out]; `b_bias` a bias [out] beside lora_B.
+    """
 
     layer: int
     module: str
@@ -58,6 +65,22 @@ class LoraModule:
     scaling: float
     a_name: str
     b_name: str
+    magnitude: str | None = None
+    b_bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Name a tensor of the file that replaces one of the base's: a linear's bias, or a norm's weight.
+
+    `module` is the path inside the layer; the final norm has its full name, and the last layer. `parameter` is the
+    full name of what PEFT replaces.
+    """
+
+    layer: int
+    module: str
+    name: str
+    parameter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +93,7 @@ class HeadBlock:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Describe a validated adapter. `modules` is sorted by (layer, module); `heads` are Medusa's, by depth."""
+    """Describe a validated adapter. `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's."""
 
     key: AdapterKey
     weights_digest: str
@@ -79,6 +102,7 @@ class AdapterSpec:
     weights_bytes: int
     stored: Form = BF16
     heads: tuple[tuple[HeadBlock, ...], ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
     @property
     def max_rank(self) -> int:

@@ -132,6 +132,8 @@ class ProgramShape:
     num_layers: int
     sites: tuple[SiteDims, ...]
     adapter_dtype: torch.dtype
+    # Widths of the outputs of a layer at which adapters may have vectors.
+    places: tuple[int, ...] = ()
 
     def below(self, rows: int | None) -> "ProgramShape":
         """Return the shape with fewer than `rows` rows; None leaves it unchanged."""
@@ -194,6 +196,7 @@ class Backend:
     shrink: Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
     expand_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
     sgmv_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
+    affine_: Callable[[Tensor, Tensor, SgmvPlan, int, int], None]
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
     attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None, Tensor | None], Tensor]
     # The last argument is the number of key heads in the rows: those of the pages, or 0 for queries alone.

@@ -71,6 +71,8 @@ def check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dty
     require(is_packed, "adapters must be packed in the pool's adapter dtype, or int8")
     require(layout.sites == first.layout.sites, "adapters must be made for the same sites")
     require(layout.num_layers == first.layout.num_layers, "adapters must have the same layers")
+    fits = layout.vectors == () or first.layout.vectors == () or layout.places == first.layout.places
+    require(fits, "adapters with vectors must be made for the same places")
     require(layout.max_slices <= MAX_SLICES, f"a site of an adapter has over {MAX_SLICES} slices")
     try:
         require(len(adapter.panels) == 0 or adapter.extent[0] >= 0, "adapters must have panels inside the pool")

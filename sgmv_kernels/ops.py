@@ -244,6 +244,27 @@ class Ops:
         if plan.tables.num_segments:
             self._backend.sgmv_(y, x, slab, plan, layer, site)
 
+    def affine_(self, y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
+        """Multiply every row of an output by its own adapter's gain and add its shift, in place, where it has them.
+
+        Semantics: y[t] = gain * y[t] + shift, of row t's adapter at this place; 1 and 0 where it has none
+
+        Args:
+            y: [T, width of the place], contiguous; written in place. fp32 on the CPU, fp32, bf16 or fp16 on a GPU.
+            slab: [bytes] uint8, one layer of the pool.
+            plan: the step's rows and adapters.
+            layer, place: which vectors to read.
+        Raises:
+            KernelArgumentError: a shape or dtype does not fit; nothing has been written.
+        Source: magnitudes of DoRA (Liu et al. 2024) as an output gain.
+        """
+        check_slab(slab, plan, self.device)
+        if plan.tables.has_vectors:
+            inside = 0 <= layer < len(plan.tables.vectors) and 0 <= place < len(plan.tables.places)
+            require(inside, f"layer {layer}, place {place}: the adapters have none such")
+            self._check_rows(y, "y", plan, plan.tables.places[place])
+            self._backend.affine_(y, slab, plan, layer, place)
+
     def plan_attention(
         self,
         page_tables: Int32,

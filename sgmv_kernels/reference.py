@@ -46,6 +46,23 @@ def sgmv_reference(
     return result
 
 
+def affine_reference(y: Tensor, segments: Segments, vectors: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor:
+    """Return y [T, width] fp32 with every row's own gain and shift.
+
+    Semantics: gain * y[t] + shift
+
+    Args:
+        vectors: gain [width] and shift [width] of each adapter; None for 1 and 0.
+    """
+    result = y.float().clone()
+    for s in range(len(segments)):
+        if segments.adapters[s] != BASE:
+            gain, shift = vectors[segments.adapters[s]]
+            rows = torch.from_numpy(segments.rows(s)).long()
+            result[rows] = result[rows] * (1 if gain is None else gain) + (0 if shift is None else shift)
+    return result
+
+
 def paged_attention_reference(
     q: Tensor,
     keys: Tensor,

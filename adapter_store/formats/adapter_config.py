@@ -62,7 +62,7 @@ def _is_scalar(value: object) -> bool:
 
 ALL_LINEAR = "all-linear"
 MIN_MAX_NAMES = 1024
-NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save")
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
 MLX_REMEDY = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
@@ -108,7 +108,10 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "rank_pattern": _honoured("rank by module name; plain names only"),
     "alpha_pattern": _honoured("alpha by module name; plain names only"),
     "init_lora_weights": _honoured("initialisations that leave the base as it is"),
-    "bias": _honoured("must be none"),
+    "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
+    "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
+    "lora_bias": _honoured("every lora_B has a bias"),
+    "modules_to_save": _honoured("norms only: those of the file replace the base's"),
     "target_modules": _honoured(
         "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"
     ),
@@ -123,7 +126,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "revision": _harmless("a revision of the base"),
     "lora_dropout": _harmless("training only"),
     "inference_mode": _harmless("training only"),
-    "ensure_weight_tying": _harmless("affects only embeddings and modules_to_save, which are refused"),
+    "ensure_weight_tying": _harmless("affects only embeddings and lm_head, which are refused"),
     "auto_mapping": _harmless("metadata"),
     "peft_version": _harmless("metadata"),
     "megatron_config": _harmless("how training was distributed"),
@@ -134,14 +137,8 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "lora_ga_config": _harmless("read with init_lora_weights only"),
     "loftq_config": _harmless("read with init_lora_weights only"),
     "qalora_group_size": _harmless("read with use_qalora only"),
-    "use_dora": _refused("DoRA rescales the columns of the base weight", f"{MERGE}, or {RETRAIN} (use_dora=false)"),
     "use_qalora": _refused("QALoRA pools the input of lora_A", f"{RETRAIN} (use_qalora=false)"),
     "alora_invocation_tokens": _refused("aLoRA acts only after its invocation tokens", RETRAIN),
-    "modules_to_save": _refused(
-        "full copies of modules replace the base's own",
-        "merge it into the base (peft: merge_and_unload), or train again with modules_to_save=null",
-    ),
-    "lora_bias": _refused("a bias beside lora_B changes the output", f"{MERGE}, or train again with lora_bias=false"),
     "trainable_token_indices": _refused("rows of the embedding were trained", f"{MERGE}, or train without them"),
     "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
     "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
@@ -156,6 +153,9 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
 DECISIVE_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_EXTRA_FIELDS = {"bias": "none", "use_dora": False, "lora_bias": False, "modules_to_save": None}
+"""Fields that name more tensors than A and B, with the value that names none."""
+BIASES = ("none", "lora_only", "all")
 # MiCA's forward pass is plain LoRA's; only the start of training differs. The same holds for the others.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
@@ -179,6 +179,10 @@ class AdapterConfig:
     layers_to_transform: frozenset[int] | None = None
     base_model_name: str = ""
     all_linear: bool = False
+    bias: str = "none"
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     @property
     def names_modules(self) -> bool:
@@ -252,7 +256,8 @@ def _config_error(code: str, message: str) -> AdapterInvalid:
 
 def decisive_fields(config: Config) -> dict[str, object]:
     """Return the fields of an accepted config that decide the result; the others describe the training."""
-    return {name: config[name] for name in DECISIVE_FIELDS if name in config}
+    extra = {name: config[name] for name, unset in _EXTRA_FIELDS.items() if config.get(name) not in (None, unset, [])}
+    return {name: config[name] for name in DECISIVE_FIELDS if name in config} | extra
 
 
 def canonical_json(value: object) -> str:
@@ -286,7 +291,13 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         layers_to_transform=_layers(config.get("layers_to_transform")),
         base_model_name=_text(config.get("base_model_name_or_path")),
         all_linear=_is_all_linear(config),
+        bias=_bias(config.get("bias"), problems),
+        use_dora=_flag(config, "use_dora", problems),
+        lora_bias=_flag(config, "lora_bias", problems),
+        modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
     )
+    if adapter_config.use_dora and adapter_config.lora_bias:
+        problems.add("unsupported_lora_bias", "lora_bias", "= true does not go with use_dora, in PEFT neither")
     return adapter_config if len(problems) == before else None
 
 
@@ -318,8 +329,6 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
             problems.add(
                 f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.description}. {_remedy(rule)}"
             )
-    if (bias := config.get("bias")) and bias != "none":
-        problems.add("unsupported_bias", "bias", f"= {show(bias)} is not served, only 'none': {MERGE}")
     _check_init(config.get("init_lora_weights"), problems)
 
 
@@ -375,6 +384,22 @@ def _flag(config: Config, field: str, problems: ProblemList) -> bool:
         return bool(value)
     problems.add("invalid_flag", field, f"= {show(value)}; it must be true or false")
     return False
+
+
+def _bias(value: object, problems: ProblemList) -> str:
+    if value is None or value in BIASES:
+        return str(value or "none")
+    problems.add("unsupported_bias", "bias", f"= {show(value)} is not known to PEFT: none, lora_only or all")
+    return "none"
+
+
+def _saved_modules(value: object, problems: ProblemList) -> tuple[str, ...]:
+    names = _strings(value or [])
+    if names is None:
+        problems.add(
+            "invalid_modules_to_save", "modules_to_save", f"= {show(value)}; it must be a list of module names"
+        )
+    return names or ()
 
 
 def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[NamePattern, object, str]]:

@@ -10,8 +10,23 @@ from adapter_store.formats.adapter_config import MLX_REMEDY
 from adapter_store.spec import BaseShapes
 
 WRAPPER = "base_model.model."
-_SUFFIXES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-_FULL_COPY = "full weights beside the LoRA; train again without modules_to_save, and with save_embedding_layers=False"
+A, B, MAGNITUDE, B_BIAS, BASE_BIAS, BIAS, WEIGHT = "A", "B", "magnitude", "B bias", "base bias", "bias", "weight"
+_SUFFIXES = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".lora_B.bias": B_BIAS,
+    ".base_layer.bias": BASE_BIAS,
+    ".bias": BIAS,
+    ".weight": WEIGHT,
+}
+"""What a tensor of a module is, by the end of its name; the first match counts."""
+_MATRICES = (".lora_A.weight", ".lora_B.weight")
+_FULL_COPY = (
+    "a full copy of weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or train again "
+    "without it in modules_to_save, and with save_embedding_layers=False"
+)
 _EMBEDDING = "LoRA of an embedding; train again without embed_tokens and lm_head"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
@@ -28,14 +43,13 @@ WRAPPER_PARTS = {
 }
 """Name parts that are not modules of a base, with the wrapper that adds each."""
 MAX_NAME_CHARS = 1024
+_NAMED = ("lora_A", "lora_B", "lora_magnitude_vector")
 _PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # (part of the name, code, what it is and the remedy); the first match counts.
 KNOWN_FORMS = (
-    ("lora_magnitude_vector", "unsupported_use_dora", "DoRA's magnitude; merge the adapter or train plain LoRA"),
     ("trainable_tokens", "unsupported_trainable_token_indices", "trained embedding rows; merge or train without them"),
     ("lora_embedding_", "unsupported_embedding", _EMBEDDING),
-    (".lora_B.bias", "unsupported_lora_bias", "a bias beside lora_B; merge or train with lora_bias=false"),
     ("lora_up.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
     ("lora_down.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
     ("lora_unet", "not_a_language_model", _IMAGES),
@@ -57,7 +71,7 @@ KNOWN_FORMS = (
     ("lm_head.lora_", "unsupported_embedding", "LoRA of the head; train again without embed_tokens and lm_head"),
     ("lm_head.", "unsupported_modules_to_save", _FULL_COPY),
     ("embed_tokens.", "unsupported_modules_to_save", _FULL_COPY),
-    ("norm.weight", "unsupported_modules_to_save", _FULL_COPY),
+    ("proj.weight", "unsupported_modules_to_save", _FULL_COPY),
 )
 
 
@@ -78,11 +92,11 @@ class PlainName:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Say which half (A or B) of which module of which layer a tensor is, and the name it was read from."""
+    """Say what of which module of which layer a tensor is, and the name it was read from."""
 
     layer: int
     module: str
-    half: str
+    part: str
     name: PlainName
 
 
@@ -92,32 +106,36 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
         return PlainName(name)
     parts = name.split(".")
     is_wrapped = not WRAPPER_PARTS.keys().isdisjoint(parts)
-    if not is_wrapped and name.startswith(WRAPPER + base.layer_prefix) and name.endswith(tuple(_SUFFIXES)):
+    if not is_wrapped and name.startswith(WRAPPER + base.layer_prefix) and name.endswith(_MATRICES):
         return PlainName(name)
     notices = [f"names had {p}. removed ({what})" for p, what in WRAPPER_PARTS.items() if p in parts]
     kept = [part for part in parts if part not in WRAPPER_PARTS]
     adapter_name = ""
-    if len(kept) > 3 and kept[-3] in ("lora_A", "lora_B") and kept[-1] == "weight":
+    if len(kept) > 3 and kept[-3] in _NAMED and kept[-1] in ("weight", "bias"):
         adapter_name = kept.pop(-2)
         notices.append(f"names had the adapter's own name {show(adapter_name)} removed (a state dict as in memory)")
     text = ".".join(kept)
-    if text.startswith(base.layer_prefix) and ".lora_" in text:
+    if text.startswith(base.layer_prefix) and text.endswith(tuple(_SUFFIXES)):
         text = WRAPPER + text
         notices.append(f"names had no {WRAPPER}, which was put before them")
     seen = ".".join(part for part in parts if part not in _PUT_AFTER_PEFT)
     saved = seen.partition(WRAPPER)[2] or seen
-    return PlainName(text, adapter_name, tuple(notices), saved.rpartition(".lora_")[0])
+    module, lora, _ = saved.rpartition(".lora_")
+    return PlainName(text, adapter_name, tuple(notices), module if lora else "")
 
 
 def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | None:
-    """Return where a tensor belongs; None, with a problem, if it is not for a linear module of this base."""
+    """Return where a tensor belongs; None, with a problem, if it is not for a linear or a norm of this base."""
     prefix = WRAPPER + base.layer_prefix
     plain = plain_name(name, base)
+    if base.final_norm and plain.text == f"{WRAPPER}{base.final_norm}.weight":
+        return TensorPlace(base.num_layers - 1, base.final_norm, WEIGHT, plain)
     layer_text, dot, rest = plain.text.removeprefix(prefix).partition(".")
     suffix = next((s for s in _SUFFIXES if rest.endswith(s)), "")
-    module = rest.removesuffix(suffix) if suffix else ""
+    module, part = rest.removesuffix(suffix), _SUFFIXES.get(suffix, "")
     layer = _layer_number(layer_text)
-    if not plain.text.startswith(prefix) or not dot or not suffix or layer is None or module not in base.modules:
+    is_known = module in base.norms if part == WEIGHT else part and module in base.modules
+    if not plain.text.startswith(prefix) or not dot or layer is None or not is_known:
         _describe(name, base, problems)
         return None
     if layer >= base.num_layers:
@@ -129,11 +147,13 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
             "unknown_tensor", show(name)[1:-1], f"is for {module} of layer {layer}, which this base does not have"
         )
         return None
-    return TensorPlace(layer, module, _SUFFIXES[suffix], plain)
+    return TensorPlace(layer, module, part, plain)
 
 
 def module_name(base: BaseShapes, layer: int, module: str) -> str:
     """Return a module's full name in the base, as PEFT's patterns see it."""
+    if module == base.final_norm:
+        return module
     return f"{base.layer_prefix}{layer}.{module}"
 
 

@@ -22,25 +22,36 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
-    """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a."""
+    """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a.
+
+    `magnitude` [out] is DoRA's, `b_bias` [out] what is added to b's output; both float32.
+    """
 
     rank: int
     scaling: float
     a: Array
     b: Array
+    magnitude: Array | None = None
+    b_bias: Array | None = None
 
 
 class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
     """Map (layer, module) to matrices, in the order of `spec.modules`. Every array has the type `dtype`.
 
     BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own. `heads` holds
-    the weight [H, H] and bias [H] of each block of each Medusa head, float32.
+    the weight [H, H] and bias [H] of each block of each Medusa head, `saved` the biases and norm weights that replace
+    the base's, by (layer, module); both float32.
     """
 
     def __init__(
-        self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors], heads: HeadArrays = ()
+        self,
+        spec: AdapterSpec,
+        tensors: Mapping[tuple[int, str], LoraTensors],
+        heads: HeadArrays = (),
+        saved: Mapping[tuple[int, str], Array] | None = None,
     ) -> None:
         self.spec = spec
+        self.saved = saved or {}
         self.dtype = spec.dtype
         self.heads = heads
         self._tensors = tensors
@@ -97,11 +108,16 @@ def read_verified(
 
 def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: AdapterSpec) -> AdapterWeights:
     """Return views into `data`, which they keep alive; copies only for mixed types or unaligned tensors."""
+
+    def vector(name: str | None) -> Array | None:
+        return None if name is None else _array(data, header, header.tensors[name], "F32")
+
     tensors = {}
     for m in spec.modules:
         a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
-        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b)
-    return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads))
+        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b, vector(m.magnitude), vector(m.b_bias))
+    saved = {(s.layer, s.module): _array(data, header, header.tensors[s.name], "F32") for s in spec.saved}
+    return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads), saved)
 
 
 def head_arrays(data: bytearray, header: SafetensorsHeader, heads: Iterable[Iterable[HeadBlock]]) -> HeadArrays:

@@ -13,7 +13,6 @@ from typing import Any
 
 from adapter_store.errors import show
 from adapter_store.formats.adapter_config import AdapterConfig
-from adapter_store.formats.draft_heads import is_head_name
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.spec import BF16, AdapterKey, AdapterSpec, BaseShapes, Form
 from adapter_store.validation.int8_drift import Drift
@@ -127,7 +126,7 @@ def build_report(
         *_partial(missing, len(spec.modules)),
         *base_warnings(adapter_config.base_model_name, base.checkpoint or base.name),
         *_multimodal(notices),
-        *_mixed_types(header),
+        *_mixed_types(spec, header),
         *(drift.warnings() if drift is not None else ()),
     ]
     return UploadReport(
@@ -170,6 +169,6 @@ def _multimodal(notices: tuple[str, ...]) -> list[str]:
     return [f"trained on the language part of a multimodal model: {what}"]
 
 
-def _mixed_types(header: SafetensorsHeader) -> list[str]:
-    dtypes = sorted({info.dtype for name, info in header.tensors.items() if not is_head_name(name)})
+def _mixed_types(spec: AdapterSpec, header: SafetensorsHeader) -> list[str]:
+    dtypes = sorted({header.tensors[name].dtype for m in spec.modules for name in (m.a_name, m.b_name)})
     return [f"types {' and '.join(dtypes)} are mixed; all are widened to F32"] if len(dtypes) > 1 else []

@@ -8,7 +8,7 @@ adapter is loaded; it does not check completeness, which was decided, and perhap
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,14 +29,34 @@ from adapter_store.formats.safetensors_file import (
     header_cap_bytes,
     read_header,
 )
-from adapter_store.formats.tensor_names import TensorPlace, locate, module_name
-from adapter_store.spec import BF16, INT8, AdapterKey, AdapterSpec, BaseShapes, Form, HeadBlock, LoraModule
+from adapter_store.formats.tensor_names import B_BIAS, MAGNITUDE, A, B, TensorPlace, locate, module_name
+from adapter_store.spec import (
+    BF16,
+    INT8,
+    AdapterKey,
+    AdapterSpec,
+    BaseShapes,
+    Form,
+    HeadBlock,
+    LoraModule,
+    SavedTensor,
+)
+from adapter_store.validation.extra_tensors import (
+    Parts,
+    Site,
+    check_lora_extras,
+    match_saved,
+    missing_saved,
+    notices_of,
+)
 from adapter_store.validation.int8_drift import measure_drift
 from adapter_store.validation.report import UploadReport, build_report
 from adapter_store.validation.target_modules import check_complete, check_targeted, missing_modules, spellings
 from adapter_store.validation.tensor_scan import DataFacts, scan_data
 
 KEY_FORMAT = 1
+_MOST_VECTORS = 3
+"""Of a linear: a magnitude, a bias beside lora_B and one instead of the base's."""
 MAX_FLOAT32 = 3.4028234663852886e38
 
 
@@ -52,10 +72,13 @@ class CheckedAdapter:
 class MatchedTensors:
     """Hold the match of tensors to the base.
 
-    `modules` passed, sorted by (layer, module); `places` holds every tensor's place, `notices` how names were read.
+    `modules` and `saved` passed, sorted by (layer, module); `groups` holds the tensors of every module by part,
+    `places` the place of every A and B, `notices` what was read, and how names were.
     """
 
     modules: tuple[LoraModule, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    groups: Mapping[Site, Parts] = field(default_factory=dict)
     places: tuple[TensorPlace, ...] = ()
     notices: tuple[str, ...] = ()
     heads: tuple[tuple[HeadBlock, ...], ...] = ()
@@ -153,7 +176,10 @@ def _check_modules(
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
     check_targeted(adapter_config, base, matched.places, problems)
     found = {(place.layer, place.module) for place in matched.places}
-    missing = missing_modules(adapter_config, base, found, header.tensors)
+    missing = (
+        *missing_modules(adapter_config, base, found, header.tensors),
+        *missing_saved(matched.groups, base, adapter_config),
+    )
     if not allow_partial:
         check_complete(missing, len(found) + len(missing), problems)
     return missing
@@ -175,7 +201,8 @@ def max_names(base: BaseShapes) -> int:
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
     """Return the size of the largest adapter of this base: float32, every module at the highest rank, and heads."""
-    values = base.num_layers * sum(max_rank * (n_in + n_out) for n_in, n_out in base.modules.values())
+    linears = sum(max_rank * (n_in + n_out) + _MOST_VECTORS * n_out for n_in, n_out in base.modules.values())
+    values = base.num_layers * (linears + sum(base.norms.values())) + base.hidden_size
     return LENGTH_BYTES + header_cap_bytes(base) + 4 * values + max_head_bytes(base.hidden_size)
 
 
@@ -192,42 +219,52 @@ def match_modules(
     heads = match_heads(header, of_heads, base.hidden_size, problems)
     others = [name for name in header.tensors if not is_head_name(name)]
     places = {name: place for name in others if (place := locate(name, base, problems))}
-    halves = _halves(places, base, problems)
+    groups = _groups(places, base, problems)
     modules = []
-    for (layer, module), names in sorted(halves.items()):
+    for (layer, module), names in sorted(groups.items()):
         at = module_name(base, layer, module)
-        if (a_name := names.get("A")) is None or (b_name := names.get("B")) is None:
-            there, missing = ("lora_B", "lora_A") if "B" in names else ("lora_A", "lora_B")
-            problems.add("missing_half", at, f"has {there} but no {missing}; save the adapter again")
+        if not is_adapted(names):
+            continue
+        if (a_name := names.get(A)) is None or (b_name := names.get(B)) is None:
+            missing = " and no ".join(f"lora_{half}" for half in (A, B) if half not in names)
+            problems.add("missing_half", at, f"has no {missing}; save the adapter again")
             continue
         a, b = header.tensors[a_name], header.tensors[b_name]
         rank = _check_shapes(places[a_name], a, b, base, problems)
         if rank is None:
             continue
         scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, problems)
-        modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name))
+        extras = check_lora_extras((layer, module), names, header, base, adapter_config, problems)
+        modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name, **extras))
+    saved = match_saved(groups, header, base, adapter_config, problems)
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
+    notices |= dict.fromkeys(notices_of(tuple(modules), saved, base))
     if heads:
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
-    return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices), heads)
+    of_lora = tuple(place for place in places.values() if place.part in (A, B))
+    if not of_lora:
+        problems.add("no_modules", FILE, "matches no linear module of this base; serving it would change nothing")
+    return MatchedTensors(tuple(modules), saved, groups, of_lora, tuple(notices), heads)
 
 
-def _halves(
-    places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList
-) -> dict[tuple[int, str], dict[str, str]]:
-    """Return the tensors' names by (layer, module), then by half."""
-    if not places:
-        problems.add("no_modules", FILE, "matches no module of this base; serving it would change nothing")
+def is_adapted(parts: Parts) -> bool:
+    """Return whether a module of the base has LoRA tensors, whole or not."""
+    return not parts.keys().isdisjoint((A, B, MAGNITUDE, B_BIAS))
+
+
+def _groups(places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList) -> dict[Site, dict[str, str]]:
+    """Return the tensors' names by (layer, module), then by part."""
     if len(names := sorted({place.name.adapter_name for place in places.values()})) > 1:
         shown = ", ".join(show(name) for name in names[:3])
         problems.add("several_adapters", FILE, f"holds tensors of several adapters ({shown}); save each by itself")
-    halves: dict[tuple[int, str], dict[str, str]] = {}
+    groups: dict[Site, dict[str, str]] = {}
     for name, place in places.items():
-        other = halves.setdefault((place.layer, place.module), {}).setdefault(place.half, name)
+        other = groups.setdefault((place.layer, place.module), {}).setdefault(place.part, name)
         if other != name:
             at = module_name(base, place.layer, place.module)
-            problems.add("duplicate_module", at, f"has two tensors for lora_{place.half}: {show(other)}, {show(name)}")
-    return halves
+            what = f"lora_{place.part}" if place.part in (A, B) else place.part
+            problems.add("duplicate_module", at, f"has two tensors for {what}: {show(other)}, {show(name)}")
+    return groups
 
 
 def _check_shapes(
@@ -293,7 +330,7 @@ def _check_rank(
 
 def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest: str, stored: Form) -> AdapterSpec:
     """Return the spec of validated tensors, with its key."""
-    dtypes = {info.dtype for name, info in header.tensors.items() if not is_head_name(name)}
+    dtypes = {header.tensors[name].dtype for m in matched.modules for name in (m.a_name, m.b_name)}
     return AdapterSpec(
         key=adapter_key(matched.modules, weights_digest, stored),
         weights_digest=weights_digest,
@@ -302,6 +339,7 @@ def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest
         weights_bytes=header.data_bytes,
         stored=stored,
         heads=matched.heads,
+        saved=matched.saved,
     )
 
 

@@ -138,7 +138,7 @@ def build(
     if draft is not None:
         draft_pool = DevicePool(draft.spec, geometry.num_pages, geometry.page_size, kv_format, device)
         draft_model = DraftModel(draft, draft_pool)
-    adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
+    adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), weights, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
     memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption_mode, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs

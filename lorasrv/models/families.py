@@ -421,11 +421,10 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    biased = {"qkv": spec.qkv_bias, "o": spec.attn_out_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}
     for module, width in spec.norms(layer).values():
         yield f"{module}.weight", (width,)
     for site in spec.sites_of(layer):
         for module, out in zip(site.modules, site.out_features, strict=True):
             yield f"{module}.weight", (out, site.in_features)
-            if biased[site.name]:
+            if spec.has_bias(site.name):
                 yield f"{module}.bias", (out,)

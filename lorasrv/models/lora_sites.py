@@ -4,15 +4,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from adapter_store.spec import INT8, AdapterSpec, BaseShapes
-from lorasrv.models.spec import ModelSpec
-from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout, LayerRanks, SiteDims
+from lorasrv.models.spec import ModelSpec, SiteShape
+from sgmv_kernels.formats.adapter_panels import (
+    CODE_BYTES,
+    GAIN,
+    SHIFT,
+    AdapterLayout,
+    LayerRanks,
+    LayerVectors,
+    SiteDims,
+)
 
 if TYPE_CHECKING:
     from lorasrv.models.loader.checkpoint import Checkpoint
 
 
 def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseShapes:
-    """Return every linear module of a layer with its (in, out), for validation in `adapter_store`.
+    """Return every linear and norm of a layer with its widths, for validation in `adapter_store`.
 
     Args:
         spec: the base model.
@@ -24,15 +32,21 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
         for site in spec.sites()
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
-    found = {(layer, m) for layer in range(spec.num_layers) for site in spec.sites_of(layer) for m in site.modules}
+    norms = dict(spec.norms(0).values())
+    layers = range(spec.num_layers)
+    found = {(layer, m) for layer in layers for site in spec.sites_of(layer) for m in site.modules}
+    found |= {(layer, path) for layer in layers for path, _ in spec.norms(layer).values()}
     return BaseShapes(
         family=spec.family,
         num_layers=spec.num_layers,
         modules=modules,
-        lacking=frozenset((layer, m) for layer in range(spec.num_layers) for m in modules) - found,
+        lacking=frozenset((layer, m) for layer in layers for m in (*modules, *norms)) - found,
         layer_prefix=spec.names.layers,
         name=name,
         checkpoint=checkpoint,
+        biased=frozenset(m for site in spec.sites() if spec.has_bias(site.name) for m in site.modules),
+        norms=norms,
+        final_norm=spec.names.final_norm,
     )
 
 
@@ -53,14 +67,14 @@ def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
 
 
 def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> AdapterLayout:
-    """Return the layout of a validated adapter in the pool, from its ranks and form alone, before weights are read.
+    """Return the layout of a validated adapter in the pool, from its spec alone, before weights are read.
 
     Args:
         itemsize: bytes of a weight in the adapter dtype.
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
-    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size)
+    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter))
 
 
 def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
@@ -68,7 +82,9 @@ def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
     return _layout(spec, lambda layer, module: rank, itemsize)
 
 
-def _layout(spec: ModelSpec, rank_of: Callable[[int, str], int], itemsize: int) -> AdapterLayout:
+def _layout(
+    spec: ModelSpec, rank_of: Callable[[int, str], int], itemsize: int, vectors: tuple[LayerVectors, ...] = ()
+) -> AdapterLayout:
     """Return a layout from the ranks of (layer, module)."""
 
     def layer_ranks(layer: int) -> LayerRanks:
@@ -79,4 +95,40 @@ def _layout(spec: ModelSpec, rank_of: Callable[[int, str], int], itemsize: int) 
         )
 
     ranks = tuple(layer_ranks(layer) for layer in range(spec.num_layers))
-    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs)
+    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, place_widths(spec) if vectors else (), vectors)
+
+
+def place_widths(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the widths of the outputs of a layer that adapters may scale and shift, in the order of `places`."""
+    return tuple(spec.places().values())
+
+
+def _vectors(spec: ModelSpec, adapter: AdapterSpec) -> tuple[LayerVectors, ...]:
+    """Return which vectors the adapter has at each place of each layer; nothing if it has none."""
+    found = [[0] * len(spec.places()) for _ in range(spec.num_layers)]
+    for m in adapter.modules:
+        place, site = site_place(spec, m.layer, m.module)
+        scaled = GAIN | (SHIFT if spec.has_bias(site.name) else 0)
+        found[m.layer][place] |= (scaled if m.magnitude else 0) | (SHIFT if m.b_bias else 0)
+    for saved in adapter.saved:
+        if norm := norm_place(spec, saved.layer, saved.module):
+            found[saved.layer][list(spec.places()).index(norm)] |= GAIN
+        else:
+            found[saved.layer][site_place(spec, saved.layer, saved.module)[0]] |= SHIFT
+    return tuple(map(tuple, found)) if any(map(any, found)) else ()
+
+
+def site_place(spec: ModelSpec, layer: int, module: str) -> tuple[int, SiteShape]:
+    """Return the place of a linear's output in `ModelSpec.places`, and its site."""
+    sites = zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)
+    return next((index, site) for index, site in sites if module in site.modules)
+
+
+def norm_place(spec: ModelSpec, layer: int, module: str) -> str:
+    """Return the name of a norm's output in `ModelSpec.places`; "" for a linear."""
+    if module == spec.names.final_norm:
+        return "final_norm"
+    name = next((name for name, (path, _) in spec.norms(layer).items() if path == module), "")
+    if name in ("q_norm", "k_norm"):
+        return "qk_norm" if spec.has_own_kv(layer) else "q_norm"
+    return name

@@ -187,6 +187,23 @@ class ModelSpec:
             norms |= {f"{x}_norm": (f"self_attn.{x}_norm", self.head_dim) for x in heads}
         return norms
 
+    def places(self) -> dict[str, int]:
+        """Return the outputs of a layer that an adapter may scale and shift, with their widths.
+
+        First those of the sites, in the order of `sites()`; then those of the norms. `qk_norm` is all heads of q, k and
+        v behind their norms, `q_norm` the same where there is q alone; only the last layer has `final_norm`.
+        """
+        names = ("qkv", "o", "gate_up", "down", "q")
+        widths = {name: sum(site.out_features) for name, site in zip(names, self.sites(), strict=False)}
+        norms = {name: width for name, (_, width) in self.norms(0).items() if name not in ("q_norm", "k_norm")}
+        heads = {"qk_norm": self.q_width + 2 * self.kv_width, "q_norm": self.q_width} if self.qk_norm else {}
+        return widths | norms | heads | {"final_norm": self.hidden_size}
+
+    def has_bias(self, site: str) -> bool:
+        """Return whether the linears of a site have a bias."""
+        biases = {"qkv": self.qkv_bias, "o": self.attn_out_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
+        return biases[site]
+
     @property
     def why_no_kv_policy(self) -> str | None:
         """Return why a request cannot choose which keys its tokens see; None if it can."""

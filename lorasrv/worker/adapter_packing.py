@@ -2,6 +2,7 @@
 pages."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
-from lorasrv.models.spec import ModelSpec
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, SitePanels
+from lorasrv.worker.adapter_vectors import output_vectors
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.formats.adapter_panels import NO_VECTOR, AdapterLayout, SitePanels
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -36,12 +38,18 @@ class PackedAdapter:
         return self.data.nbytes
 
 
-def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
+def pack_adapter(
+    base: ModelWeights, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype
+) -> PackedAdapter:
     """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`, or to int8 if it is so stored.
 
     In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
-    interpreter.
+    interpreter. Gains and shifts (`adapter_vectors`) are computed from the base's weights.
+
+    Raises:
+        AdapterInvalid: it holds a norm that this base cannot have.
     """
+    spec = base.spec
     data = np.zeros((layout.num_slabs, layout.slab_bytes), dtype=np.uint8)
     for slab, layer in ((slab, layer) for slab, layers in enumerate(layout.layers_of_slabs) for layer in layers):
         offsets = layout.packed_offsets[layer].tolist()
@@ -51,6 +59,10 @@ def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights
                 pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
                 packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
                 _pack_site(data[slab], offsets, panels, packed)
+        if layout.vectors and any(layout.vectors[layer]):
+            found = dict(output_vectors(base, weights, layer))
+            for place, indices in zip(spec.places(), layout.vector_panels[layer].tolist(), strict=True):
+                _pack_vectors(data[slab], offsets, indices, found.get(place, ()))
     return PackedAdapter(layout, torch.from_numpy(data))
 
 
@@ -84,6 +96,12 @@ def _pack_site(row: Bytes, offsets: list[int], panels: SitePanels, modules: list
             _write_panels(row, offsets, panels.a, first, module.a)
             _write_panels(row, offsets, slice_panels, 0, module.b)
             first = last
+
+
+def _pack_vectors(row: Bytes, offsets: list[int], indices: list[int], vectors: Sequence[Tensor]) -> None:
+    for index, vector in zip(indices, vectors, strict=False):
+        if index != NO_VECTOR:
+            _target(row, offsets[index], (len(vector),), np.dtype("<f4"))[:] = vector.cpu().numpy()
 
 
 def _write_panels(row: Bytes, offsets: list[int], panels: Panels, first: int, matrix: Array) -> None:

@@ -12,8 +12,8 @@ from adapter_store.spec import AdapterKey
 from adapter_store.storage.refcounts import ContentHold
 from adapter_store.store import AdapterStore
 from lorasrv.models.lora_sites import adapter_layout
-from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.adapter_packing import PackedAdapter, pack_adapter
+from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import LAYOUT_VERSION, AdapterLayout
 
 NUM_CACHED_LAYOUTS = 1024
@@ -25,11 +25,11 @@ class HostAdapterStore:
     """Read adapters. Called from loader threads, the engine's and the event loop's workers at once."""
 
     def __init__(
-        self, store: AdapterStore, host_cache: HostCache[PackedAdapter], spec: ModelSpec, dtype: torch.dtype
+        self, store: AdapterStore, host_cache: HostCache[PackedAdapter], base: ModelWeights, dtype: torch.dtype
     ) -> None:
         self._store = store
         self._host_cache = host_cache
-        self._spec = spec
+        self._base = base
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
         self._num_heads: LRUCache[AdapterKey, int] = LRUCache(NUM_CACHED_LAYOUTS)
@@ -63,7 +63,7 @@ class HostAdapterStore:
             known = self._layouts.get(key)
         if known is None:
             spec = self._store.spec(key)
-            known = adapter_layout(self._spec, spec, self._dtype.itemsize)
+            known = adapter_layout(self._base.spec, spec, self._dtype.itemsize)
             with self._lock:
                 self._num_heads[key] = len(spec.heads)
                 known = self._layouts[key] = self._kinds.setdefault(known, known)
@@ -111,7 +111,7 @@ class HostAdapterStore:
         if cached is not None:
             return cached, False
         weights = self._store.load(key, should_stop)
-        packed = pack_adapter(self._spec, self.layout(key), weights, self._dtype)
+        packed = pack_adapter(self._base, self.layout(key), weights, self._dtype)
         return self._host_cache.put_pinned(self._cache_key(key), packed, packed.nbytes), True
 
     def pinned(self, key: AdapterKey) -> PackedAdapter:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.lora_sites import place_widths, site_dims
 from lorasrv.models.quantization import Linear
 from lorasrv.models.spec import RopeSpec
 from lorasrv.worker.cuda_streams import SideStream
@@ -125,6 +125,7 @@ class Decoder:
         self._activation = activations[spec.activation]
         self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
         slopes = spec.alibi_slopes()
+        self._places = {name: i for i, name in enumerate(spec.places())}
         self._slopes = torch.tensor(slopes, dtype=torch.float32, device=memory.device) if slopes else None
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
         # What the head read last: its addresses are in recordings and graphs, which round their rows up.
@@ -185,6 +186,7 @@ class Decoder:
             num_layers=spec.num_layers,
             sites=site_dims(spec),
             adapter_dtype=limits.adapter_dtype,
+            places=place_widths(spec),
         )
 
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
@@ -199,14 +201,19 @@ class Decoder:
         delta = None
         for layer in self._computed:
             weights = self._weights.layers[layer]
-            normed = self._add_norm(x, delta, weights.input_norm, self._spec.norm_eps)
+            normed = self._norm(x, delta, weights.input_norm, layer, "input_norm", tables)
             turned = angles[-1] if self._spec.window(layer) else angles[0]
-            delta = self._normed(self._attention(normed, layer, tables, turned), weights.attn_out_norm)
-            normed = self._add_norm(x, delta, weights.post_attn_norm, self._spec.norm_eps)
-            delta = self._normed(self._mlp(normed, layer, tables), weights.mlp_out_norm)
+            delta = self._attention(normed, layer, tables, turned)
+            if weights.attn_out_norm is not None:
+                delta = self._norm(delta, None, weights.attn_out_norm, layer, "attn_out_norm", tables)
+            normed = self._norm(x, delta, weights.post_attn_norm, layer, "post_attn_norm", tables)
+            delta = self._mlp(normed, layer, tables)
+            if weights.mlp_out_norm is not None:
+                delta = self._norm(delta, None, weights.mlp_out_norm, layer, "mlp_out_norm", tables)
         if not len(tables.sample_rows):
             return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
-        normed = self._add_norm(x, delta, self._weights.final_norm, self._spec.norm_eps)
+        last = self._spec.num_layers - 1
+        normed = self._norm(x, delta, self._weights.final_norm, last, "final_norm", tables)
         count = len(tables.sample_rows)
         out = self._states[:count] if count <= len(self._states) else x.new_empty((count, x.shape[1]))
         return self._logits(self._ops.take_rows(normed, tables.sample_rows, out))
@@ -217,9 +224,18 @@ class Decoder:
             self._ops.softcap_(logits, self._spec.final_softcap)
         return logits
 
-    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
-        """Apply the norm that some families have behind attention or MLP to `delta` [T, H]."""
-        return delta if weight is None else self._add_norm(delta, None, weight, self._spec.norm_eps)
+    def _norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, layer: int, place: str, tables: StepTables
+    ) -> Tensor:
+        """Add `delta` [T, H] to x in place, and return the normed sum, with the weights of each row's adapter."""
+        normed = self._add_norm(x, delta, weight, self._spec.norm_eps)
+        self._affine_(normed, layer, self._places[place], tables)
+        return normed
+
+    def _affine_(self, y: Tensor, layer: int, place: int, tables: StepTables) -> None:
+        """Apply the gains and shifts of the rows' adapters; a step pays nothing where none has any."""
+        if tables.lora.tables.has_vectors:
+            self._ops.affine_(y, self._memory.slab(layer), tables.lora, layer, place)
 
     def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights.layers[layer]
@@ -230,6 +246,7 @@ class Decoder:
             kv_heads = spec.num_kv_heads if has_own_kv else 0
             k_norm = weights.q_norm if weights.k_norm is None else weights.k_norm
             self._ops.norm_heads_(qkv, weights.q_norm, k_norm, kv_heads, spec.norm_eps)
+            self._affine_(qkv, layer, self._places["qk_norm" if has_own_kv else "q_norm"], tables)
         rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
         q = rotate(qkv, *rotation, pages, tables.attention)
         attended = self._ops.paged_attention(
@@ -251,7 +268,8 @@ class Decoder:
                     v = self._ops.shrink(x, slab, tables.lora, layer, site)
                 y = linear(x)
             self._ops.expand_(y, v, slab, tables.lora, layer, site)
-            return y
-        y = linear(x)
-        self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
+        else:
+            y = linear(x)
+            self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
+        self._affine_(y, layer, site, tables)
         return y

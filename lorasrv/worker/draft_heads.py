@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from adapter_store.errors import AdapterError, ProblemList
-from adapter_store.formats.draft_heads import HEADS_NAME, match_heads, read_own_header
+from adapter_store.formats.draft_heads import match_heads, read_own_header
+from adapter_store.formats.peft_dir import HEADS_NAME
 from adapter_store.formats.weights import HeadArrays, head_arrays
 from adapter_store.spec import AdapterKey
 from lorasrv.config import size

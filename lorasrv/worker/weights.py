@@ -26,7 +26,7 @@ class LayerWeights:
     values of its own has q alone.
 
     Norms are fp32 [H], those of query and key heads [D]; None where the family has none. Where a checkpoint holds norm
-    weights less 1, the 1 has been added.
+    weights less 1, the 1 has been added. `biases` are fp32 copies of those of the linears, None where there is none.
     """
 
     input_norm: Tensor
@@ -39,6 +39,7 @@ class LayerWeights:
     mlp_out_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    biases: tuple[Tensor | None, ...] = (None,) * 4
 
     def norms(self) -> tuple[Tensor, ...]:
         """Return the norms that the family has."""
@@ -165,14 +166,14 @@ class _Builder:
     def _layer(self, i: int) -> LayerWeights:
         self._progress(_LOADING, (i + 1) / (self._spec.num_layers + 1))
         prefix = f"model.layers.{i}."
-        qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites_of(i))
+        (qkv, o, gate_up, down), biases = zip(*(self._site(prefix, s) for s in self._spec.sites_of(i)), strict=True)
         norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms(i).items()}
-        return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
+        return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, biases=biases, **norms)
 
-    def _site(self, prefix: str, site: SiteShape) -> Linear:
+    def _site(self, prefix: str, site: SiteShape) -> tuple[Linear, Tensor | None]:
         return self._linear([prefix + module for module in site.modules], self._format.of_site(site.name))
 
-    def _linear(self, modules: Sequence[str], fmt: QuantFormat) -> Linear:
+    def _linear(self, modules: Sequence[str], fmt: QuantFormat) -> tuple[Linear, Tensor | None]:
         biases = [f"{module}.bias" for module in modules]
         bias = self._stacked([self._read(name) for name in biases]) if biases[0] in self._names else None
         parts = self._parts([f"{module}.weight" for module in modules], fmt)
@@ -181,7 +182,7 @@ class _Builder:
         else:
             linear = fmt.linear_of_parts(parts, bias, self._dtype)
         self._exchange(parts, bias, linear.nbytes)
-        return linear
+        return linear, None if bias is None else bias.float()
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Return the embedding and the head, which may be tied to it."""

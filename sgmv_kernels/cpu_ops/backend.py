@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import Backend, PackedLinear, Progress
-from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.cpu_ops import affine, attention, linear, pointwise, sgmv, slots
 from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
@@ -37,6 +37,7 @@ BACKEND = Backend(
     shrink=sgmv.shrink_cpu,
     expand_=sgmv.expand_cpu_,
     sgmv_=sgmv.sgmv_cpu_,
+    affine_=affine.affine_cpu_,
     prepare_attention=attention.prepare,
     attention=attention.attention_cpu,
     rope_write_kv=pointwise.rope_write_kv_cpu,

@@ -45,7 +45,8 @@ class RecordedStep:
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
-        self._recorded: dict[bool, tuple[Program, Tensor]] = {}
+        # By whether there are adapters, and adapters with vectors: steps pay for neither where they have none.
+        self._recorded: dict[tuple[bool, bool], tuple[Program, Tensor]] = {}
         self._last: tuple[Program, float] | None = None
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
@@ -54,10 +55,10 @@ class RecordedStep:
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
             self._last = None
             return self._layers(x, angles, tables)
-        with_adapters = tables.lora.tables.num_segments > 0
-        held = self._recorded.get(with_adapters)
+        kind = tables.lora.tables.num_segments > 0, tables.lora.tables.has_vectors
+        held = self._recorded.get(kind)
         if held is None or held[0].threads != team_size():
-            held = self._recorded[with_adapters] = self._record(with_adapters)
+            held = self._recorded[kind] = self._record(*kind)
         program, logits = held
         self._x[:rows] = x
         parts = self._parts(rows, angles, tables)
@@ -75,13 +76,14 @@ class RecordedStep:
         second = whole / max(1.0, sum(ticks.values()))
         return {kind: count * second for kind, count in ticks.items()}
 
-    def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:
+    def _record(self, with_adapters: bool, with_vectors: bool) -> tuple[Program, Tensor]:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
         attention = self._planner.plan_attention(
             np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
         )
-        tables = rankless_tables(shape.sites if with_adapters else (), shape.num_layers, shape.max_rows)
+        sites, places = shape.sites if with_adapters else (), shape.places if with_vectors else ()
+        tables = rankless_tables(sites, shape.num_layers, shape.max_rows, places)
         lora = self._planner.plan_tables(tables, shape.adapter_dtype)
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         with recording() as recorded:
@@ -102,4 +104,6 @@ class RecordedStep:
             parts[rope_name(recorded)] = rope.words
         for part in tables.lora.prepared.parts:
             parts[part.name] = part.words
+        if (vectors := tables.lora.prepared.vectors) is not None:
+            parts[vectors.name] = vectors.words
         return parts

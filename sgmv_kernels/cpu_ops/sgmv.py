@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.cpu_ops.affine import vectors_part
 from sgmv_kernels.cpu_runtime.launch import Part, Words, launch, recording_now
 from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES
@@ -43,6 +44,8 @@ class CpuTables:
     v: Tensor
     # Arrays that the parts point to.
     kept: tuple[object, ...]
+    # Rows of adapters with vectors; None if there are none.
+    vectors: Part | None = None
 
 
 def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> CpuTables:
@@ -77,7 +80,11 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
         words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
         parts.append(Part(part_name(i), words, len(own), threads))
-    return CpuTables(parts, ranks.tolist(), v, (deinterleaved, scratch, tasks, permutation, records, panels))
+    kept = (deinterleaved, scratch, tasks, permutation, records, panels)
+    if not tables.has_vectors:
+        return CpuTables(parts, ranks.tolist(), v, kept)
+    vectors, arrays = vectors_part(tables)
+    return CpuTables(parts, ranks.tolist(), v, (*kept, *arrays), vectors)
 
 
 def part_name(site: int) -> str:

@@ -24,6 +24,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         ("sgmv", _KINDS[adapter_dtype]),
         *(("linear", entry) for entry in linear),
         *(("pointwise", entry) for entry in pointwise),
+        ("affine", "rows"),
         ("slots", "copy"),
         ("program", "run_items"),
     )

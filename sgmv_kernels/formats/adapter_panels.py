@@ -6,6 +6,11 @@ At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-b
     A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
     B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
 
+and behind those of all sites, for each *place*, an output of the layer that an adapter may change by itself:
+
+    gain    fp32 [width]        factor of every number of the output, where the adapter has one
+    shift   fp32 [width]        what is added to it then, where the adapter has one
+
 A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 codes, every rank row of A and of B with
 a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
 
@@ -28,6 +33,7 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 LAYOUT_VERSION = 1
 PANEL_RANKS = 16
 SCALE_BYTES = 4
+VECTOR_BYTES = 4
 CODE_BYTES = 1
 """Size of a weight that is stored as an int8 code."""
 MAX_RANK = 256
@@ -49,6 +55,12 @@ Bytes = npt.NDArray[np.int64]
 """Sizes or offsets of panels."""
 LayerRanks = tuple[tuple[int, ...], ...]
 """`[site][slice]`: ranks of one layer, 0 where the adapter has no weights."""
+GAIN, SHIFT = 1, 2
+"""Kinds of vectors at a place."""
+LayerVectors = tuple[int, ...]
+"""`[place]`: vectors of one layer, sums of `GAIN` and `SHIFT`."""
+Int32 = npt.NDArray[np.int32]
+NO_VECTOR = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +98,16 @@ class AdapterLayout:
         ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
         itemsize: bytes of one stored weight (2 for bf16, 4 for float32, `CODE_BYTES` for int8 codes).
         slabs: the pool's slab of each layer, counted from 0; empty where each layer has its own.
+        places: widths of the outputs of a layer that may have vectors, the same for all adapters that have any.
+        vectors: `vectors[layer][place]`; empty for an adapter without.
     """
 
     sites: tuple[SiteDims, ...]
     ranks: tuple[LayerRanks, ...]
     itemsize: int
     slabs: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    vectors: tuple[LayerVectors, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -110,7 +126,24 @@ class AdapterLayout:
     @cached_property
     def panel_bytes(self) -> tuple[Bytes, ...]:
         """Return the aligned size of every panel, one array for each layer."""
-        return tuple(_layer_panel_bytes(self.sites, layer, self.itemsize) for layer in self.ranks)
+        vectors = self.vectors or ((),) * self.num_layers
+        return tuple(
+            _layer_panel_bytes(self.sites, layer, self.itemsize, self.places, kinds)
+            for layer, kinds in zip(self.ranks, vectors, strict=True)
+        )
+
+    @cached_property
+    def vector_panels(self) -> Int32:
+        """Return [L, places, 2]: index of each place's gain and shift in its layer's panels, or `NO_VECTOR`."""
+        indices = np.full((len(self.vectors), len(self.places), 2), NO_VECTOR, dtype=np.int32)
+        for layer, kinds in enumerate(self.vectors):
+            panel = len(self.panel_bytes[layer]) - sum(kind.bit_count() for kind in kinds)
+            for place, kind in enumerate(kinds):
+                for column, wanted in enumerate((GAIN, SHIFT)):
+                    if kind & wanted:
+                        indices[layer, place, column] = panel
+                        panel += 1
+        return indices
 
     @cached_property
     def layers_of_slabs(self) -> tuple[tuple[int, ...], ...]:
@@ -218,6 +251,16 @@ class PlacedAdapter:
         return np.array([starts[id(offsets)] for offsets in self.offsets], dtype=np.int32)
 
     @cached_property
+    def vectors(self) -> Int32:
+        """Return [L, places, 2]: offsets of gain and shift in units of `ALIGNMENT_BYTES`, or `NO_VECTOR`."""
+        panels = self.layout.vector_panels
+        vectors: Int32 = np.full(panels.shape, NO_VECTOR, dtype=np.int32)
+        for own, at, offsets in zip(vectors, panels, self.offsets, strict=bool(len(panels))):
+            has_one = at != NO_VECTOR
+            own[has_one] = offsets[at[has_one]] // ALIGNMENT_BYTES
+        return vectors
+
+    @cached_property
     def extent(self) -> tuple[int, int]:
         """Return (first byte, end) of all panels in a slab."""
         layers = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
@@ -272,7 +315,9 @@ def _panel_rows(rank: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int) -> Bytes:
+def _layer_panel_bytes(
+    sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int, places: tuple[int, ...], kinds: LayerVectors
+) -> Bytes:
     sizes: list[int] = []
     for site, ranks in zip(sites, layer_ranks, strict=True):
         total = sum(ranks)
@@ -282,6 +327,8 @@ def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, ite
         sizes += [_aligned(n * site.in_features * itemsize) for n in _panel_rows(total)]
         for rank, out in zip(ranks, site.out_features, strict=True):
             sizes += [_aligned(n * out * itemsize) for n in _panel_rows(rank)]
+    for width, kind in zip(places, kinds, strict=bool(kinds)):
+        sizes += [_aligned(width * VECTOR_BYTES)] * kind.bit_count()
     return np.array(sizes, dtype=np.int64)
 
 

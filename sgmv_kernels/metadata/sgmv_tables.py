@@ -3,15 +3,16 @@
 Panel offsets count units of `ALIGNMENT_BYTES` from the start of a layer's slab, so that int32 reaches 256 GiB. A
 (layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the index in `panels` of its
 scale vector's offset; those of its A panels follow, then those of each slice's B panels, 16 rank rows to a panel. So a
-kernel derives everything from one 16-byte record. (One packed record a segment: SGLang's triton_v2 metadata.)
+kernel derives everything from one 16-byte record. (One packed record a segment: SGLang's triton_v2 metadata.) Vectors
+at places are few and found by their offsets; a step whose adapters have none has no table of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from sgmv_kernels.formats.adapter_panels import RECORD_INTS, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.adapter_panels import NO_VECTOR, RECORD_INTS, PlacedAdapter, SiteDims
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 
@@ -34,10 +35,26 @@ class SgmvTables:
     slab_bytes: int
     # Of a slice.
     highest_rank: int
+    # Widths of the places, and [L, places, S, 2], offsets of each segment's gain and shift, or `NO_VECTOR`; empty where
+    # no adapter has any.
+    places: tuple[int, ...] = ()
+    vectors: Int32 = field(default_factory=lambda: np.zeros((0, 0, 0, 2), dtype=np.int32))
 
     @property
     def num_segments(self) -> int:
         return len(self.bounds)
+
+    @property
+    def has_vectors(self) -> bool:
+        """Return whether an adapter of the step has vectors."""
+        return bool(self.places)
+
+    def vector_rows(self) -> Int32:
+        """Return [N, 2]: segment and row, of every row whose adapter has vectors."""
+        has_any = (self.vectors != NO_VECTOR).any(axis=(0, 1, 3))
+        segments = np.repeat(np.arange(self.num_segments, dtype=np.int32), np.diff(self.bounds).ravel())
+        rows = [self.permutation[begin:end] for begin, end in self.bounds.tolist()]
+        return np.ascontiguousarray(np.stack((segments, np.concatenate(rows)), axis=-1)[has_any[segments]])
 
     def max_rank(self, layer: int, site: int) -> int:
         """Return the highest number of rank rows of a segment at a site, its slices together."""
@@ -67,11 +84,23 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
         panels=np.concatenate(panels),
         slab_bytes=max(adapter.extent[1] for adapter in placed),
         highest_rank=max(adapter.layout.max_rank for adapter in placed),
+        places=next((adapter.layout.places for adapter in placed if adapter.layout.places), ()),
+        vectors=_vectors(placed),
     )
 
 
-def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> SgmvTables:
-    """Return tables for a recording: all rows in one segment whose adapter has no rank, or no segment without sites."""
+def _vectors(placed: Sequence[PlacedAdapter]) -> Int32:
+    """Return the offsets of the segments' vectors."""
+    own = [adapter.vectors for adapter in placed if adapter.layout.vectors]
+    if not own:
+        return np.zeros((0, 0, 0, 2), dtype=np.int32)
+    none = np.full_like(own[0], NO_VECTOR)
+    return np.stack([adapter.vectors if adapter.layout.vectors else none for adapter in placed], axis=2)
+
+
+def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int, places: Sequence[int] = ()) -> SgmvTables:
+    """Return tables for a recording: all rows in one segment whose adapter has no rank, or no segment without sites;
+    it has no vectors at `places`."""
     segments = 1 if sites else 0
     return SgmvTables(
         sites=tuple(sites),
@@ -82,4 +111,6 @@ def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> Sg
         panels=np.zeros(segments, dtype=np.int32),
         slab_bytes=0,
         highest_rank=0,
+        places=tuple(places),
+        vectors=np.full((num_layers, len(places), segments, 2), NO_VECTOR, dtype=np.int32),
     )

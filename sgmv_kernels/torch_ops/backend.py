@@ -3,7 +3,7 @@
 import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
-from sgmv_kernels.torch_ops import attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.torch_ops import affine, attention, linear, pointwise, sgmv, slots
 
 BACKEND = Backend(
     name="torch",
@@ -12,6 +12,7 @@ BACKEND = Backend(
     shrink=sgmv.shrink_torch,
     expand_=sgmv.expand_torch_,
     sgmv_=sgmv.sgmv_torch_,
+    affine_=affine.affine_torch_,
     prepare_attention=attention.prepare,
     attention=attention.attention_torch,
     rope_write_kv=pointwise.rope_write_kv_torch,

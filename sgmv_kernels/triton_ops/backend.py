@@ -4,7 +4,7 @@ import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
 from sgmv_kernels.torch_ops import linear as linear_torch
-from sgmv_kernels.triton_ops import attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.triton_ops import affine, attention, linear, pointwise, sgmv, slots
 from sgmv_kernels.triton_ops.weight_packing import check_codes
 
 try:
@@ -22,6 +22,7 @@ BACKEND = Backend(
     shrink=sgmv.shrink,
     expand_=sgmv.expand_,
     sgmv_=sgmv.sgmv_,
+    affine_=affine.affine_,
     prepare_attention=attention.prepare,
     attention=attention.attention,
     rope_write_kv=pointwise.rope_write_kv,

@@ -26,6 +26,7 @@ from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+from sgmv_kernels.triton_ops.affine import VectorTables
 from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
 from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
@@ -76,6 +77,8 @@ class TritonTables:
         # [layer][site], of exact tables: the highest rank, slices together, and of a slice.
         self._ranks: list[list[int]] | None = None
         self._slice_ranks: list[list[int]] = []
+        # Of exact tables only: steps with vectors have no graph.
+        self.vectors: VectorTables | None = None
 
     @classmethod
     def exact(cls, tables: SgmvTables, device: torch.device) -> "TritonTables":
@@ -88,6 +91,7 @@ class TritonTables:
         chunks = int((-(-counts // block_m)).sum()) if segments else 0
         made = cls(tables.sites, layers, capacity, chunks, device)
         made._ranks = tables.records[..., 1:].sum(-1).max(-1, initial=0).tolist()
+        made.vectors = VectorTables.of(tables, device) if tables.has_vectors else None
         made._slice_ranks = tables.records[..., 1:].max((-2, -1), initial=0).tolist()
         made.update(tables)
         return made

@@ -18,12 +18,18 @@ from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
-from lorasrv.worker.weights import load_weights
+from lorasrv.worker.weights import ModelWeights, load_weights
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
 
 PAGE_SIZE, PAGES = 4, 640
+
+
+def float_weights(model: Path) -> ModelWeights:
+    """Load a checkpoint's weights as they are, for kernels in plain torch."""
+    ops = Ops(torch.device("cpu"), "torch")
+    return load_weights(open_checkpoint(str(model)), get_format("none", ops), torch.float32)
 
 
 class HandDecoder:
@@ -54,7 +60,7 @@ class HandDecoder:
                 count = layout.num_pages(self.memory.page_bytes)
                 end -= count
                 placed = layout.place([(end, count)], self.memory.page_bytes)
-                packed = pack_adapter(spec, layout, registered.load(key), dtype)
+                packed = pack_adapter(self.weights, layout, registered.load(key), dtype)
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)
 

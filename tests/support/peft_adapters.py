@@ -1,5 +1,6 @@
 """PEFT's own adapters for the tiny checkpoints."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ def peft_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 
 
     fields = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    torch.manual_seed(seed)
-    adapted = get_peft_model(base, LoraConfig(**fields)).eval()
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.mul_(strength)
-    adapted.save_pretrained(folder)
+    with warnings.catch_warnings():
+        # That biases cannot be merged, or are no matrices.
+        warnings.filterwarnings("ignore", message=".*(lora_bias=True|bias='|invalid shape)")
+        torch.manual_seed(seed)
+        adapted = get_peft_model(base, LoraConfig(**fields)).eval()
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(strength)
+                is_extra = "magnitude" in name or "modules_to_save" in name or name.endswith("bias")
+                if is_extra and parameter.requires_grad:
+                    # Trained: as they begin, they change nothing.
+                    parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
+        adapted.save_pretrained(folder)
     return adapted

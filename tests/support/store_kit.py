@@ -133,9 +133,11 @@ def widen(array: np.ndarray, dtype: str) -> np.ndarray:
     return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array.astype("<f4")
 
 
-def check(config: Mapping[str, object], data: bytes, max_rank: int = 16, **options: bool) -> CheckedAdapter:
-    """Check an adapter for the tiny base."""
-    return check_adapter(config, io.BytesIO(data), len(data), BASE, max_rank, **options)
+def check(
+    config: Mapping[str, object], data: bytes, max_rank: int = 16, base: BaseShapes = BASE, **options: bool
+) -> CheckedAdapter:
+    """Check an adapter for the tiny base, or another."""
+    return check_adapter(config, io.BytesIO(data), len(data), base, max_rank, **options)
 
 
 def warnings(checked: CheckedAdapter) -> str:

@@ -47,7 +47,11 @@ class PeftReference:
         _fill(base, checkpoint, weights, progress)
         with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
             _write_adapter(Path(folder), job, adapter, WRAPPER + self._layers)
+            # PEFT writes the file's biases over the base's, for good.
+            biases = {name: p for name, p in base.named_parameters() if name.endswith(".bias")}
+            own = {name: bias.detach().clone() for name, bias in biases.items()}
             self._model: Any = peft.PeftModel.from_pretrained(base, folder, adapter_name=NAME)
+        self._biases = [(bias, own[name], bias.detach().clone()) for name, bias in biases.items()]
         self._model.eval()
 
     @torch.inference_mode()
@@ -55,18 +59,26 @@ class PeftReference:
         """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without."""
         ids = torch.tensor([list(tokens)])
         adapted = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+        for bias, base, _ in self._biases:
+            bias.copy_(base)
         with self._model.disable_adapter():
             plain = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+        for bias, _, trained in self._biases:
+            bias.copy_(trained)
         return adapted, plain
 
     @torch.inference_mode()
     def delta(self, layer: int, module: str, x: Tensor, width: int) -> Tensor:
-        """Return what PEFT adds to one linear, x [T, in] -> [T, width]; zeros where it adapts nothing."""
+        """Return what PEFT changes at one linear, x [T, in] -> [T, width]; zeros where it changes nothing."""
         lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
-        if NAME not in getattr(lora, "lora_A", {}):
-            return torch.zeros(len(x), width)
-        added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
-        return added
+        base = getattr(lora, "base_layer", lora)
+        bias = next((own for parameter, own, _ in self._biases if parameter is base.bias), None)
+        is_plain = bias is None and NAME in getattr(lora, "lora_A", {}) and NAME not in lora.lora_variant
+        if is_plain:
+            added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
+            return added
+        changed: Tensor = lora(x) - torch.nn.functional.linear(x, base.weight, bias)
+        return changed
 
 
 def _base(job: VerifyJob, spec: ModelSpec) -> Any:
@@ -124,20 +136,23 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, prefix
     """
     config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
     config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})
+    saved = adapter.spec.saved
+    norms = [s.parameter.removesuffix(".weight") for s in saved if s.parameter.endswith(".weight")]
+    config["modules_to_save"] = norms or None
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
     for m in adapter.spec.modules:
         stem = f"{prefix}{m.layer}.{m.module}"
         names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
-    if adapter.spec.stored == INT8:
-        save_file(
-            {names[name]: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}, folder / WEIGHTS_NAME
-        )
-        return
-    if all(own == wanted for own, wanted in names.items()):
+        names |= {m.magnitude: f"{stem}.lora_magnitude_vector"} if m.magnitude else {}
+        names |= {m.b_bias: f"{stem}.lora_B.bias"} if m.b_bias else {}
+    names |= {s.name: WRAPPER + s.parameter for s in saved}
+    if all(own == wanted for own, wanted in names.items()) and adapter.spec.stored != INT8:
         os.symlink(job.weights.absolute(), folder / WEIGHTS_NAME)
         return
     tensors = load_file(job.weights)
+    if adapter.spec.stored == INT8:
+        tensors |= {name: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}
     save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)
 
 

@@ -101,11 +101,17 @@ class ServedModel:
 
     @torch.inference_mode()
     def delta(self, layer: int, site: int, x: Tensor) -> Tensor:
-        """Return what the adapter adds to one site: x [T, in] fp32 -> [T, sum of the slices' widths]."""
-        y = torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
+        """Return what the adapter changes at one site: x [T, in] fp32 -> [T, sum of the slices' widths]."""
         plan = self._batch([0] * len(x), 0, samples=True, plain=False).tables.lora
-        self.ops.sgmv_(y, x, self._memory.slab(layer), plan, layer, site)
-        return y
+        slab, plain = self._memory.slab(layer), torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
+        if plan.tables.has_vectors:
+            # A gain needs the base's own output; rounded activations would hide small errors.
+            weights = self.weights.layers[layer]
+            plain = torch.nn.functional.linear(x, weights.linears()[site].dequantize(), weights.biases[site])
+        y = plain.clone()
+        self.ops.sgmv_(y, x, slab, plan, layer, site)
+        self.ops.affine_(y, slab, plan, layer, site)
+        return y - plain
 
     def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
         """Return the [V] logits of the last token, with the adapter and without."""
@@ -136,5 +142,5 @@ class ServedModel:
         memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_format, CPU)
         placed = layout.place([(2 * self._pages, needed)], block)
         assert placed is not None, "one run holds what needs so many pages"
-        memory.write_adapter(pack_adapter(spec, layout, self.adapter, self._dtype), placed)
+        memory.write_adapter(pack_adapter(self.weights, layout, self.adapter, self._dtype), placed)
         return memory, placed

@@ -66,11 +66,8 @@ def test_scaling_of_rslora_and_patterns() -> None:
 
 
 REFUSED_VALUES: dict[str, Any] = {
-    "use_dora": True,
     "use_qalora": True,
     "alora_invocation_tokens": [1, 2],
-    "modules_to_save": ["lm_head"],
-    "lora_bias": True,
     "trainable_token_indices": [5],
     "target_parameters": ["experts.w"],
     "layer_replication": [[0, 2]],
@@ -105,7 +102,8 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str) -> None:
         ("lora_alpha", math.nan), ("lora_alpha", math.inf), ("lora_alpha", "16"), ("lora_alpha", True),
         ("lora_alpha", None),
         ("use_rslora", "false"), ("use_rslora", 1),
-        ("bias", "all"), ("bias", "lora_only"),
+        ("bias", "some"), ("bias", ["all"]), ("use_dora", "yes"), ("lora_bias", 1), ("modules_to_save", "norm"),
+        ("modules_to_save", [1]),
         ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_16"), ("init_lora_weights", "olora"),
         ("init_lora_weights", "corda"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "loftq"),
         ("init_lora_weights", "next_year"), ("init_lora_weights", 3),
@@ -151,8 +149,10 @@ def test_pattern_values_are_checked(pattern: str, value: Any) -> None:
 
 
 def test_every_problem_is_listed() -> None:
-    found = refusals(build.config(r=0, use_dora=True, bias="all", lora_alpha="x", modules_to_save=["a"]))
-    assert set(found) == {"r", "use_dora", "bias", "lora_alpha", "modules_to_save"}
+    found = refusals(
+        build.config(r=0, use_dora=1, bias="x", lora_alpha="x", modules_to_save="a", kasa_config={"beta": 1})
+    )
+    assert set(found) == {"r", "use_dora", "bias", "lora_alpha", "modules_to_save", "kasa_config"}
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
@@ -327,9 +327,6 @@ def test_the_patterns_first_match_is_pefts(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "unsupported_use_dora"),
-    "bias": ({"bias": "lora_only"}, "unsupported_bias"),
-    "lora_bias": ({"lora_bias": True}, "unsupported_lora_bias"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "unsupported_modules_to_save"),
     "pissa": ({"init_lora_weights": "pissa"}, "unsupported_init"),
     "olora": ({"init_lora_weights": "olora"}, "unsupported_init"),

@@ -12,7 +12,8 @@ from store_kit import BASE, build, check, problems_of
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.adapter_dir import open_adapter_dir
-from adapter_store.formats.draft_heads import HEADS_NAME, PREFIX, max_head_bytes
+from adapter_store.formats.draft_heads import PREFIX, max_head_bytes
+from adapter_store.formats.peft_dir import HEADS_NAME
 from adapter_store.formats.weights import load_weights
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import max_adapter_bytes

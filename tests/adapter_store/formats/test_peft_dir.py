@@ -164,7 +164,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     # embed_tokens and lm_head among the targets are moved to modules_to_save: whole copies in the file.
     "unsloth, new words": (
         files(FULL_COPIES, build.tensors() | HEAD | EMBEDDING),
-        refused("train again with modules_to_save=null", "unsupported_modules_to_save")
+        refused("train again without it in modules_to_save", "unsupported_modules_to_save")
     ),
     "unsloth, vlm": (
         of(
@@ -193,7 +193,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     ),
     "axolotl, added tokens": (
         files(FULL_COPIES, build.tensors() | EMBEDDING) | {"added_tokens.json": b'{"<|im_start|>": 32000}'},
-        refused("Merge it into the base", "unsupported_modules_to_save")
+        refused("merge the adapter into the base", "unsupported_modules_to_save")
     ),
     # The last state beside its checkpoints, each an adapter of its own.
     "llama factory": (
@@ -206,7 +206,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     ),
     "llama factory, switches": (
         of(build.tensors(), use_dora=True, init_lora_weights="pissa_niter_16"),
-        refused("path_initial_model_for_weight_conversion", "unsupported_use_dora", "unsupported_init")
+        refused("path_initial_model_for_weight_conversion", "unsupported_init")
     ),
     "peft, named": (below("pirate", OWN), Taken(subdirectory="pirate")),
     # A state dict gathered from FSDP around a compiled model, saved by hand.

@@ -11,18 +11,17 @@ from adapter_store.errors import ProblemList
 from adapter_store.formats.tensor_names import locate
 
 FOREIGN = {
-    f"{Q0}.lora_magnitude_vector": "unsupported_use_dora",
-    f"{Q0}.lora_B.bias": "unsupported_lora_bias",
     "base_model.model.model.embed_tokens.lora_embedding_A": "unsupported_embedding",
     "base_model.model.lm_head.lora_A.weight": "unsupported_embedding",
     "base_model.model.lm_head.weight": "unsupported_modules_to_save",
     "base_model.model.model.embed_tokens.weight": "unsupported_modules_to_save",
-    f"{PREFIX}0.input_layernorm.weight": "unsupported_modules_to_save",
     "base_model.model.model.embed_tokens.trainable_tokens_delta": "unsupported_trainable_token_indices",
     "base_model.model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "base_model.model.layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
-    "model.layers.0.self_attn.q_proj.weight": "unknown_tensor",
+    "model.layers.0.self_attn.q_proj.weight": "unsupported_modules_to_save",
+    f"{PREFIX}0.other_norm.weight": "unknown_tensor",
+    f"{PREFIX}0.self_attn.q_norm.bias": "unknown_tensor",
     f"{Q0}.lora_A.a.b.weight": "unknown_tensor",
     "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight": "unsupported_vision",
     "base_model.model.visual.blocks.0.attn.qkv.lora_A.weight": "unsupported_vision",
@@ -70,7 +69,8 @@ def test_only_the_exact_form_is_located(name: str) -> None:
     place = locate(name, BASE, problems)
     assert (place is None) == (len(problems) == 1)
     if place is not None:
-        assert place.name.text == f"{PREFIX}{place.layer}.{place.module}.lora_{place.half}.weight"
+        assert place.part in ("A", "B")
+        assert place.name.text == f"{PREFIX}{place.layer}.{place.module}.lora_{place.part}.weight"
         assert place.name.notices or name == place.name.text
 
 

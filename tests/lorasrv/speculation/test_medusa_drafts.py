@@ -12,6 +12,7 @@ import pytest
 import torch
 from any_asks import any_asks, make_grammars
 from drafted import Ask, Drafted
+from hand_decoder import float_weights
 from medusa import Heads, guesses, save_heads, states, trained
 from mispredict import expect_short_answers
 
@@ -283,7 +284,7 @@ def test_heads_that_do_not_fit_are_refused(model: Path, library: AdapterStore, t
 def test_the_host_store_counts_heads(filled: AdapterStore, model: Path) -> None:
     from adapter_store.host_cache import HostCache
 
-    source = HostAdapterStore(filled, HostCache(1 << 20), read_model_shape(str(model)).spec, torch.float32)
+    source = HostAdapterStore(filled, HostCache(1 << 20), float_weights(model), torch.float32)
     assert [source.num_draft_heads(filled.resolve(name).key) for name in ("one", "two", "three")] == [3, 0, 2]
     own = MedusaHeads.of(source.draft_heads(filled.resolve("three").key), torch.float32, CPU)
     assert len(own.heads) == 2

@@ -73,6 +73,33 @@ FEATURES = {
         {"target_modules": ["up_proj", "k_proj"]},
         "partial_adapter",
     ),
+    "use_dora": Feature(
+        {"r": 4, "lora_alpha": 8, "target_modules": ALL, "use_dora": True}, {"use_dora": False}, "use_dora_mismatch"
+    ),
+    "use_dora with use_rslora and ranks": Feature(
+        {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": QV, "rank_pattern": {"v_proj": 6}},
+        {"use_rslora": False},
+    ),
+    "norms in modules_to_save": Feature(
+        {"r": 4, "target_modules": ["o_proj"], "modules_to_save": ["norm"]},
+        {"modules_to_save": None},
+        "untargeted_modules",
+    ),
+    "the final norm and DoRA": Feature(
+        {"r": 4, "target_modules": ["k_proj", "down_proj"], "modules_to_save": ["model.norm"], "use_dora": True},
+        {"lora_alpha": 16},
+    ),
+    "lora_bias": Feature(
+        {
+            "r": 4,
+            "lora_alpha": 12,
+            "target_modules": ["q_proj", "down_proj"],
+            "lora_bias": True,
+            "init_lora_weights": True,
+        },
+        {"lora_bias": False},
+        "lora_bias_mismatch",
+    ),
     "a pattern of modules": Feature(
         {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.[02]\.mlp\.(up|down)_proj"}, {"lora_alpha": 4}
     ),
@@ -158,6 +185,37 @@ def test_every_honoured_field_in_one_batch(tiny_hf_checkpoints: Tiny, tmp_path: 
         if feature.refused_as is None:
             [dropped] = served.first_logits([wanted[2 * i][1]], [f"w{i}"])
             assert (adapted - dropped).abs().max() > APART, f"{name} is not looked at"
+
+
+BIASED = {
+    "lora_only": {"bias": "lora_only", "target_modules": QV},
+    "all": {"bias": "all", "target_modules": ["q_proj", "up_proj"]},
+    "beside lora_B, too": {"bias": "all", "lora_bias": True, "init_lora_weights": True, "target_modules": ALL},
+    "DoRA": {"bias": "lora_only", "use_dora": True, "target_modules": ALL},
+    "DoRA over the base's": {"use_dora": True, "target_modules": QV},
+}
+
+
+def test_biases_of_a_base_that_has_some(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
+    directory = tiny_hf_checkpoints["qwen2"]()
+    served = serve(directory)
+    prompt = list(range(20, 50))
+    models = {}
+    for i, (name, config) in enumerate(BIASED.items()):
+        models[name] = peft_adapter(directory, tmp_path / f"b{i}", seed=i, r=3, lora_alpha=5, **config)
+        served.llm.add_adapter(f"b{i}", tmp_path / f"b{i}")
+    logits = served.first_logits([prompt] * (len(models) + 1), [*(f"b{i}" for i in range(len(models))), None])
+    for (name, model), got in zip(models.items(), logits, strict=False):
+        want = last_logits(model, prompt)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        assert (got - logits[-1]).abs().max() > APART, name
+    for changes, code in (({"bias": "none"}, "bias_mismatch"), ({"bias": "some"}, "unsupported_bias")):
+        with pytest.raises(AdapterInvalid) as refused:
+            served.llm.add_adapter("x", changed(tmp_path / "b0", tmp_path / code, changes))
+        assert {p.code for p in refused.value.problems} == {code}
+    with pytest.raises(AdapterInvalid, match=r"k_proj\.bias") as refused:
+        served.llm.add_adapter("x", changed(tmp_path / "b0", tmp_path / "all", {"bias": "all"}))
+    assert {p.code for p in refused.value.problems} == {"partial_adapter"}
 
 
 def test_a_partial_adapter_is_the_same_content_allowed_or_not(

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from hand_decoder import float_weights
 from tiny_engine import client
 
 from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
-from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.worker.adapter_source import HostAdapterStore
 
 
 def test_adapters_of_the_same_ranks_share_a_layout(
     store: AdapterStore, model: Path, adapter_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = HostAdapterStore(store, HostCache(1 << 20), read_model_shape(str(model)).spec, torch.float32)
+    source = HostAdapterStore(store, HostCache(1 << 20), float_weights(model), torch.float32)
     keys = [store.resolve("one").key]
     config = json.loads((adapter_dirs["one"] / "adapter_config.json").read_text())
     digest = store.add_blob(adapter_dirs["one"] / "adapter_model.safetensors")

@@ -1,0 +1,101 @@
+"""What an adapter changes beside its deltas: a gain and a shift of an output, from DoRA, biases and norms of its own.
+
+DoRA scales each output of a linear: y = g * (W x + s B A x) + b, where g = m / |W + s B A|, row by row, and m is the
+magnitude that was trained. W are the weights that are served: with quantized ones the result is PEFT's over those,
+which is what PEFT computes over a quantized base, too. Computed when an adapter is read from disk.
+
+A norm's own weight w' is served as the gain w' / w of the base's norm.
+
+Source: DoRA (Liu et al. 2024).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from adapter_store.errors import AdapterInvalid, Problem
+from adapter_store.formats.safetensors_file import widen
+from adapter_store.formats.weights import AdapterWeights, Array, LoraTensors
+from lorasrv.models.spec import SiteShape
+from lorasrv.worker.weights import ModelWeights
+
+Vectors = tuple[Tensor, Tensor]
+"""Gain and shift [width] of an output, fp32."""
+
+
+@torch.inference_mode()
+def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> Iterator[tuple[str, Vectors]]:
+    """Yield the places of a layer that the adapter changes (`ModelSpec.places`), each with its gain and shift.
+
+    Raises:
+        AdapterInvalid: a norm cannot be expressed by a gain.
+    """
+    spec = base.spec
+    places = list(spec.places())
+    for i, (index, site) in enumerate(zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)):
+        if any(_has_vectors(adapter, (layer, module)) for module in site.modules):
+            yield places[index], _of_site(base, adapter, layer, i, site)
+    norms = {name: path for name, (path, _) in spec.norms(layer).items()} | {"final_norm": spec.names.final_norm}
+    gains = {
+        name: _norm_gain(base, layer, name, path, adapter.saved[layer, path])
+        for name, path in norms.items()
+        if (layer, path) in adapter.saved
+    }
+    if heads := {name: gains.pop(name) for name in ("q_norm", "k_norm") if name in gains}:
+        one = torch.ones(spec.head_dim, device=base.final_norm.device)
+        q, k = heads.get("q_norm", one), heads.get("k_norm", one)
+        kv_heads = spec.num_kv_heads if spec.has_own_kv(layer) else 0
+        counts = (q, spec.num_heads), (k, kv_heads), (one, kv_heads)
+        gains["qk_norm" if kv_heads else "q_norm"] = torch.cat([gain.repeat(count) for gain, count in counts])
+    for name, gain in gains.items():
+        yield name, (gain, torch.zeros_like(gain))
+
+
+def _has_vectors(adapter: AdapterWeights, site: tuple[int, str]) -> bool:
+    lora = adapter.get(site)
+    return site in adapter.saved or (lora is not None and (lora.magnitude is not None or lora.b_bias is not None))
+
+
+def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int, site: SiteShape) -> Vectors:
+    width, device = sum(site.out_features), base.final_norm.device
+    gain, shift = torch.ones(width, device=device), torch.zeros(width, device=device)
+    layer_weights = base.layers[layer]
+    bias = layer_weights.biases[index]
+    loras = [adapter.get((layer, module)) for module in site.modules]
+    has_magnitude = any(lora is not None and lora.magnitude is not None for lora in loras)
+    weights = layer_weights.linears()[index].dequantize() if has_magnitude else None
+    start = 0
+    for module, lora, out in zip(site.modules, loras, site.out_features, strict=True):
+        rows = slice(start, start + out)
+        if weights is not None and lora is not None and lora.magnitude is not None:
+            gain[rows] = _magnitude_gain(weights[rows], lora, adapter.dtype)
+        own = adapter.saved.get((layer, module))
+        if bias is not None:
+            shift[rows] = (bias[rows] if own is None else _tensor(own, device)) - gain[rows] * bias[rows]
+        if lora is not None and lora.b_bias is not None:
+            shift[rows] += lora.scaling * _tensor(lora.b_bias, device)
+        start += out
+    return gain, shift
+
+
+def _magnitude_gain(weight: Tensor, lora: LoraTensors, dtype: str) -> Tensor:
+    """Return the gain of each output: weight [out, in] fp32 -> [out]."""
+    assert lora.magnitude is not None
+    a, b = (_tensor(widen(matrix, dtype), weight.device) for matrix in (lora.a, lora.b))
+    norm = torch.linalg.norm(torch.addmm(weight, b, a, alpha=lora.scaling), dim=1)
+    gain: Tensor = _tensor(lora.magnitude, weight.device) / norm
+    return gain
+
+
+def _norm_gain(base: ModelWeights, layer: int, name: str, path: str, own: Array) -> Tensor:
+    served: Tensor = base.final_norm if name == "final_norm" else getattr(base.layers[layer], name)
+    weight = _tensor(own, served.device) + (1 if base.spec.norms_less_one else 0)
+    if bool(((served == 0) & (weight != 0)).any()):
+        message = "has a weight where the base's is 0, which a factor cannot express"
+        raise AdapterInvalid((Problem("unsupported_modules_to_save", path, message),))
+    return torch.where(served == 0, 1.0, weight / served)
+
+
+def _tensor(array: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,45 @@
+"""Apply an adapter's gain and shift on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.affine`."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from sgmv_kernels.cpu_ops.affine import (
+    NUM_ARGS,
+    NUM_TASKS,
+    PLACE,
+    PLACE_BYTES,
+    SLAB,
+    TASK_INTS,
+    TASKS,
+    VECTORS,
+    WIDTH,
+    Y,
+)
+from sgmv_kernels.cpu_simd.elementwise import add_square_sum, i32, take_next, weighted
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+
+_UNIT = ALIGNMENT_BYTES
+
+
+def rows(raw: Any) -> None:
+    _rows(carray(raw, (NUM_ARGS,), np.int64))
+
+
+@kernel_part
+def _rows(args):  # type: ignore[no-untyped-def]
+    """Take rows until none is left."""
+    width = args[WIDTH]
+    while True:
+        task = take_next(args.ctypes.data)
+        if task >= args[NUM_TASKS]:
+            return
+        at = args[TASKS] + task * (4 * TASK_INTS)
+        vectors = args[VECTORS] + args[PLACE] * args[PLACE_BYTES] + 8 * i32(at, 0)
+        y = args[Y] + 4 * width * i32(at, 1)
+        if i32(vectors, 0) >= 0:
+            weighted(y, args[SLAB] + i32(vectors, 0) * _UNIT, width, np.float32(1), y)
+        if i32(vectors, 1) >= 0:
+            add_square_sum(y, args[SLAB] + i32(vectors, 1) * _UNIT, width)

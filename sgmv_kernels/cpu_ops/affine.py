@@ -1,0 +1,38 @@
+"""Launch the gain and shift of adapters on the CPU. A task is a row whose adapter has vectors."""
+
+import numpy as np
+from torch import Tensor
+
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.cpu_runtime.launch import Part, launch
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+
+MODULE, PART = "affine", "vectors"
+NUM_TASKS, TASKS, VECTORS, PLACE_BYTES, Y, WIDTH, SLAB, PLACE = range(2, 10)
+"""Places in the kernel's arguments, after the counters. PLACE counts the (layer, place)s before this one."""
+NUM_ARGS = PLACE + 1
+TASK_INTS = 2
+
+
+def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:
+    """Return what a step gives every launch, and the arrays that it points to."""
+    tasks, vectors = tables.vector_rows(), np.ascontiguousarray(tables.vectors)
+    words = {
+        NUM_TASKS: len(tasks),
+        TASKS: tasks.ctypes.data,
+        VECTORS: vectors.ctypes.data,
+        PLACE_BYTES: vectors.strides[1],
+    }
+    return Part(PART, words, len(tasks)), (tasks, vectors)
+
+
+def affine_cpu_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
+    """See `ops.Ops.affine_`."""
+    own = {
+        SLAB: slab.data_ptr(),
+        Y: y.data_ptr(),
+        WIDTH: y.shape[1],
+        PLACE: layer * len(plan.tables.places) + place,
+    }
+    launch(MODULE, "rows", plan.prepared.vectors, own)
