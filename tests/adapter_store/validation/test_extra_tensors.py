@@ -63,7 +63,8 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
     "magnitude unsaid": (MAGNITUDES, {}, "use_dora_mismatch", "set use_dora to true"),
     "magnitude too long": (WIDE, {"use_dora": True}, "shape_mismatch", f"takes [{OUT}]"),
     "magnitude not finite": (
-        MAGNITUDES | {f"{Q0}.lora_magnitude_vector": torch.full((OUT,), torch.nan)}, {"use_dora": True}, "non_finite", ""
+        MAGNITUDES | {f"{Q0}.lora_magnitude_vector": torch.full((OUT,), torch.nan)},
+        {"use_dora": True}, "non_finite", "",
     ),
     "magnitude alone": (
         MAGNITUDES | {f"{PREFIX}0.self_attn.v_proj.lora_magnitude_vector": torch.ones(KV)},
@@ -77,7 +78,8 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
     "bias of all, of some": (BIASES, {"bias": "all"}, "partial_adapter", "k_proj.bias"),
     "no bias": ({}, {"bias": "lora_only"}, "partial_adapter", "q_proj.bias"),
     "old name of a bias": (
-        {f"{q}.bias": torch.ones(OUT) for q in (Q0, Q1)}, {"bias": "lora_only"}, "bias_mismatch", "q_proj.base_layer.bias"
+        {f"{q}.bias": torch.ones(OUT) for q in (Q0, Q1)},
+        {"bias": "lora_only"}, "bias_mismatch", "q_proj.base_layer.bias",
     ),
     "bias that the base lacks": (
         BIASES | {f"{PREFIX}0.self_attn.v_proj.bias": torch.ones(KV)},
@@ -95,7 +97,8 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
         "unsupported_modules_to_save", "merge",
     ),
     "two spellings": (
-        MAGNITUDES | {f"{Q0}.lora_magnitude_vector.weight": torch.ones(OUT)}, {"use_dora": True}, "duplicate_module", "two"
+        MAGNITUDES | {f"{Q0}.lora_magnitude_vector.weight": torch.ones(OUT)},
+        {"use_dora": True}, "duplicate_module", "two",
     ),
 }  # fmt: skip
 

@@ -269,12 +269,22 @@ from dataclasses import replace
 from adapter_store.formats.weights import AdapterWeights
 from lorasrv.offline.verify import served, worker
 pack = served.pack_adapter
-def wrong(spec, layout, weights, dtype):
+def wrong(base, layout, weights, dtype):
     twice = {site: replace(weights[site], scaling=2 * weights[site].scaling) for site in weights}
-    return pack(spec, layout, AdapterWeights(weights.spec, twice), dtype)
+    return pack(base, layout, AdapterWeights(weights.spec, twice), dtype)
 served.pack_adapter = wrong
 worker.main()
 """
+GAIN_LEFT_OUT = """
+from lorasrv.offline.verify import worker
+from sgmv_kernels.ops import Ops
+def wrong(self, y, slab, plan, layer, place):
+    if place != 1:
+        right(self, y, slab, plan, layer, place)
+right, Ops.affine_ = Ops.affine_, wrong
+worker.main()
+"""
+EVERYTHING = {"use_dora": True, "bias": "lora_only", "modules_to_save": ["norm"], "use_rslora": True}
 
 
 def names(answer: Any) -> Any:
@@ -288,9 +298,11 @@ class TestReal:
 
     @pytest.fixture
     def verified(self, tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        def run(family: str, command: tuple[str, ...] = COMMAND, **settings: Any) -> tuple[Any, Any]:
+        def run(
+            family: str, command: tuple[str, ...] = COMMAND, lora: dict[str, Any] | None = None, **settings: Any
+        ) -> tuple[Any, Any]:
             model = tiny_hf_checkpoints[family]()
-            peft_adapter(model, tmp_path / "mia", seed=1, strength=0.3)
+            peft_adapter(model, tmp_path / "mia", seed=1, strength=0.3, **(lora or {}))
             monkeypatch.setattr("api.app.Verifier", lambda: Verifier(command))
             settings = {"kernels": "auto", **settings}
             with server(model, tmp_path / "store", {"mia": tmp_path / "mia"}, **settings) as served:
@@ -300,14 +312,18 @@ class TestReal:
         return run
 
     @pytest.mark.parametrize(
-        ("family", "settings", "verdict"),
+        ("family", "lora", "settings", "verdict"),
         [
-            ("llama", {"quantization": "int8"}, "within"),
-            ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+            ("llama", {}, {"quantization": "int8"}, "within"),
+            ("gemma3", {}, {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+            ("qwen2", EVERYTHING, {"quantization": "none", "dtype": "float32"}, "exact"),
+            ("gemma3", EVERYTHING, {"quantization": "int8", "dtype": "float32"}, "within"),
         ],
     )
-    def test_an_adapter_is_verified(self, verified, family: str, settings: dict[str, str], verdict: str) -> None:
-        done, stored = verified(family, **settings)
+    def test_an_adapter_is_verified(
+        self, verified, family: str, lora: dict[str, Any], settings: dict[str, str], verdict: str
+    ) -> None:
+        done, stored = verified(family, lora=lora, **settings)
         assert done.code == 0, done.err
         assert (verdict in done.out, "computing with PEFT" in done.err) == (True, True)
         assert stored["verdict"] == verdict
@@ -321,3 +337,8 @@ class TestReal:
     def test_sabotage_in_the_process_is_found(self, verified) -> None:
         done, _ = verified("llama", (sys.executable, "-P", "-c", TWICE_AS_STRONG), quantization="int8")
         assert (done.code, "differs" in done.out, "linears are off" in done.err) == (1, True, True)
+
+    def test_a_gain_that_is_left_out_is_found(self, verified) -> None:
+        command = (sys.executable, "-P", "-c", GAIN_LEFT_OUT)
+        done, _ = verified("llama", command, lora={"use_dora": True}, quantization="int8")
+        assert (done.code, "differs" in done.out, "o_proj" in done.out + done.err) == (1, True, True)
