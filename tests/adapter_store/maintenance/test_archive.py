@@ -245,7 +245,7 @@ class TestArchive:
             (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
             (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not announced by its manifest"),
             (lambda m: first_version(m)["config"].update(lora_alpha=77), "does not match its config"),
-            (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
+            (lambda m: first_version(m)["config"].update(use_qalora=True), "use_qalora"),
             (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version refers to it"),
             (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
             (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),

@@ -70,9 +70,9 @@ class TestAnswers:
         refused = load(importing, "Org/Mia", "mia")
         assert (coded(refused), named(refused)) == ((400, "invalid_adapter_id"), (400, "lora_name"))
         assert "try 'org-mia'" in error_of(refused)["message"]
-        make_adapter("dora", use_dora=True)
-        refused = load(importing, "dora", "dora")
-        assert (coded(refused), error_of(refused)["details"][0]["field"]) == ((422, "invalid_adapter"), "use_dora")
+        make_adapter("qalora", use_qalora=True)
+        refused = load(importing, "qalora", "qalora")
+        assert (coded(refused), error_of(refused)["details"][0]["field"]) == ((422, "invalid_adapter"), "use_qalora")
         bodies = ({}, {"lora_name": "x"}, {"lora_name": "", "lora_path": ""}, {"lora_name": "x", "lora_path": 3})
         for body in bodies:
             assert importing.http.post("/v1/load_lora_adapter", json=body).status_code == 400

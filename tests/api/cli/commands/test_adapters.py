@@ -33,8 +33,8 @@ def test_json(run, make_adapter) -> None:
 
 
 def test_refused_with_every_reason(run, make_adapter) -> None:
-    done = run("upload", make_adapter(use_dora=True, lora_bias=True), "--id", "mia")
-    failed(done, 1, "lorasrv: the adapter is refused", "use_dora", "lora_bias")
+    done = run("upload", make_adapter(use_qalora=True, fan_in_fan_out=True), "--id", "mia")
+    failed(done, 1, "lorasrv: the adapter is refused", "use_qalora", "fan_in_fan_out")
 
 
 def test_if_not_exists(run, make_adapter) -> None:

@@ -1,0 +1,109 @@
+"""Time steps of adapters that hold more than LoRA: DoRA's magnitudes, norms of their own; loads, and bytes in the pool.
+
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48]
+
+The built-in base; rank 16 on all linears; as many adapters as rows. Kinds take turns, round by round; a ratio is of the
+plain adapters of the same round.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from harness import arguments, environment, shapes_of, table
+from safetensors.torch import save_file
+
+from adapter_store.spec import BaseShapes
+from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions
+from lorasrv.llm import LLM
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation_params import SpeculationParams
+
+RANK, ROWS = 16, (1, 16)
+KINDS = {
+    "plain": {},
+    "norms": {"modules_to_save": ["norm"]},
+    "DoRA": {"use_dora": True},
+    "DoRA and norms": {"use_dora": True, "modules_to_save": ["norm"]},
+}
+
+
+def slug(kind: str) -> str:
+    return kind.lower().replace(" ", "-")
+
+
+def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
+    """A PEFT folder of random weights."""
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(base.num_layers):
+        for module, (n_in, n_out) in base.modules.items():
+            stem = f"base_model.model.{base.layer_prefix}{layer}.{module}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, n_in, generator=random).mul_(0.05).bfloat16()
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(n_out, RANK, generator=random).mul_(0.01).bfloat16()
+            if "use_dora" in KINDS[kind]:
+                tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(n_out, generator=random) + 1
+        if "modules_to_save" in KINDS[kind]:
+            for norm, width in base.norms.items():
+                stem = f"base_model.model.{base.layer_prefix}{layer}.{norm}"
+                tensors[f"{stem}.weight"] = torch.rand(width, generator=random) + 0.5
+    if "modules_to_save" in KINDS[kind]:
+        tensors[f"base_model.model.{base.final_norm}.weight"] = torch.rand(base.hidden_size, generator=random) + 0.5
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, **KINDS[kind]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+
+
+def step_seconds(llm: LLM, names: list[str], tokens: int) -> float:
+    """Median seconds of a step of one answer of each adapter."""
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for i, name in enumerate(names):
+        key = llm.store.resolve(name).key
+        request = llm.input_processor.process(
+            RequestId(f"r{i}"), list(range(100, 148)), sampling, key, speculation=SpeculationParams(max_draft=0)
+        )
+        llm.engine.add_request(request)
+    seconds = []
+    while llm.engine.has_requests:
+        begun = time.perf_counter()
+        llm.engine.step()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[len(names) + 4 : -1])
+
+
+def main() -> None:
+    a = arguments(__doc__, rounds=(5, "rounds"), tokens=(48, "tokens of an answer"))
+    environment()
+    base, rows = shapes_of(), []
+    with tempfile.TemporaryDirectory() as name, LLM(BUILTIN_MODEL, EngineConfig(model=ModelOptions())) as llm:
+        loads, sizes = {}, {}
+        for kind in KINDS:
+            for seed in range(max(ROWS)):
+                folder = Path(name) / f"{slug(kind)}-{seed}"
+                write_adapter(folder, base, seed, kind)
+                llm.add_adapter(folder.name, folder)
+            source, times = llm.input_processor._source, []
+            for seed in range(max(ROWS)):
+                begun = time.perf_counter()
+                packed, _ = source.fetch_pinned(llm.store.resolve(f"{slug(kind)}-{seed}").key)
+                times.append(time.perf_counter() - begun)
+            loads[kind], sizes[kind] = statistics.median(times), packed.nbytes
+        for count in ROWS:
+            taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for _ in range(a.rounds + 1):
+                for kind in KINDS:
+                    names = [f"{slug(kind)}-{i}" for i in range(count)]
+                    taken[kind].append(step_seconds(llm, names, a.tokens))
+            for kind, found in taken.items():
+                ratios = [own / plain for own, plain in zip(found[1:], taken["plain"][1:], strict=True)]
+                step = 1e3 * statistics.median(found[1:])
+                rows.append((count, kind, step, statistics.median(ratios), 1e3 * loads[kind], sizes[kind] / 1e6))
+    table(("rows", "adapters", "step ms", "to plain", "load ms", "MB"), rows)
+
+
+if __name__ == "__main__":
+    main()
