@@ -4,7 +4,7 @@ PEFT loads what the file has and the model has a place for, and leaves out the r
 has no place is a problem, and so is a place without the tensor that the config promises.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from adapter_store.errors import ProblemList
 from adapter_store.formats.adapter_config import AdapterConfig
@@ -69,12 +69,17 @@ def match_saved(
     return tuple(saved)
 
 
-def missing_saved(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig) -> Iterator[str]:
+def missing_saved(
+    groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, tensor_names: Collection[str]
+) -> Iterator[str]:
     """Yield full names of norms, biases and modules outside the layers that the config promises and no tensor is for.
 
-    Tensors outside the layers are problems of their own.
+    Outside the layers, any tensor that contains the name counts: it is a problem of its own.
     """
-    yield from (name for name in OUTSIDE_LAYERS if any(name.endswith(own) for own in config.modules_to_save))
+    for name in OUTSIDE_LAYERS:
+        is_there = any(f".{name}." in tensor for tensor in tensor_names)
+        if not is_there and any(name.endswith(own) for own in config.modules_to_save):
+            yield name
     for layer in range(base.num_layers):
         norms = {**base.norms, **({base.final_norm: 0} if layer == base.num_layers - 1 and base.final_norm else {})}
         for module in norms:

@@ -178,7 +178,7 @@ def _check_modules(
     found = {(place.layer, place.module) for place in matched.places}
     missing = (
         *missing_modules(adapter_config, base, found, header.tensors),
-        *missing_saved(matched.groups, base, adapter_config),
+        *missing_saved(matched.groups, base, adapter_config, header.tensors),
     )
     if not allow_partial:
         check_complete(missing, len(found) + len(missing), problems)
