@@ -82,13 +82,13 @@ def missing_saved(
             yield name
     for layer in range(base.num_layers):
         norms = {**base.norms, **({base.final_norm: 0} if layer == base.num_layers - 1 and base.final_norm else {})}
-        for module in norms:
+        for module in [norm for norm in norms if (layer, norm) not in base.lacking]:
             at = module_name(base, layer, module)
             if any(at.endswith(own) for own in config.modules_to_save) and WEIGHT not in groups.get(
                 (layer, module), {}
             ):
                 yield at
-        for module in base.biased:
+        for module in [own for own in sorted(base.biased) if (layer, own) not in base.lacking]:
             parts = groups.get((layer, module), {})
             is_trained = config.bias == "all" or (config.bias == "lora_only" and A in parts)
             if is_trained and not {BASE_BIAS, BIAS} & parts.keys():

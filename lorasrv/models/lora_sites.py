@@ -95,7 +95,8 @@ def _layout(
         )
 
     ranks = tuple(layer_ranks(layer) for layer in range(spec.num_layers))
-    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, place_widths(spec) if vectors else (), vectors)
+    places = place_widths(spec) if vectors else ()
+    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors)
 
 
 def place_widths(spec: ModelSpec) -> tuple[int, ...]:

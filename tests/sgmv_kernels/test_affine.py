@@ -27,7 +27,10 @@ class VectorPool:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
-        layouts = [PLAIN, *(AdapterLayout(SITES, r, 4, PLACES, k) for r, k in zip(RANKS, KINDS, strict=True))]
+        layouts = [
+            PLAIN,
+            *(AdapterLayout(SITES, r, 4, places=PLACES, vectors=k) for r, k in zip(RANKS, KINDS, strict=True)),
+        ]
         self.slabs = torch.full((2, 64 * PAGE), 0xFF, dtype=torch.uint8)
         self.placed: list[PlacedAdapter] = []
         for i, layout in enumerate(layouts):
@@ -116,7 +119,7 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(KernelArgumentError):
             wrong()
-    other = AdapterLayout(SITES, RANKS[0], 4, (72, 40, 1301), KINDS[0]).place([(0, 30)], PAGE)
+    other = AdapterLayout(SITES, RANKS[0], 4, places=(72, 40, 1301), vectors=KINDS[0]).place([(0, 30)], PAGE)
     with pytest.raises(KernelArgumentError, match="same places"):
         ops.plan_sgmv(build_segments([0, 1]), [pool.placed[1], other], torch.float32)
     assert np.array_equal(y.numpy(), np.zeros((2, 72)))

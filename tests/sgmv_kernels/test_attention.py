@@ -187,7 +187,7 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
         plan = plan_of(case.tables[order], *lens, case.kv.page_size, case.kv.num_pages, device)
         held = held or AttentionTables(plan, device, AttentionCapacity(4, 20, 12, 0, 8, 12))
         held.update(plan)
-        got = attention.attention(case.q_of(order, device), kv, replace(plan, prepared=held), 0.125, None, None)
+        got = attention.attention(case.q_of(order, device), kv, replace(plan, prepared=held), 0.125, None, None, None)
         assert torch.equal(got.cpu(), case.attend(ops, order=order))
     with pytest.raises(CapacityExceeded, match="sequences"):
         held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16, 1, device))

@@ -22,13 +22,14 @@ from compiled_kernels import Compiler, Facts, compiling
 from quantized_codes import random_file_codes
 
 from sgmv_kernels.backend import SgmvPlan, plan_of
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import build_trees
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
+from sgmv_kernels.triton_ops import affine as affine_triton
 from sgmv_kernels.triton_ops import attention as attention_triton
 from sgmv_kernels.triton_ops import linear as linear_triton
 from sgmv_kernels.triton_ops import pointwise as pointwise_triton
@@ -105,6 +106,19 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.softcap_(x, 30.0)
 
 
+def compile_affine(active: torch.dtype, dims: SiteDims) -> None:
+    layout = AdapterLayout(
+        (dims,), (((16,) * len(dims.out_features),),), 2, places=(dims.total_out,), vectors=((GAIN | SHIFT,),)
+    )
+    pages = layout.num_pages(1024)
+    placed = layout.place([(0, pages)], 1024)
+    assert placed is not None
+    tables = build_tables(build_segments([0, 0]), [placed])
+    plan = SgmvPlan(tables, BF16, 2, sgmv_triton.prepare(tables, BF16, CPU))
+    y = torch.zeros(2, dims.total_out, dtype=active)
+    affine_triton.affine_(y, torch.zeros(pages * 1024, dtype=torch.uint8), plan, 0, 0)
+
+
 def compile_codes(dtype: torch.dtype, name: str) -> None:
     """Compile the write and the copy of pages of codes."""
     slab = torch.zeros(2 * KV_FORMATS[name].page_bytes(8, 128, 16), dtype=torch.uint8)
@@ -145,6 +159,8 @@ def compile_served(compiler: Compiler) -> None:
     for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256)):
         compiler.label = f"heads of {dim}"
         compile_attention(BF16, "bfloat16", heads, kv_heads, dim)
+    compiler.label = "gains and shifts"
+    compile_affine(BF16, SITES["down"])
     compiler.label = "pointwise"
     compile_pointwise(BF16)
 
