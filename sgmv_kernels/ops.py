@@ -32,10 +32,7 @@ from sgmv_kernels.backend import (
 from sgmv_kernels.checks import (
     FLOATS,
     check_adapter,
-    check_gated,
-    check_heads,
     check_moves,
-    check_normed,
     check_pages,
     check_queries,
     check_rotated,
@@ -61,6 +58,7 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
+from sgmv_kernels.pointwise_ops import PointwiseOps
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
@@ -86,7 +84,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class Ops:
+class Ops(PointwiseOps):
     """Run the ops on one device. Plans are made once a step and serve every layer.
 
     Args:
@@ -98,10 +96,10 @@ class Ops:
     """
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
-        self.device, self._copies = device, copies
+        self._copies = copies
         self._last_sgmv: PlannedSgmv | None = None
         self._chosen = kernels is not None
-        self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
+        super().__init__(device, choose_backend(device) if kernels is None else load_backend(kernels))
         if self._backend.name == "numba" and device.type != "cpu":
             raise KernelsUnavailable("kernels 'numba' run on the CPU only")
 
@@ -388,133 +386,6 @@ class Ops:
         if len(moves):
             self._backend.copy_slots(layers, moves)
 
-    def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual stream in place, and norm the sum.
-
-        Semantics: x += delta; x / sqrt(mean(x^2) + eps) * weight
-
-        Args:
-            x: [T, H] contiguous; written in place if `delta` is given.
-            delta: [T, H] contiguous of x's dtype, or None for 0.
-            weight: [H] fp32.
-            eps: added to the mean square.
-        Returns: [T, H] in x's dtype, a new tensor.
-        Raises:
-            KernelArgumentError: shapes or dtypes that do not fit.
-        """
-        self._check_activation(x, "x")
-        check_normed(x, delta, weight)
-        return self._backend.add_rms_norm_(x, delta, weight, eps)
-
-    def add_layer_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual stream in place, and norm the sum less its mean.
-
-        Semantics: x += delta; c / sqrt(mean(c^2) + eps) * weight, c = x - mean(x)
-
-        Args, Returns, Raises: as `add_rms_norm_`.
-        """
-        self._check_activation(x, "x")
-        check_normed(x, delta, weight)
-        return self._backend.add_layer_norm_(x, delta, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Gate by SiLU.
-
-        Semantics: silu(gate) * up, gate and up the halves of the last dimension
-
-        Args:
-            gate_up: [T, 2F] contiguous.
-        Returns: [T, F] in gate_up's dtype, a new tensor.
-        Raises:
-            KernelArgumentError: a shape or dtype that does not fit.
-        """
-        self._check_activation(gate_up, "gate_up")
-        check_gated(gate_up)
-        return self._backend.silu_mul(gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Gate by GELU in its tanh form (Hendrycks and Gimpel 2016).
-
-        Semantics: gelu(gate) * up, gate and up the halves of the last dimension
-
-        Args:
-            gate_up: [T, 2F] contiguous.
-        Returns: [T, F] in gate_up's dtype, a new tensor.
-        Raises:
-            KernelArgumentError: a shape or dtype that does not fit.
-        """
-        self._check_activation(gate_up, "gate_up")
-        check_gated(gate_up)
-        return self._backend.gelu_mul(gate_up)
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """Apply GELU in its exact form, by the error function.
-
-        Semantics: x * (1 + erf(x / sqrt(2))) / 2
-
-        Args:
-            x: [T, F] contiguous.
-        Returns: [T, F] in x's dtype, a new tensor.
-        Raises:
-            KernelArgumentError: a shape or dtype that does not fit.
-        """
-        self._check_activation(x, "x")
-        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, F]")
-        return self._backend.gelu(x)
-
-    def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
-        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation.
-
-        Semantics: x / sqrt(mean(x^2) + eps) * weight over the D numbers of a head, the weight q's or k's; v is
-        unchanged
-
-        Args:
-            qkv: [T, (heads + 2 kv_heads) * D] contiguous.
-            q_weight, k_weight: [D] fp32.
-            kv_heads: key heads.
-            eps: added to the mean square.
-        Raises:
-            KernelArgumentError: shapes or dtypes that do not fit.
-        """
-        self._check_activation(qkv, "qkv")
-        check_heads(qkv, q_weight, k_weight, kv_heads)
-        self._backend.norm_heads_(qkv, q_weight, k_weight, kv_heads, eps)
-
-    def softcap_(self, x: Tensor, cap: float) -> None:
-        """Bound logits in place (Gemma 2).
-
-        Semantics: x = cap * tanh(x / cap)
-
-        Args:
-            x: [T, V] contiguous.
-            cap: positive bound.
-        Raises:
-            KernelArgumentError: a shape, dtype or cap that does not fit.
-        """
-        self._check_activation(x, "x")
-        require(x.dim() == 2 and x.is_contiguous() and cap > 0, "x must be contiguous [T, V], cap positive")
-        self._backend.softcap_(x, cap)
-
-    def take_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-        """Copy rows.
-
-        Semantics: out = x[rows]
-
-        Args:
-            x: [T, H] contiguous.
-            rows: [N] int64, below T.
-            out: [N, H] contiguous, of x's dtype.
-        Returns: `out`.
-        Raises:
-            KernelArgumentError: shapes or dtypes that do not fit; nothing has been written.
-        """
-        self._check_activation(x, "x")
-        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
-        fits = out.shape == (len(rows), x.shape[1]) and out.dtype == x.dtype and out.is_contiguous()
-        require(fits, f"out must be contiguous [{len(rows)}, {x.shape[1]}] of x's dtype")
-        return self._backend.take_rows(x, rows, out)
-
     def reads(self, codes: GroupQuantizedWeight) -> bool:
         """Return whether these kernels read codes in such groups, with such factors."""
         try:
@@ -602,13 +473,6 @@ class Ops:
 
     def _reads(self, kv_format: KVFormat) -> bool:
         return self._backend.kv_formats is None or kv_format.name in self._backend.kv_formats
-
-    def _check_activation(self, x: Tensor, name: str) -> None:
-        if x.dtype not in self._backend.activations:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
-            raise KernelArgumentError(f"{name} must be {names} for these kernels, not {x.dtype}")
-        if x.device.type != self.device.type:
-            raise KernelArgumentError(f"{name} is on {x.device}, these kernels are for {self.device}")
 
     def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, columns: int) -> None:
         self._check_activation(x, name)
