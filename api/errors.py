@@ -232,7 +232,7 @@ def field_name(location: tuple[int | str, ...]) -> str:
     return name
 
 
-_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained"})
+_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "window", "select"})
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 BROKEN_OFF = "generation_failed"
 

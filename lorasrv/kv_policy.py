@@ -5,89 +5,217 @@ layer; tokens keep their positions. Which keys a token sees depends on the reque
 into steps, nor on others.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 from lorasrv.errors import InvalidRequest
 
 HOLE = -1
 """Stands in a page table for a page that was dropped."""
-WINDOW = "window"
 MIN_RECENT_PAGES = 4
-DEFAULT_SINK = 16
+DEFAULT_SINK, DEFAULT_RECENT, DEFAULT_EVERY = 16, 128, 256
+OBSERVED_ROWS = 32
+"""Last rows before a selection whose attention decides it."""
 MAX_TOKENS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class KvPolicy:
-    """Let a token see the first `sink` tokens, and its own page and those of the `recent` tokens before (StreamingLLM,
-    Xiao et al. 2023, with rotary positions as they are).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPolicy(ABC):
+    """Say which pages the tokens of a request see; sizes are in tokens.
 
     Raises:
         InvalidRequest: a size is out of range; names the field.
     """
 
-    recent: int
+    kind: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]]
+    """Names of the fields that a client sets."""
+    # First tokens that all others see, and tokens before it that each one sees.
     sink: int = DEFAULT_SINK
-    kind: str = WINDOW
+    recent: int = DEFAULT_RECENT
     # Tokens of a page, and of the largest step; filled in at admission.
     page_size: int = 1
     step_tokens: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("sink", self.sink), ("recent", self.recent)):
+        for field in fields(self):
+            size = getattr(self, field.name)
             if not 1 <= size <= MAX_TOKENS:
-                raise InvalidRequest(
-                    f"kv_policy.{name} must be between 1 and {MAX_TOKENS} tokens, not {size}", param=f"kv_policy.{name}"
-                )
+                raise self._wrong(field.name, f"must be between 1 and {MAX_TOKENS} tokens, not {size}")
 
-    def placed(self, page_size: int, step_tokens: int) -> "KvPolicy":
+    def placed(self, page_size: int, step_tokens: int) -> Self:
         """Return the policy with sizes of whole pages, the next larger ones.
 
         Raises:
-            InvalidRequest: the window is too small.
+            InvalidRequest: it keeps too little.
         """
         least = MIN_RECENT_PAGES * page_size
         if self.recent < least:
-            raise InvalidRequest(
-                f"kv_policy.recent must be at least {least} tokens ({MIN_RECENT_PAGES} pages), not {self.recent}",
-                param="kv_policy.recent",
+            raise self._wrong(
+                "recent", f"must be at least {least} tokens ({MIN_RECENT_PAGES} pages), not {self.recent}"
             )
-        sink, recent = (-(-size // page_size) * page_size for size in (self.sink, self.recent))
-        return replace(self, sink=sink, recent=recent, page_size=page_size, step_tokens=step_tokens)
+        sizes = {name: -(-getattr(self, name) // page_size) * page_size for name in self.sizes}
+        return replace(self, page_size=page_size, step_tokens=step_tokens, **sizes)
+
+    def as_dict(self) -> Mapping[str, int]:
+        """Return the sizes by name."""
+        return {name: getattr(self, name) for name in self.sizes}
+
+    @property
+    @abstractmethod
+    def may_draft(self) -> bool:
+        """Return whether several tokens may be verified in a step."""
+
+    @property
+    @abstractmethod
+    def num_full_rows(self) -> int:
+        """Return how many first tokens see all before them, unless pages are selected."""
+
+    @abstractmethod
+    def hole(self, position: int) -> range:
+        """Return the places in the table of the pages that no token from `position` on sees, whatever was selected."""
+
+    @abstractmethod
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges into which positions `start .. end - 1` of a step fall, so that all of one see the same
+        pages."""
+
+    @abstractmethod
+    def most_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Return the tokens for which a request of `num_tokens` tokens holds pages at a time, at most."""
+
+    @abstractmethod
+    def salt(self, place: int) -> bytes:
+        """Return what tells the page at `place` of a table from one whose tokens see everything; nothing if its own
+        do."""
+
+    def next_check(self, num_prompt_tokens: int, num_computed: int) -> int:
+        """Return how many tokens are computed when pages are selected next; until then no others are."""
+        return MAX_TOKENS
+
+    def num_reusable(self, num_prompt_tokens: int) -> int:
+        """Return how many first tokens need not be computed if their pages are found."""
+        return MAX_TOKENS
+
+    def num_observed(self, num_prompt_tokens: int, start: int, end: int, num_holes: int) -> int:
+        """Return how many last ones of positions `start .. end - 1` are to be observed for a selection."""
+        return 0
+
+    def select(self, masses: Sequence[float], num_computed: int, holes: Collection[int]) -> list[int]:
+        """Return the places of the pages to drop when so many tokens are computed.
+
+        Args:
+            masses: attention that each place's page has got.
+            holes: places that have no page.
+        """
+        return []
+
+    def _wrong(self, name: str, rule: str) -> InvalidRequest:
+        return InvalidRequest(f"kv_policy.{name} {rule}", param=f"kv_policy.{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPolicy(KvPolicy):
+    """Let a token see the first `sink` tokens, its own page and those of the `recent` tokens before (StreamingLLM, Xiao
+    et al. 2023, with rotary positions as they are)."""
+
+    kind: ClassVar[str] = "window"
+    sizes: ClassVar[tuple[str, ...]] = ("sink", "recent")
+
+    @property
+    def may_draft(self) -> bool:
+        return True
 
     @property
     def num_full_rows(self) -> int:
-        """Return how many first tokens see all before them."""
         return self.sink + self.recent + self.page_size
 
     def hole(self, position: int) -> range:
-        """Return the places in the table of the pages that no token from `position` on sees."""
         first = self.sink // self.page_size
         return range(first, max(first, (position - self.recent) // self.page_size))
 
-    def num_seen(self, position: int) -> int:
-        """Return how many tokens the one at `position` sees, itself included."""
-        return position + 1 - len(self.hole(position)) * self.page_size
-
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges into which positions `start .. end - 1` fall, so that all of one see the same pages."""
         while start < end:
             following = max(self.num_full_rows, start // self.page_size * self.page_size + self.page_size)
             yield start, min(end, following)
             start = following
 
-    def num_exact(self, num_prompt_tokens: int, num_generated_tokens: int) -> int:
-        """Return how many first tokens of an answer come of tokens that all see everything."""
-        return min(num_generated_tokens, max(0, self.num_full_rows - num_prompt_tokens + 1))
-
-    def most_tokens(self, num_tokens: int) -> int:
-        """Return the tokens for which a request of `num_tokens` tokens holds pages at a time, at most: those that are
-        seen, and those of the step to come and of one in flight."""
+    def most_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        # Those that are seen, of the step to come, and of one in flight.
         return min(num_tokens, self.sink + self.recent + 2 * self.step_tokens + 2 * self.page_size)
 
     def salt(self, place: int) -> bytes:
-        """Return what tells the page at `place` of a table from one whose tokens see everything; nothing if its own
-        do."""
         is_full = (place + 1) * self.page_size <= self.num_full_rows
         return b"" if is_full else f"{self.kind} {self.sink} {self.recent}".encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectPolicy(KvPolicy):
+    """Keep `budget` tokens: the first `sink`, the `recent` ones, and the pages that got the most attention of the last
+    rows of the prompt (SnapKV, Li et al. 2024) and of those before every further selection, all added up (H2O, Zhang et
+    al. 2023). Pages are selected at the prompt's end, and again every `every` tokens."""
+
+    kind: ClassVar[str] = "select"
+    sizes: ClassVar[tuple[str, ...]] = ("budget", "sink", "recent", "every")
+    budget: int
+    every: int = DEFAULT_EVERY
+
+    def placed(self, page_size: int, step_tokens: int) -> Self:
+        placed = super(SelectPolicy, self).placed(page_size, step_tokens)
+        least = placed.sink + placed.recent + 2 * page_size
+        if placed.budget < least:
+            raise self._wrong(
+                "budget", f"must be at least {least} tokens: sink, recent and two pages, not {self.budget}"
+            )
+        if self.every < OBSERVED_ROWS:
+            raise self._wrong("every", f"must be at least {OBSERVED_ROWS} tokens, not {self.every}")
+        return placed
+
+    @property
+    def may_draft(self) -> bool:
+        return False
+
+    @property
+    def num_full_rows(self) -> int:
+        return MAX_TOKENS
+
+    def hole(self, position: int) -> range:
+        return range(0)
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        yield start, end
+
+    def most_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        return min(num_tokens, max(num_prompt_tokens, self.budget + self.every) + self.page_size)
+
+    def salt(self, place: int) -> bytes:
+        return b""
+
+    def next_check(self, num_prompt_tokens: int, num_computed: int) -> int:
+        if num_computed < num_prompt_tokens:
+            return num_prompt_tokens
+        return num_computed + self.every - (num_computed - num_prompt_tokens) % self.every
+
+    def num_reusable(self, num_prompt_tokens: int) -> int:
+        check = num_prompt_tokens + max(0, -(-(self.budget + 1 - num_prompt_tokens) // self.every)) * self.every
+        return max(0, check - OBSERVED_ROWS)
+
+    def num_observed(self, num_prompt_tokens: int, start: int, end: int, num_holes: int) -> int:
+        check = self.next_check(num_prompt_tokens, start)
+        if self._num_surplus(check, num_holes) <= 0:
+            return 0
+        return max(0, end - max(start, check - OBSERVED_ROWS))
+
+    def select(self, masses: Sequence[float], num_computed: int, holes: Collection[int]) -> list[int]:
+        surplus = self._num_surplus(num_computed, len(holes))
+        if surplus <= 0:
+            return []
+        middle = range(self.sink // self.page_size, max(0, num_computed - self.recent) // self.page_size)
+        kept = [place for place in middle if place not in holes]
+        return sorted(kept, key=lambda place: (masses[place], place))[:surplus]
+
+    def _num_surplus(self, num_computed: int, num_holes: int) -> int:
+        """Return how many pages too many so many tokens have."""
+        return -(-num_computed // self.page_size) - num_holes - self.budget // self.page_size

@@ -17,6 +17,7 @@ from lorasrv.errors import (
     RequestTimeout,
     StepFailed,
 )
+from lorasrv.kv_policy import KvPolicy
 
 RequestId = NewType("RequestId", str)
 
@@ -69,10 +70,7 @@ class Refusal(StrEnum):
 class KvUsage:
     """Say what a policy has done to a request's keys and values."""
 
-    kind: str
-    # Its sizes in tokens, as they were rounded to whole pages.
-    sink: int
-    recent: int
+    policy: KvPolicy
     # Tokens whose keys and values are held, and those that were dropped.
     kept_tokens: int
     dropped_tokens: int

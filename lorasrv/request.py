@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
-from lorasrv.kv_policy import KvPolicy
+from lorasrv.kv_policy import MAX_TOKENS, KvPolicy
 from lorasrv.outputs import (
     AdapterTier,
     EngineOutput,
@@ -126,6 +126,10 @@ class Request:
     swapped_holes: frozenset[int] = frozenset()
     # Pages that its policy has dropped.
     num_dropped_pages: int = 0
+    # First tokens that see all before them as far as pages were selected.
+    num_full_rows: int = MAX_TOKENS
+    # Attention that the page of each place has got of the rows that decide what is dropped.
+    page_masses: list[float] = field(default_factory=list)
     num_preemptions: int = 0
     # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
     num_steps: int = 0
@@ -208,13 +212,21 @@ class Request:
     def num_seen(self, position: int) -> int:
         """Return how many tokens the one at `position` sees, itself included."""
         policy = self.message.kv_policy
-        return position + 1 if policy is None else policy.num_seen(position)
+        if policy is None:
+            return position + 1
+        return position + 1 - max(self.num_dropped_pages, len(policy.hole(position))) * policy.page_size
 
     @property
     def most_tokens(self) -> int:
         """Return for how many tokens it holds pages at a time, at most."""
         total, policy = self.num_prompt_tokens + self.message.max_tokens, self.message.kv_policy
-        return total if policy is None else policy.most_tokens(total)
+        return total if policy is None else policy.most_tokens(self.num_prompt_tokens, total)
+
+    @property
+    def next_check(self) -> int:
+        """Return how many tokens are computed when its policy selects pages next; none behind them is before."""
+        policy = self.message.kv_policy
+        return MAX_TOKENS if policy is None else policy.next_check(self.num_prompt_tokens, self.num_computed_tokens)
 
     @property
     def needs_text(self) -> bool:
@@ -245,7 +257,9 @@ class Request:
     @property
     def num_reusable_tokens(self) -> int:
         """Return how many first tokens need no logits, so that cached keys and values may serve them."""
-        asked = self.prompt_rows(0, self.num_tokens)
+        asked, policy = self.prompt_rows(0, self.num_tokens), self.message.kv_policy
+        if policy is not None:
+            return min(self.num_tokens, policy.num_reusable(self.num_prompt_tokens))
         return asked.start if asked else self.num_tokens
 
     @property
@@ -305,13 +319,14 @@ class Request:
         if policy is None:
             return None
         dropped = self.num_dropped_pages * policy.page_size
+        # A token comes of the row before it, and of all that this one sees.
+        full_rows = min(self.num_full_rows, policy.num_full_rows)
+        exact = max(0, full_rows - self.num_prompt_tokens + 1)
         return KvUsage(
-            kind=policy.kind,
-            sink=policy.sink,
-            recent=policy.recent,
+            policy=policy,
             kept_tokens=max(0, self.num_computed_tokens - dropped),
             dropped_tokens=dropped,
-            exact_tokens=policy.num_exact(self.num_prompt_tokens, self.num_generated_tokens),
+            exact_tokens=min(self.num_generated_tokens, exact),
         )
 
 

@@ -161,6 +161,8 @@ class ScheduledRequest:
     # Whether the adapter has Medusa heads.
     has_draft_heads: bool = False
     kv_policy: KvPolicy | None = None
+    # Last tokens whose attention to each page is wanted.
+    num_observed: int = 0
 
     @classmethod
     def of(
@@ -170,6 +172,8 @@ class ScheduledRequest:
         start = request.num_scheduled_tokens
         known = tuple(request.token_ids[start : start + count])
         asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
+        policy, dropped = request.message.kv_policy, request.num_dropped_pages
+        observed = policy and policy.num_observed(request.num_prompt_tokens, start, start + count, dropped)
         return cls(
             request_id=request.request_id,
             token_ids=known + (PENDING,) * (count - len(known)) + drafts.token_ids + drafts.probes.token_ids,
@@ -186,7 +190,8 @@ class ScheduledRequest:
             drafts=drafts,
             by_rejection=request.message.accept == REJECTION,
             has_draft_heads=request.message.has_draft_heads,
-            kv_policy=request.message.kv_policy,
+            kv_policy=policy,
+            num_observed=observed or 0,
         )
 
     @property
@@ -251,12 +256,24 @@ class ScheduledRequest:
         """Split a share without drafts into its first `count` tokens, which sample nothing, and the rest; to be
         computed in this order."""
         assert not self.num_guessed_tokens, f"the drafts of {self.request_id} would be cut off from its last token"
-        asked = self.prompt_rows
+        asked, behind = self.prompt_rows, len(self.token_ids) - count
         first = range(asked.start, min(asked.stop, count)) or _NO_ROWS
         then = range(max(asked.start - count, 0), asked.stop - count) or _NO_ROWS
         return (
-            replace(self, token_ids=self.token_ids[:count], samples=False, prompt_rows=first),
-            replace(self, token_ids=self.token_ids[count:], start=self.start + count, prompt_rows=then),
+            replace(
+                self,
+                token_ids=self.token_ids[:count],
+                samples=False,
+                prompt_rows=first,
+                num_observed=max(0, self.num_observed - behind),
+            ),
+            replace(
+                self,
+                token_ids=self.token_ids[count:],
+                start=self.start + count,
+                prompt_rows=then,
+                num_observed=min(self.num_observed, behind),
+            ),
         )
 
 

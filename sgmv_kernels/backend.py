@@ -97,6 +97,16 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMasses:
+    """Add up how much attention some rows of a step give to each page that they see."""
+
+    # [B] int32, last rows of each sequence that are observed; they have no draft trees.
+    counts: Int32
+    # [observed rows, most pages of their sequences] fp32 on the device, added up over heads and layers.
+    sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepTables:
     """Hold all inputs of a forward pass besides tokens and positions."""
 
@@ -104,6 +114,8 @@ class StepTables:
     lora: SgmvPlan
     # [S] int64, rows that need logits.
     sample_rows: Tensor
+    # None if no row is observed.
+    masses: PageMasses | None = None
 
 
 Angles = tuple[tuple[Tensor, Tensor], ...]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, SgmvPlan
+from sgmv_kernels.backend import AttentionPlan, PageMasses, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
@@ -86,6 +86,19 @@ def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
         raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
     if plan.num_pages > kv.num_pages:
         raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
+
+
+def check_masses(masses: PageMasses | None, plan: AttentionPlan, window: int | None, slopes: Tensor | None) -> None:
+    """Check that masses have a row for every observed row, as wide as the page tables."""
+    if masses is None:
+        return
+    require(window is None and slopes is None, "masses go with neither window nor slopes")
+    fits = masses.counts.shape == plan.kv_lens.shape and bool((masses.counts <= np.diff(plan.query_starts)).all())
+    require(fits, "masses.counts must be at most the rows of each sequence")
+    shape = int(masses.counts.sum()), plan.page_tables.shape[1]
+    require(
+        masses.sums.dtype == torch.float32 and masses.sums.shape == shape, f"masses.sums must be fp32 {list(shape)}"
+    )
 
 
 def check_sequences(

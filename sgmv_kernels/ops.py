@@ -20,6 +20,7 @@ from sgmv_kernels.backend import (
     Layers,
     PackedLinear,
     PackedParts,
+    PageMasses,
     PlannedSgmv,
     ProgramShape,
     Progress,
@@ -32,6 +33,7 @@ from sgmv_kernels.backend import (
 from sgmv_kernels.checks import (
     FLOATS,
     check_adapter,
+    check_masses,
     check_moves,
     check_pages,
     check_queries,
@@ -59,6 +61,7 @@ from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
 from sgmv_kernels.pointwise_ops import PointwiseOps
+from sgmv_kernels.torch_ops.page_mass import add_page_mass_torch_
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
@@ -124,9 +127,7 @@ class Ops(PointwiseOps):
         return self._backend.best_threads(most)
 
     def program(self, layers: Layers, shape: ProgramShape) -> "RecordedStep":
-        """Return a program that runs a model's layers from recordings; steps whose linears take other kernels run
-        without.
-        """
+        """Return a program that runs a model's layers from recordings, where no linear takes other kernels."""
         from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
         return RecordedStep(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
@@ -280,8 +281,7 @@ class Ops(PointwiseOps):
             kv_lens: keys of each sequence, this step's included.
             page_size: tokens of a page.
             num_pages: pages of the pool.
-            parents: draft trees, in the last slots of their sequences (`metadata.draft_trees`); one entry a sequence,
-                empty where it has no tree, or none at all.
+            parents: draft trees, in the last slots (`metadata.draft_trees`): one a sequence, () for none; or nothing.
         Returns: the plan of all layers.
         Raises:
             KernelArgumentError: lengths that contradict each other, a page id outside the pool, or a tree of more than
@@ -304,14 +304,14 @@ class Ops(PointwiseOps):
         window: int | None = None,
         softcap: float | None = None,
         slopes: Tensor | None = None,
+        masses: PageMasses | None = None,
     ) -> Tensor:
         """Compute causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
 
         Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (p(j) - p(t)), j seen by t) V; the position p of
         a draft token is that of its depth in the tree; a row sees the keys up to its own, of its draft tree only its
         ancestors and itself, and where given only those of the last `window` positions; cap(s) = softcap * tanh(s /
-        softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a visible
-        key gives zeros
+        softcap), or s; query head h reads key head h // (heads / kv_heads); a row that sees no key gives zeros
 
         Args:
             q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
@@ -321,25 +321,27 @@ class Ops(PointwiseOps):
             window: keys that a row sees, its own included; None for all.
             softcap: bound of the scores; None for no bound (Gemma 2).
             slopes: [heads] fp32, what a head's scores lose for each token of distance (ALiBi); None for nothing.
+            masses: gets the softmax's weights of observed rows added, by page; with neither window nor slopes.
         Returns: [T, heads, D] in q's dtype.
         Raises:
             KernelArgumentError: shapes that do not fit, or a KV format that the kernels do not read.
-        Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); key and value
-            splits for long contexts of Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024);
-            ALiBi (Press et al. 2022).
+        Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); splits of keys of
+            Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024); ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
         check_queries(q, kv, window, softcap, slopes)
+        check_masses(masses, plan, window, slopes)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         self._check_pages(kv, plan)
+        if masses is not None:
+            add_page_mass_torch_(masses, q, kv, plan, scale, softcap)
         return self._backend.attention(q, kv, plan, scale, window, softcap, slopes)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
         """Rotate queries and keys, and store keys and values in their pages.
 
         Semantics: q, k, v = split(qkv); (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q and k, x1
-        and x2 the halves of its first N numbers; k[t] and v[t] are stored at row t's place in the plan, in the pages'
-        format
+        and x2 the halves of its first N numbers; k[t] and v[t] are stored at row t's place, in the pages' format
 
         Args:
             qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Undefined afterwards.
@@ -369,8 +371,7 @@ class Ops(PointwiseOps):
         return self._rotate(q, cos, sin, kv, plan, 0)
 
     def copy_slots(self, layers: Sequence[KvPages], moves: Int32) -> None:
-        """Copy keys and values of single tokens to other slots, in all layers: what accepted drafts of a tree need, as
-        the next token sees consecutive slots.
+        """Copy keys and values of single tokens, such as accepted drafts of a tree, to other slots, in all layers.
 
         Semantics: K[layer, target] = K[layer, source], V likewise, for one move after the other
 

@@ -112,6 +112,40 @@ def paged_attention_reference(
     return out
 
 
+def page_mass_reference(
+    q: Tensor,
+    keys: Tensor,
+    page_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    counts: Sequence[int],
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute how much attention the last rows of each sequence give to each page, added up over heads.
+
+    Semantics: mass[t, p] = sum over h and the keys j of page p of softmax(cap(scale * q[t, h] . K[j]), j up to t)
+
+    Args:
+        q, keys, page_tables, query_lens, kv_lens: as `paged_attention_reference`.
+        counts: rows of each sequence that are observed.
+    Returns: [sum of counts, most pages of a table] fp32.
+    """
+    page, rows, end = keys.shape[3], [], 0
+    for table, n, length, count in zip(page_tables, query_lens, kv_lens, counts, strict=True):
+        end += n
+        k = keys[torch.tensor(list(table))].float().permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
+        scores = (
+            q[end - count : end].float().transpose(0, 1) @ k.repeat_interleave(q.shape[1] // len(k), 0).mT
+        ) * scale
+        if softcap is not None:
+            scores = softcap_reference(scores, softcap)
+        probs = scores.masked_fill(~_visible(length, n, (), None)[n - count :], -math.inf).softmax(-1).sum(0)
+        width = max(map(len, page_tables)) * page
+        rows.append(torch.nn.functional.pad(probs, (0, width - length)).view(count, width // page, page).sum(-1))
+    return torch.cat(rows)
+
+
 def _visible(length: int, rows: int, parents: Parents, window: int | None) -> Tensor:
     """Return which keys of a sequence its last rows see, bool [rows, length]."""
     last, at = torch.arange(length - rows, length)[:, None], torch.arange(length)[None]

@@ -5,12 +5,19 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from api.schemas.base import ClosedBody
-from lorasrv.kv_policy import DEFAULT_SINK, MAX_TOKENS, KvPolicy
+from lorasrv.kv_policy import MAX_TOKENS, KvPolicy, SelectPolicy, WindowPolicy
 
 _Size = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
-class KvPolicyBody(ClosedBody):
+class _Policy(ClosedBody):
+    sink: _Size | None = None
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: size for name, size in self if name != "kind" and size is not None}
+
+
+class WindowBody(_Policy):
     """Let each token see the first `sink` tokens (16) and the `recent` ones before it only; the others are dropped.
 
     Sizes are rounded up to whole pages of 16 tokens; `recent` is at least 64.
@@ -18,9 +25,28 @@ class KvPolicyBody(ClosedBody):
 
     kind: Literal["window"]
     recent: _Size
-    sink: _Size | None = None
 
     @property
     def policy(self) -> KvPolicy:
         """Return the engine's policy."""
-        return KvPolicy(self.recent, DEFAULT_SINK if self.sink is None else self.sink, self.kind)
+        return WindowPolicy(**self._sizes())
+
+
+class SelectBody(_Policy):
+    """Keep `budget` tokens: the first `sink` (16), the `recent` ones (128), and the pages with the most attention.
+
+    They are selected at the prompt's end, and again every `every` tokens (256).
+    """
+
+    kind: Literal["select"]
+    budget: _Size
+    recent: _Size | None = None
+    every: _Size | None = None
+
+    @property
+    def policy(self) -> KvPolicy:
+        """Return the engine's policy."""
+        return SelectPolicy(**self._sizes())
+
+
+KvPolicyField = Annotated[WindowBody | SelectBody, Field(discriminator="kind")]

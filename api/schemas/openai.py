@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Body, Items, KnownBody, at_most
-from api.schemas.kv_policy import KvPolicyBody
+from api.schemas.kv_policy import KvPolicyField
 from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
@@ -97,7 +97,7 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
     timeout_s: float | None = None
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
-    kv_policy: KvPolicyBody | None = None
+    kv_policy: KvPolicyField | None = None
     # Whether what the request leaves out comes from the persona's defaults.
     use_defaults: bool | None = None
     # Stands for {{user}} in a persona's texts.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from api.schemas.base import Body, Items, KnownBody
-from api.schemas.kv_policy import KvPolicyBody
+from api.schemas.kv_policy import KvPolicyField
 from api.schemas.openai import MAX_SALT_CHARS, GenerationBody
 from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import ResponseFormat
@@ -78,7 +78,7 @@ class Parameters(KnownBody):
     timeout_s: float | None = None
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
-    kv_policy: KvPolicyBody | None = None
+    kv_policy: KvPolicyField | None = None
     use_defaults: bool | None = None
 
     @property

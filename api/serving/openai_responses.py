@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -323,8 +323,9 @@ def _kv(choices: ChoiceStream) -> Json:
     if not found:
         return {}
     kept, dropped = (sum(values) for values in zip(*((kv.kept_tokens, kv.dropped_tokens) for kv in found), strict=True))
-    exact = min(kv.exact_tokens for kv in found)
-    return {"kv": asdict(replace(found[0], kept_tokens=kept, dropped_tokens=dropped, exact_tokens=exact))}
+    policy, exact = found[0].policy, min(kv.exact_tokens for kv in found)
+    counts = {"kept_tokens": kept, "dropped_tokens": dropped, "exact_tokens": exact}
+    return {"kv": {"kind": policy.kind, **policy.as_dict(), **counts}}
 
 
 def _fallback(choices: ChoiceStream) -> str | None:

@@ -291,7 +291,13 @@ class EngineCore:
         output = result.output
         try:
             outputs = self._scheduler.update_from_output(
-                step, output.sampled, output.logprobs, output.prompt_logprobs, output.drafted, output.probed
+                step,
+                output.sampled,
+                output.logprobs,
+                output.prompt_logprobs,
+                output.drafted,
+                output.probed,
+                output.masses,
             )
         except Exception as error:
             return self._faults.on_update_error(step, error)

@@ -200,7 +200,7 @@ class InputProcessor:
             constraint=constraint,
             shown_token_ids=shown_token_ids,
             beams=beams,
-            speculation=speculation if kv_policy is None else speculation.without(LONG_SIGHTED_DRAFTERS),
+            speculation=_drafting(speculation, kv_policy),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction),
             num_draft_heads=max(own_heads, self._num_draft_heads),
             has_draft_heads=own_heads > 0,
@@ -338,6 +338,8 @@ class InputProcessor:
             return None
         if beams is not None:
             return "beam search"
+        if policy is not None and not policy.may_draft:
+            return f"kv_policy {policy.kind}"
         there = self._drafters if num_heads else self._drafters - {"medusa"}
         there = there if policy is None else there - LONG_SIGHTED_DRAFTERS
         asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
@@ -395,7 +397,7 @@ class InputProcessor:
     ) -> int:
         """Return the rest of the context, or of the pool if that is smaller; at least one."""
         room = self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size
-        if policy is not None and policy.most_tokens(self._max_model_len) <= room:
+        if policy is not None and policy.most_tokens(num_prompt_tokens, self._max_model_len) <= room:
             room = self._max_model_len
         return max(1, min(self._max_model_len, room) - num_prompt_tokens)
 
@@ -416,7 +418,7 @@ class InputProcessor:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
                 param=param,
             )
-        total = total if policy is None else policy.most_tokens(total)
+        total = total if policy is None else policy.most_tokens(num_prompt_tokens, total)
         kv_pages, most = width * self._memory.kv.pages_for(total), self._memory.max_kv_pages(layout)
         if kv_pages > most:
             of_adapter = self._memory.kv_pool.num_pages - most
@@ -443,6 +445,13 @@ def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) 
         )
         for number, request_id in enumerate(request_ids, 1)
     ]
+
+
+def _drafting(speculation: SpeculationParams, policy: KvPolicy | None) -> SpeculationParams:
+    """Return what a policy leaves of the options."""
+    if policy is None:
+        return speculation
+    return speculation.without(LONG_SIGHTED_DRAFTERS) if policy.may_draft else replace(speculation, max_draft=0)
 
 
 def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str = "prompt") -> None:

@@ -201,6 +201,7 @@ class _Gathered:
     logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     probed: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    masses: dict[RequestId, Sequence[Sequence[float]]] = field(default_factory=dict)
     drafted: dict[str, DrafterOutput] = field(default_factory=dict)
 
     def take(self, output: ModelRunnerOutput) -> None:
@@ -208,11 +209,15 @@ class _Gathered:
         self.drafted |= output.drafted
         self.sampled |= output.sampled
         self.logprobs |= output.logprobs
+        for request_id, rows in output.masses.items():
+            self.masses[request_id] = (*self.masses.get(request_id, ()), *rows)
         for request_id, known in output.prompt_logprobs.items():
             self.prompt_logprobs[request_id] = (*self.prompt_logprobs.get(request_id, ()), *known)
 
     def output(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(self.sampled, self.logprobs, self.prompt_logprobs, self.probed, self.drafted)
+        return ModelRunnerOutput(
+            self.sampled, self.logprobs, self.prompt_logprobs, self.probed, self.drafted, self.masses
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -157,20 +157,28 @@ class KVCacheManager:
         table = self._tables[request_id]
         if table.policy is None:
             return
-        unseen = table.policy.hole(num_computed)[len(table.holes) :]
-        for place in unseen:
+        unseen = table.policy.hole(num_computed)
+        if len(unseen) > len(table.holes):
+            self.drop(request_id, unseen[len(table.holes) :])
+
+    def drop(self, request_id: RequestId, places: Sequence[int]) -> None:
+        """Free the request's pages at some places."""
+        table = self._tables[request_id]
+        for place in places:
             self._release_page(table.pages[place])
             table.pages[place] = HOLE
-        table.holes.update(unseen)
+        table.holes.update(places)
 
     def holes(self, request_id: RequestId) -> frozenset[int]:
         """Return the places of the request's table that have no page."""
         return frozenset(self._tables[request_id].holes)
 
     def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer the request's newly full pages to the prefix cache."""
+        """Offer the request's newly full pages to the prefix cache, unless what their tokens saw is its own."""
         table = self._tables[request_id]
         if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
+            return
+        if table.policy is not None and len(table.holes) > len(table.policy.hole(num_computed)):
             return
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]

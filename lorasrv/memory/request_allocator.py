@@ -4,9 +4,10 @@ The scheduler decides which request is admitted, extended, preempted and finishe
 operations that this makes necessary are noted in order.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 from adapter_store.spec import AdapterKey
+from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import Request, RequestStatus
@@ -99,8 +100,32 @@ class RequestAllocator:
         """Offer what a request has computed to the prefix cache, and free the pages that its policy drops."""
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
         if request.message.kv_policy is not None:
-            self._kv.drop_unseen(request.request_id, request.num_computed_tokens)
-            request.num_dropped_pages = len(self._kv.holes(request.request_id))
+            self._drop(request, request.message.kv_policy)
+
+    def observe(self, request: Request, page_table: Sequence[int], masses: Sequence[Sequence[float]]) -> None:
+        """Add up what attention the request's pages have got of some of its rows.
+
+        Args:
+            page_table: with which the rows were computed.
+            masses: of each row, and each page that it saw, in the order of the rows: sums are the same however these
+                are cut into steps.
+        """
+        places = [place for place, page in enumerate(page_table) if page != HOLE]
+        request.page_masses += [0.0] * (len(page_table) - len(request.page_masses))
+        for row in masses:
+            for place, mass in zip(places, row, strict=False):
+                request.page_masses[place] += mass
+
+    def _drop(self, request: Request, policy: KvPolicy) -> None:
+        """Free the pages that a request's policy drops now."""
+        rid, computed = request.request_id, request.num_computed_tokens
+        self._kv.drop_unseen(rid, computed)
+        if computed == policy.next_check(request.num_prompt_tokens, computed - 1):
+            selected = policy.select(request.page_masses, computed, self._kv.holes(rid))
+            if selected:
+                self._kv.drop(rid, selected)
+                request.num_full_rows = min(request.num_full_rows, computed)
+        request.num_dropped_pages = len(self._kv.holes(rid))
 
     def preempt(self, request: Request) -> None:
         """Take back a running request's pages: swap out what is computed, or discard it, whichever costs less."""
@@ -112,7 +137,7 @@ class RequestAllocator:
             request.num_swapped_pages = len(pages)
             request.swapped_holes = self._kv.holes(rid)
         else:
-            request.num_computed_tokens = 0
+            _forget(request)
         self.free(request)
 
     def fork_from(self, request: Request, parent: Request) -> None:
@@ -145,7 +170,7 @@ class RequestAllocator:
         """Forget what a request had computed, which is lost; a running request keeps its pages."""
         if request.num_swapped_pages:
             self._free_swap(request)
-        request.num_computed_tokens = 0
+        _forget(request)
         if request.status is RequestStatus.RUNNING:
             self._kv.truncate(request.request_id, request.num_tokens)
             self._kv.restart(request.request_id)
@@ -160,8 +185,9 @@ class RequestAllocator:
             rid, policy = request.request_id, request.message.kv_policy
             most = self._kv.pages_for(request.num_tokens)
             assert len(self._kv.page_table(rid)) <= most, "a request has pages for no token"
-            holes = () if policy is None else policy.hole(request.num_computed_tokens)
-            assert self._kv.holes(rid) == set(holes), "pages that no token sees are held, or others are not"
+            unseen = set[int]() if policy is None else set(policy.hole(request.num_computed_tokens))
+            assert unseen <= self._kv.holes(rid), "pages that no token sees are held"
+            assert len(self._kv.holes(rid)) <= max(len(unseen), request.num_dropped_pages), "a page is missing"
 
     def record_moves(self) -> None:
         """Append the copies that compaction has made necessary to the page operations."""
@@ -182,7 +208,8 @@ class RequestAllocator:
         """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are
         needed."""
         rid, shared = request.request_id, request.num_prompt_tokens - 1
-        if parent is None or not self._kv.can_fork(parent.request_id, shared):
+        may_fork = parent is not None and shared <= request.num_reusable_tokens
+        if parent is None or not may_fork or not self._kv.can_fork(parent.request_id, shared):
             shared = self._kv.attach_prefix(rid, request.token_ids, request.num_reusable_tokens)
         else:
             self._kv.fork(parent.request_id, rid, shared)
@@ -192,6 +219,12 @@ class RequestAllocator:
     def _free_swap(self, request: Request) -> None:
         self._swap.free(request.request_id)
         request.num_swapped_pages, request.swapped_holes = 0, frozenset()
+
+
+def _forget(request: Request) -> None:
+    """Note that nothing of a request is computed."""
+    request.num_computed_tokens = request.num_dropped_pages = 0
+    request.page_masses = []
 
 
 def _num_wanted(request: Request) -> int:

@@ -201,8 +201,7 @@ class Scheduler:
 
         Args:
             ahead: the next step may be planned while this one is in flight, and compute the tokens that it samples.
-        Returns:
-            The step; `scheduled` is empty if there is nothing to compute.
+        Returns: the step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
         self._allocator.record_moves()  # of a step whose planning failed
@@ -280,6 +279,7 @@ class Scheduler:
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         drafted: Mapping[str, DrafterOutput] = MappingProxyType({}),
         probed: Mapping[RequestId, Sequence[int]] = MappingProxyType({}),
+        masses: Mapping[RequestId, Sequence[Sequence[float]]] = MappingProxyType({}),
     ) -> list[EngineOutput]:
         """Append the sampled tokens and finish the requests that are done. A request without its token, or without
         the prompt logprobs it asks for, fails.
@@ -290,8 +290,8 @@ class Scheduler:
             prompt_logprobs: of the share's `prompt_rows`.
             drafted: by the name of each model that was asked for drafts.
             probed: the likeliest token behind each probe.
-        Returns:
-            The outputs since the last call, in order.
+            masses: attention to each page of the shares' observed tokens.
+        Returns: the outputs since the last call, in order.
         """
         self._retire(step)
         for share in step.scheduled:
@@ -309,6 +309,8 @@ class Scheduler:
                     "the model computed NaN or infinity for this request; its adapter's weights are too large",
                 )
                 continue
+            if share.num_observed:
+                self._allocator.observe(request, share.page_table, masses[share.request_id])
             if share.prompt_rows:
                 request.prompt_logprobs += prompt_logprobs[share.request_id]
             if share.samples and request.message.beams is None:
@@ -352,8 +354,7 @@ class Scheduler:
         assert all_missing, "an adapter waited for is resident"
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
-        not_in_flight = [r for r in running if not r.num_in_flight_tokens]
-        self._allocator.check_integrity(not_in_flight)
+        self._allocator.check_integrity(r for r in running if not r.num_in_flight_tokens)
         in_flight, expected = Counter[RequestId](), Counter[RequestId]()
         for request, count, pending in (entry for entries in self._in_flight.values() for entry in entries):
             in_flight[request.request_id] += count

@@ -142,9 +142,10 @@ def num_uncomputed_tokens(request: Request) -> int:
 
 
 def num_unscheduled_tokens(request: Request) -> int:
-    """Return the number of known and pending tokens that are neither computed nor in a step in flight."""
-    unknown, taken = request.num_pending_tokens, request.num_computed_tokens + request.num_in_flight_tokens
-    return len(request.token_ids) + unknown - taken
+    """Return the number of known and pending tokens that are neither computed nor in a step in flight, up to where the
+    request's policy selects pages."""
+    taken = request.num_computed_tokens + request.num_in_flight_tokens
+    return min(len(request.token_ids) + request.num_pending_tokens, request.next_check) - taken
 
 
 def is_decoding(request: Request) -> bool:

@@ -168,7 +168,7 @@ class GraphedSteps:
 
     def _capacity_for(self, rows: StepRows) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
-        if any(s.prompt_rows or s.num_guessed_tokens for s in rows.scheduled):
+        if any(s.prompt_rows or s.num_guessed_tokens or s.num_observed for s in rows.scheduled):
             return None
         if any(adapter.layout.vectors for adapter in rows.adapters):
             return None

@@ -250,7 +250,14 @@ class Decoder:
         rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
         q = rotate(qkv, *rotation, pages, tables.attention)
         attended = self._ops.paged_attention(
-            q, pages, tables.attention, spec.attention_scale, spec.window(layer), spec.attn_softcap, self._slopes
+            q,
+            pages,
+            tables.attention,
+            spec.attention_scale,
+            spec.window(layer),
+            spec.attn_softcap,
+            self._slopes,
+            tables.masses,
         )
         return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
 

@@ -1,6 +1,6 @@
 """Forward batch: the tensors of one forward pass, built from a scheduled step. Built anew for every step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.launched_step import LaunchedStep
+from sgmv_kernels.backend import PageMasses
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents, depths_of
 from sgmv_kernels.metadata.h2d import upload
@@ -35,6 +36,18 @@ class ForwardBatch:
     tables: StepTables
     sampled: tuple[ScheduledRequest, ...]
     asked: tuple[ScheduledRequest, ...] = ()
+    # Those whose last tokens are observed, one after another in the rows of `tables.masses`.
+    observed: tuple[ScheduledRequest, ...] = ()
+
+    def masses(self) -> Mapping[RequestId, Sequence[Sequence[float]]]:
+        """Return the attention that each page gets of the observed tokens of each request."""
+        if self.tables.masses is None:
+            return {}
+        rows, found, first = self.tables.masses.sums.tolist(), {}, 0
+        for share in self.observed:
+            found[share.request_id] = rows[first : first + share.num_observed]
+            first += share.num_observed
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,8 @@ class StepRows:
     logit_rows: npt.NDArray[np.int64]
     # The draft tree of each sequence; nothing if there are only chains.
     parents: list[Parents]
+    # [B], last rows of each sequence that are observed.
+    num_observed: Int32
 
     @property
     def pending(self) -> list[tuple[int, RequestId]]:
@@ -98,6 +113,7 @@ class StepRows:
             page_tables=_page_tables([sequence.pages for sequence in seen]),
             logit_rows=np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked]),
             parents=trees if any(trees) else [],
+            num_observed=np.array([sequence.num_observed for sequence in seen], dtype=np.int32),
         )
 
 
@@ -121,10 +137,19 @@ def build_batch(
     return ForwardBatch(
         token_ids=ids,
         positions=places,
-        tables=StepTables(attention, lora, logit_rows),
+        tables=StepTables(attention, lora, logit_rows, _masses(rows, memory.device)),
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
+        observed=tuple(s for s in rows.scheduled if s.num_observed),
     )
+
+
+def _masses(rows: StepRows, device: torch.device) -> PageMasses | None:
+    counts = rows.num_observed
+    if not counts.any():
+        return None
+    size = int(counts.sum()), rows.page_tables.shape[1]
+    return PageMasses(counts, torch.zeros(size, dtype=torch.float32, device=device))
 
 
 def _tree_positions(share: ScheduledRequest) -> list[int]:
@@ -154,6 +179,7 @@ class _Sequence(NamedTuple):
     num_keys: int
     pages: Sequence[int]
     parents: Parents = ()
+    num_observed: int = 0
 
 
 def _sequences(share: ScheduledRequest) -> list[_Sequence]:
@@ -166,7 +192,9 @@ def _sequences(share: ScheduledRequest) -> list[_Sequence]:
     for first, last in policy.pieces(share.start, end):
         hole, table = policy.hole(first), share.page_table[: -(-last // policy.page_size)]
         pages = [page for place, page in enumerate(table) if page != HOLE and place not in hole]
-        sequences.append(_Sequence(last - first, last - (len(table) - len(pages)) * policy.page_size, pages))
+        sequences.append(
+            _Sequence(last - first, last - (len(table) - len(pages)) * policy.page_size, pages, (), share.num_observed)
+        )
     return sequences
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
+_Masses = Mapping[RequestId, Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class ModelRunnerOutput:
     probed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
     # By the name of each model that was asked for drafts.
     drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
+    # Attention that each page got of the observed tokens of each request, by token.
+    masses: _Masses = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +173,9 @@ class ModelRunner:
             return ModelRunnerOutput({})
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
-        logits, sampled, asked = self._logits(step, None)
+        logits, sampled, asked, masses = self._logits(step, None)
         with self.profile.span("sampling"):
-            output = self._output(logits, sampled, asked)
+            output = self._output(logits, sampled, asked, masses)
         return self._with_drafts(step, output, sampled)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | ModelRunnerOutput:
@@ -190,10 +193,10 @@ class ModelRunner:
             step, last = step.with_tokens({request: tokens[-1] for request, tokens in last.sampled.items()}), None
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
-        logits, sampled, asked = self._logits(step, last)
+        logits, sampled, asked, masses = self._logits(step, last)
         with self.profile.span("sampling"):
-            if asked or any(s.drafts is not NO_DRAFTS or s.sampling.logprobs is not None for s in sampled):
-                self._last = self._with_drafts(step, self._output(logits, sampled, asked), sampled)
+            if asked or masses or any(s.drafts is not NO_DRAFTS or s.sampling.logprobs is not None for s in sampled):
+                self._last = self._with_drafts(step, self._output(logits, sampled, asked, masses), sampled)
             else:
                 rows = [SamplingMetadata.of(share) for share in sampled]
                 self._last = LaunchedStep(sampled, launch_sampling(logits[: len(sampled)], rows))
@@ -207,7 +210,11 @@ class ModelRunner:
             return ModelRunnerOutput(launched.wait())
 
     def _output(
-        self, logits: Tensor, sampled: tuple[ScheduledRequest, ...], asked: tuple[ScheduledRequest, ...]
+        self,
+        logits: Tensor,
+        sampled: tuple[ScheduledRequest, ...],
+        asked: tuple[ScheduledRequest, ...],
+        masses: _Masses,
     ) -> ModelRunnerOutput:
         # One adapter's weights may overflow: its requests fail, the others of the step do not.
         chosen = choose_tokens(logits, sampled, self._drawn_from)
@@ -218,6 +225,7 @@ class ModelRunner:
             chosen_logprobs(logits, sampled, chosen),
             prompt_logprobs(logits[num_rows:], asked),
             probed_tokens(logits, sampled),
+            masses=masses,
         )
 
     def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:
@@ -257,12 +265,12 @@ class ModelRunner:
 
     def _logits(
         self, step: SchedulerOutput, last: LaunchedStep | None
-    ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
+    ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...], _Masses]:
         """Return the logits of a step.
 
         Returns:
-            Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, and those whose `prompt_rows`
-            are the others.
+            Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, those whose `prompt_rows` are
+            the others, and the attention that pages got.
         """
         if self._medusa is not None:
             self._medusa.prepare(step)
@@ -270,13 +278,13 @@ class ModelRunner:
             with self.profile.span("batch"):
                 graphed = self._graphs.compute(step, last)
             if graphed is not None:
-                return *graphed, ()
+                return *graphed, (), {}
         with self.profile.span("batch"):
             batch = self._batch(step, last)
         begun = time.perf_counter()
         logits = self._decoder.forward(batch)
         self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
-        return logits, batch.sampled, batch.asked
+        return logits, batch.sampled, batch.asked, batch.masses()
 
     def _batch(self, step: SchedulerOutput, last: LaunchedStep | None = None) -> ForwardBatch:
         return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops, last)

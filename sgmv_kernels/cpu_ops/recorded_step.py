@@ -52,7 +52,7 @@ class RecordedStep:
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits [S, V], in a buffer that the next run overwrites."""
         rows, samples = len(x), len(tables.sample_rows)
-        if rows > self._shape.max_rows or samples > self._shape.max_samples:
+        if rows > self._shape.max_rows or samples > self._shape.max_samples or tables.masses is not None:
             self._last = None
             return self._layers(x, angles, tables)
         kind = tables.lora.tables.num_segments > 0, tables.lora.tables.has_vectors

@@ -1,4 +1,4 @@
-"""Windows over keys and values: what transformers says with the same mask, whatever is done to the pages."""
+"""Policies over keys and values: what transformers says with the same mask, whatever is done to the pages."""
 
 import random
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from tiny_engine import offline_engine
 
 from adapter_store.store import AdapterStore
 from lorasrv.errors import InvalidRequest
-from lorasrv.kv_policy import KvPolicy
+from lorasrv.kv_policy import KvPolicy, SelectPolicy, WindowPolicy
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 
-WINDOW = KvPolicy(recent=64)
+WINDOW = WindowPolicy(recent=64)
 FULL_ROWS = 16 + 64 + 16
 LONG = tuple(10 + (7 * i + i * i % 31) % 300 for i in range(330))
 GREEDY = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-def seen(policy: KvPolicy, position: int) -> list[int]:
+def seen(policy: WindowPolicy, position: int) -> list[int]:
     """Return the positions that a token sees, by the definition."""
     pages = [(at // 16, at) for at in range(position + 1)]
     return [at for page, at in pages if at < policy.sink or page >= (position - policy.recent) // 16]
@@ -34,15 +34,14 @@ def seen(policy: KvPolicy, position: int) -> list[int]:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(64, 130), st.integers(0, 300), st.integers(1, 40))
 def test_rows_of_a_piece_see_the_same_pages(sink: int, recent: int, start: int, count: int) -> None:
-    policy = KvPolicy(recent, sink).placed(16, 512)
+    policy = WindowPolicy(recent=recent, sink=sink).placed(16, 512)
     pieces = list(policy.pieces(start, start + count))
     assert [at for first, end in pieces for at in range(first, end)] == list(range(start, start + count))
     for first, end in pieces:
         dropped = {16 * place + slot for place in policy.hole(first) for slot in range(16)}
         for position in range(first, end):
             assert seen(policy, position) == [at for at in range(position + 1) if at not in dropped]
-            assert policy.num_seen(position) == len(seen(policy, position))
-            assert (position < policy.num_full_rows) == (policy.num_seen(position) == position + 1)
+            assert (position < policy.num_full_rows) == (not policy.hole(position))
 
 
 def test_what_transformers_says_with_the_same_mask(model: Path) -> None:
@@ -72,18 +71,54 @@ def test_what_transformers_says_with_the_same_mask(model: Path) -> None:
             assert gap > 2e-4, "the first token behind is no longer exact"
 
 
+def test_pages_are_selected_by_their_attention(model: Path) -> None:
+    """As transformers computes it: what its weights add up to decides what the next rows of its mask see."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
+    policy, sampling = SelectPolicy(budget=128, recent=64, every=48), replace(GREEDY, max_tokens=100)
+    for prompt, first_drop in (list(LONG[:200]), 200), (list(LONG[30:90]), 156):
+        with offline_engine(model, max_num_seqs=16, max_num_batched_tokens=48) as llm:
+            [answer] = llm.generate([prompt], sampling, kv_policy=policy)
+        tokens = [*prompt, *answer.token_ids][:-1]
+        mask = torch.full((len(tokens), len(tokens)), torch.finfo(torch.float32).min).triu(1)
+        masses, dropped = torch.zeros(len(tokens) // 16 + 1), set[int]()
+        for check in range(len(prompt), len(tokens) + 1, 48):
+            surplus = -(-check // 16) - len(dropped) - 8
+            if surplus > 0:
+                with torch.inference_mode():
+                    out = base(torch.tensor([tokens]), attention_mask=mask[None, None], output_attentions=True)
+                rows = sum(layer[0, :, check - 32 : check].sum((0, 1)) for layer in out.attentions)
+                masses += torch.nn.functional.pad(rows, (0, 16 * len(masses) - len(rows))).view(-1, 16).sum(-1)
+                kept = [page for page in range(1, (check - 64) // 16) if page not in dropped]
+                for page in sorted(kept, key=lambda page: masses[page].item())[:surplus]:
+                    dropped.add(page)
+                    mask[check:, 16 * page : 16 * page + 16] = torch.finfo(torch.float32).min
+        with torch.inference_mode():
+            logits = base(torch.tensor([tokens]), attention_mask=mask[None, None]).logits[0].log_softmax(-1)
+        for at, found in enumerate(answer.logprobs, len(prompt) - 1):
+            assert logits[at, found.token_id].item() == pytest.approx(found.logprob, abs=2e-4)
+        told = answer.timing.kv
+        assert told is not None
+        assert (told.dropped_tokens, told.exact_tokens) == (16 * len(dropped), first_drop - len(prompt) + 1)
+        assert told.kept_tokens <= 128 + 48
+
+
 @pytest.fixture(scope="module")
 def roomy(model: Path, library: AdapterStore) -> Iterator[Drafted]:
     with closing(Drafted(model, library)) as drafted:
         yield drafted
 
 
-def asks(rng: random.Random, count: int = 5) -> list[Ask]:
+def asks(rng: random.Random, count: int = 7) -> list[Ask]:
     """Return requests with windows of all kinds, and one without."""
     made = [Ask(LONG[:40], replace(GREEDY, max_tokens=20))]
     for _ in range(count):
         prompt = LONG[rng.randrange(60) :][: rng.choice([20, 95, 96, 97, 130, 250])]
-        policy = KvPolicy(rng.choice([64, 70, 100]), rng.choice([1, 16, 30]))
+        recent, sink = rng.choice([64, 70, 100]), rng.choice([1, 16, 30])
+        policy: KvPolicy = WindowPolicy(recent=recent, sink=sink)
+        if rng.random() < 0.5:
+            policy = SelectPolicy(recent=recent, sink=sink, budget=rng.choice([176, 190]), every=rng.choice([32, 50]))
         sampling = replace(GREEDY, max_tokens=rng.randrange(1, 90), temperature=rng.choice([0.0, 0.9]), seed=5)
         made.append(
             Ask(
@@ -106,8 +141,8 @@ def test_full_attention_bit_for_bit_until_something_is_dropped(roomy: Drafted) -
     "given",
     [
         {"max_num_batched_tokens": 32},
-        {"pages": 46, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "swap"},
-        {"pages": 46, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "recompute"},
+        {"pages": 34, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "swap"},
+        {"pages": 34, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "recompute"},
     ],
     ids=["chunks", "swap", "recompute"],
 )
@@ -153,7 +188,9 @@ def test_pages_behind_the_window_are_free(model: Path, library: AdapterStore) ->
 def test_later_pages_are_not_those_of_full_attention(roomy: Drafted) -> None:
     """Prefix pages are shared as far as they are the same, and not between policies."""
     sampling = replace(GREEDY, max_tokens=2)
-    plain, window, other = ({"kv_policy": policy} if policy else {} for policy in (None, WINDOW, KvPolicy(80)))
+    plain, window, other = (
+        {"kv_policy": policy} if policy else {} for policy in (None, WINDOW, WindowPolicy(recent=80))
+    )
     salt = "prefix"
 
     def cached(options: dict[str, object]) -> int:
@@ -172,13 +209,19 @@ def test_later_pages_are_not_those_of_full_attention(roomy: Drafted) -> None:
 def test_refusals(model: Path) -> None:
     with offline_engine(model) as llm:
         for policy, sampling, says in (
-            (KvPolicy(63), GREEDY, r"kv_policy.recent must be at least 64 tokens \(4 pages\), not 63"),
+            (WindowPolicy(recent=63), GREEDY, r"kv_policy.recent must be at least 64 tokens \(4 pages\), not 63"),
             (WINDOW, replace(GREEDY, prompt_logprobs=1), "log-probabilities of the prompt"),
         ):
             with pytest.raises(InvalidRequest, match=says):
                 llm.generate([LONG[:20]], sampling, kv_policy=policy)
         with pytest.raises(InvalidRequest, match="beam search"):
             llm._message(LONG[:20], SamplingParams(max_tokens=4), None, BeamOptions(2), WINDOW)
+        for policy, says in (
+            (SelectPolicy(budget=96, recent=64), "kv_policy.budget must be at least 112 tokens"),
+            (SelectPolicy(budget=200, every=31), "kv_policy.every must be at least 32 tokens"),
+        ):
+            with pytest.raises(InvalidRequest, match=says):
+                llm.generate([LONG[:20]], GREEDY, kv_policy=policy)
     for size in (0, -1, 2**31):
         with pytest.raises(InvalidRequest, match="must be between 1 and"):
-            KvPolicy(64, size)
+            WindowPolicy(recent=64, sink=size)

@@ -62,8 +62,9 @@ OPENAI: list[Row] = [
     *wrong("cache_salt", "x" * 257, 1, True, ["x"]),
     *wrong("kv_policy", "window", {}, {"kind": "h2o", "recent": 64}, {"kind": "window"}, param="kv_policy*"),
     *wrong("kv_policy", *({"kind": "window", "recent": n} for n in (0, -1, 2**31, "64", 64.5)), param="kv_policy*"),
-    *wrong("kv_policy", {"kind": "window", "recent": 64, "sink": 0}, param="kv_policy.sink"),
-    *wrong("kv_policy", {"kind": "window", "recent": 64, "budget": 9}, param="kv_policy.budget"),
+    *wrong("kv_policy", {"kind": "window", "recent": 64, "sink": 0}, param="kv_policy*"),
+    *wrong("kv_policy", {"kind": "window", "recent": 64, "budget": 9}, param="kv_policy*"),
+    *wrong("kv_policy", {"kind": "select"}, {"kind": "select", "budget": 0}, param="kv_policy*"),
     # Fields of others' servers that would change the answer.
     *wrong("penalty_alpha", 0.6),
     *wrong("num_beams", 4),

@@ -141,6 +141,9 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": WORDS}),
     "kv_policy": st.fixed_dictionaries(
         {"kind": st.just("window"), "recent": st.integers(60, 200)}, optional={"sink": st.integers(0, 40)}
+    )
+    | st.fixed_dictionaries(
+        {"kind": st.just("select"), "budget": st.integers(100, 300)}, optional={"every": st.integers(30, 90)}
     ),
     "on_cold": st.sampled_from(["wait", "fallback_base"]),
 }
