@@ -214,6 +214,10 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+ContextOverflow = Literal["error", "drop_oldest"]
+"""What happens to a conversation that does not fit the context."""
+
+
 class CompletionBody(GenerationBody):
     """Continue one prompt or several, each given as text or as token ids."""
 
@@ -267,6 +271,7 @@ class ChatBody(ToolFields, GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     # The template writes special tokens.
     add_special_tokens: Literal[False] | None = None
+    context_overflow: ContextOverflow | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

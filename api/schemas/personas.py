@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import ClosedBody, Items
-from api.schemas.openai import SamplingFields
+from api.schemas.openai import ContextOverflow, SamplingFields
 from api.schemas.speculation import SpeculationField
 from api.schemas.structured_output import ResponseFormat
 from api.schemas.tools import MAX_TOOLS, NamedChoice
@@ -80,6 +80,7 @@ class Defaults(SamplingFields, ClosedBody):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     speculation: SpeculationField | None = None
+    context_overflow: ContextOverflow | None = None
 
     @field_validator("examples")
     @classmethod

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from api.schemas.openai import ChatBody
 from api.schemas.tools import Message
 from api.serving.openai_responses import ChatFormat, ProtocolFormat, ToolCallFormat
+from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
@@ -28,6 +30,8 @@ class ChatPlan:
     protocol_format: ProtocolFormat
     # Special tokens that the tool parser must see.
     shown_token_ids: frozenset[int] = frozenset()
+    # None: none may be dropped.
+    dropped_turns: int | None = None
 
 
 def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | None = None) -> ChatPlan:
@@ -50,9 +54,9 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
     if body.uses_tools:
         variables["tools"] = body.tools
     with nullcontext() if persona is None else persona.hiding_errors():
-        prompt = _prompt(body, engine, template, variables)
+        prompt, dropped = _prompt(body, engine, template, variables, 0 if persona is None else persona.num_fixed)
     if not body.uses_tools:
-        return ChatPlan(prompt, grammar, ChatFormat())
+        return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
     if grammar is not None:
         raise InvalidRequest(f"{grammar.param} and tools exclude each other; send one", param=grammar.param)
     form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
@@ -61,7 +65,7 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
     elif any(tool.is_strict for tool in tools):
         grammar = form.unforced_grammar(tools, tokenizer)
     protocol_format = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
-    return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer))
+    return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer), dropped)
 
 
 def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> None:
@@ -75,7 +79,14 @@ def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> Non
             _format_of(template, f"messages[{number}].{'role' if message.role == 'tool' else 'tool_calls'}")
 
 
-def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", variables: dict[str, Any]) -> list[int]:
+def _prompt(
+    body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", variables: dict[str, Any], num_fixed: int
+) -> tuple[list[int], int | None]:
+    """Return the prompt's tokens, and how many turns were dropped for it; None if none may be.
+
+    Args:
+        num_fixed: how many of the first messages stay; beside them the system messages that begin a conversation.
+    """
     if "tools" in variables:
         _format_of(template, "tools")
     messages = [message.plain() for message in body.messages]
@@ -84,7 +95,17 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
     def check(texts: Sequence[str]) -> None:
         check_could_fit(texts, engine.tokenizer, engine.max_model_len)
 
-    return template.encode(messages, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
+    def encode(told: Sequence[dict[str, Any]]) -> list[int]:
+        return template.encode(told, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
+
+    if body.context_overflow != "drop_oldest":
+        return encode(messages), None
+    texts = [message["content"] for message in messages]
+    check_could_fit(texts, engine.tokenizer, MAX_CONTEXTS * engine.max_model_len, param="messages")
+    first = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
+    tokens = partial(engine.tokenizer.encode, add_special_tokens=False)
+    room = room_for_prompt(engine.max_model_len, body.wanted_tokens())
+    return fitted(messages, max(first, num_fixed), room, engine.max_model_len, lambda text: len(tokens(text)), encode)
 
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:

@@ -170,8 +170,9 @@ async def _plan_completion(
 async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
     texts = [body.messages, body.tools, body.chat_template_kwargs]
     plan = await services.in_thread(texts, partial(plan_chat, body, services.engine, target.persona), caller)
+    shown, prompts = plan.shown_token_ids, [plan.prompt]
     return await _plan(
-        body, target, services, caller, [plan.prompt], plan.protocol_format, plan.grammar, plan.shown_token_ids
+        body, target, services, caller, prompts, plan.protocol_format, plan.grammar, shown, plan.dropped_turns
     )
 
 
@@ -190,6 +191,7 @@ async def _plan(
     protocol_format: ProtocolFormat,
     grammar: Grammar | None,
     shown_token_ids: frozenset[int] = frozenset(),
+    dropped_turns: int | None = None,
 ) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
     sampling = body.sampling(engine.spec.vocab_size)
@@ -205,6 +207,7 @@ async def _plan(
         top=body.top_shown,
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
+        dropped_turns=dropped_turns,
     )
     return GenerationPlan(
         writer,

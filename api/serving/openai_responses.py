@@ -128,6 +128,8 @@ class ResponseBuilder:
     prompt_top: int | None = None
     # The prompts, if they are returned.
     echoes: Sequence[PromptEcho] = ()
+    # Turns that were dropped from the conversation; None: none may be.
+    dropped_turns: int | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
@@ -262,7 +264,8 @@ class ResponseBuilder:
             "speculation": _speculation(choices),
             **_kv(choices),
         }
-        return figures if persona is None else {**figures, "persona": persona.usage()}
+        told = {"dropped_turns": self.dropped_turns, "persona": persona and persona.usage()}
+        return figures | {name: fact for name, fact in told.items() if fact is not None}
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
         usage = ""

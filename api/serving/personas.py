@@ -76,7 +76,8 @@ class AppliedPersona:
 
     `prompt_key` tells all that its texts in the prompt, and what stands before them, depend on; "" if there are none.
     `is_hidden`: the prompt has texts that the caller may not read. `messages` are the whole conversation, empty for a
-    plain continuation. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
+    plain continuation; the first `num_fixed` stay when turns are dropped. `token_fields` and `template_kwargs` are
+    fields that TGI's body does not have.
     """
 
     ref: AdapterRef
@@ -84,6 +85,7 @@ class AppliedPersona:
     prompt_key: str = ""
     is_hidden: bool = False
     messages: tuple[Message, ...] = ()
+    num_fixed: int = 0
     token_fields: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -178,7 +180,7 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
     applied = AppliedPersona(stored.ref)
     if isinstance(body, ChatBody):
         update |= _shape(body, defaults)
-        for name in ("chat_template_kwargs", "speculation"):
+        for name in ("chat_template_kwargs", "speculation", "context_overflow"):
             if getattr(body, name) is None and getattr(defaults, name) is not None:
                 update[name] = getattr(defaults, name)
         variables = [update.get(name, getattr(body, name)) for name in ("tools", "chat_template_kwargs")]
@@ -315,7 +317,7 @@ def _told(
     before = "" if system is not None or not own_system else own_system[0].plain()["content"]
     facts = json.dumps([ref.persona, applied, user, before, *variables], sort_keys=True)
     key = hashlib.sha256(facts.encode()).hexdigest()
-    return AppliedPersona(ref, tuple(applied), key, not may_read, messages=(*told, *rest))
+    return AppliedPersona(ref, tuple(applied), key, not may_read, (*told, *rest), len(told))
 
 
 def message(role: str, content: str) -> Message:

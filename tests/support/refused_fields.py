@@ -52,6 +52,8 @@ OPENAI: list[Row] = [
     *wrong("stream", "yes"),
     *wrong("stream_options", {"include_usage": True}),
     *wrong("adapter_id", ["a"]),
+    *wrong("use_defaults", 1, "no"),
+    *wrong("user", 5),
     *wrong("priority", 1.5, "1", True),
     *wrong("timeout_s", "5", True, []),
     *wrong("n", 0, -1, 9, 10**9, True, 1.5, "2", [1], says=("n: ",)),
@@ -133,6 +135,7 @@ CHATS: list[Row] = [
         for role in ("robot", "root")
         for row in wrong("messages", [{"role": role, "content": "x"}], param="messages[0].role")
     ),
+    *wrong("context_overflow", "drop", True, 1),
     *wrong("top_logprobs", 3),
     *wrong("top_logprobs", 3, logprobs=False),
     *wrong("top_logprobs", 21, 10**6, -1, True, logprobs=True),

@@ -167,6 +167,7 @@ PLACES: dict[str, Place] = {
             "tool_choice": beside("none", tools=[CLOCK]),
             "parallel_tool_calls": beside(False, tools=[CLOCK], tool_choice="required"),
             "chat_template_kwargs": {"enable_thinking": True},
+            "context_overflow": "drop_oldest",
         },
     ),
     "StreamOptions": Place(
