@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
-from adapter_store.formats.name_pattern import NamePattern
+from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Pattern, parse_pattern
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
@@ -105,8 +105,8 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "r": _honoured("rank of every module that rank_pattern does not name"),
     "lora_alpha": _honoured("scaling is alpha / r, or alpha / sqrt(r) with use_rslora"),
     "use_rslora": _honoured("scaling is alpha / sqrt(r)"),
-    "rank_pattern": _honoured("rank by module name; plain names only"),
-    "alpha_pattern": _honoured("alpha by module name; plain names only"),
+    "rank_pattern": _honoured("rank by module name: names, or regular expressions that RE2 reads as Python does"),
+    "alpha_pattern": _honoured("alpha by module name, as rank_pattern"),
     "init_lora_weights": _honoured("initialisations that leave the base as it is"),
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
@@ -172,8 +172,8 @@ class AdapterConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: tuple[tuple[NamePattern, int], ...] = ()
-    alpha_pattern: tuple[tuple[NamePattern, float], ...] = ()
+    rank_pattern: tuple[tuple[Pattern, int], ...] = ()
+    alpha_pattern: tuple[tuple[Pattern, float], ...] = ()
     target_modules: tuple[str, ...] | None = None
     exclude_modules: tuple[str, ...] = ()
     layers_to_transform: frozenset[int] | None = None
@@ -402,25 +402,27 @@ def _saved_modules(value: object, problems: ProblemList) -> tuple[str, ...]:
     return names or ()
 
 
-def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[NamePattern, object, str]]:
-    """Yield (pattern, value, place) of every entry that can be matched without a regular expression engine."""
+def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[Pattern, object, str]]:
+    """Yield (pattern, value, place) of every entry that can be matched."""
     value = config.get(field)
     if value is None:
         return
     if not isinstance(value, Mapping):
         problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be an object of module names")
         return
+    size = 0
     for key, number in value.items():
         where = f"{field}[{show(key)}]"
-        if pattern := NamePattern.parse(key):
-            yield pattern, number, where
-        else:
-            problems.add(
-                f"unsupported_{field}",
-                where,
-                "is a regular expression, and uploaded ones are not evaluated; list the module names (letters, digits, "
-                "_ and . only), one entry each",
-            )
+        try:
+            pattern = parse_pattern(key)
+        except ValueError as error:
+            problems.add(f"unsupported_{field}", where, f"{error}. List the modules' names, one entry each")
+            continue
+        size += pattern.size
+        if size > MAX_INSTRUCTIONS:
+            problems.add(f"unsupported_{field}", where, "is too much, with those before it; list the modules' names")
+            return
+        yield pattern, number, where
 
 
 def _targets(config: Config) -> tuple[str, ...] | None:

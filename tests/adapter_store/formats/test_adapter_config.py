@@ -134,13 +134,24 @@ def test_harmless_values(field: str, value: Any) -> None:
     accepted(build.config(**{field: value}))
 
 
-@pytest.mark.parametrize("key", [r"(.*a){20}x", "q_proj|v_proj", r"layers\.[01]\.mlp"])
-def test_uploaded_expressions_are_refused_and_never_run(key: str) -> None:
+def test_uploaded_expressions_are_matched_in_linear_time() -> None:
     started = time.perf_counter()
-    found = refusals(build.config(rank_pattern={key: 4}, alpha_pattern={key: 4}))
-    assert len(found) == 2
-    assert all("regular expression" in message for message in found.values())
+    config = accepted(
+        build.config(rank_pattern={r"(.*a){20}x": 4, "q_proj|v_proj": 3}, alpha_pattern={r"layers\.[01]\.": 1})
+    )
+    assert [config.rank(f"model.layers.0.self_attn.{m}_proj" + "a" * 200 * (m == "k")) for m in "qkv"] == [3, 4, 3]
     assert time.perf_counter() - started < 0.5
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_expressions_that_are_not_matched_are_refused(pattern: str) -> None:
+    for key, why in (("(?=q)", "perl operator"), ("q_proj(", "missing"), (r"(\w{1,900}x){3}", "")):
+        found = refusals(build.config(**{pattern: {key: 4}}))
+        assert list(found) == [f"{pattern}[{key!r}]"]
+        assert why in found[f"{pattern}[{key!r}]"]
+    many = {f"(q|{'abcdefgh' * 20}{i}){{1,9}}": 4 for i in range(20)}
+    [message] = refusals(build.config(**{pattern: many})).values()
+    assert "is too much, with those before it" in message
 
 
 @pytest.mark.parametrize(("pattern", "value"), [("rank_pattern", 0), ("rank_pattern", True), ("alpha_pattern", "1")])
@@ -334,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layer_replication": ({"layer_replication": [[0, 2], [0, 2]]}, "unsupported_layer_replication"),
     "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, "unsupported_embedding"),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, "unsupported_embedding"),
-    "rank regex": ({"rank_pattern": {r"layers\.\d+\.self_attn\.q_proj": 2}}, "unsupported_rank_pattern"),
+    "rank regex": ({"rank_pattern": {r"(?!x)q_proj": 2}}, "unsupported_rank_pattern"),
 }
 
 

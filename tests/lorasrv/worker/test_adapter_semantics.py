@@ -63,6 +63,16 @@ FEATURES = {
         },
         {"use_rslora": False},
     ),
+    "regular expressions": Feature(
+        {
+            "r": 4,
+            "lora_alpha": 2,
+            "target_modules": ALL,
+            "rank_pattern": {r"layers\.[02]\.mlp\.(up|down)_proj": 2},
+            "alpha_pattern": {r"\w+\.1\..*|q_proj": 25},
+        },
+        {"alpha_pattern": {}},
+    ),
     "layers_to_transform": Feature(
         {"r": 4, "lora_alpha": 8, "target_modules": QV, "layers_to_transform": [1]},
         {"layers_to_transform": None},
