@@ -130,6 +130,13 @@ class TestRegistering:
         assert store.resolve("mia").version == 3
         assert add_folder(store, other, "mia").ref.version == store.resolve("mia").version == 2, "at run time it is"
 
+    def test_a_restart_keeps_defaults(self, store, register, make_adapter) -> None:
+        folder = make_adapter()
+        register(mia=folder)
+        kind = store.register_defaults("mia", '{"system":"Be kind."}', store.resolve("mia")).ref
+        register(mia=folder)
+        assert store.resolve("mia") == kind
+
     def test_folders_of_peft_and_mlx_and_one_level_below(self, store, register, make_adapter, as_mlx) -> None:
         mia, nested = make_adapter("mia"), make_adapter("outer/poet", seed=1).parent
         mlx = as_mlx(mia)
