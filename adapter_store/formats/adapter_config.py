@@ -416,8 +416,9 @@ def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tup
         try:
             pattern = parse_pattern(key)
         except ValueError as error:
+            # Each costs time to refuse, too.
             problems.add(f"unsupported_{field}", where, f"{error}. List the modules' names, one entry each")
-            continue
+            return
         size += pattern.size
         if size > MAX_INSTRUCTIONS:
             problems.add(f"unsupported_{field}", where, "is too much, with those before it; list the modules' names")

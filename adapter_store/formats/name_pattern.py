@@ -2,14 +2,12 @@
 
 PEFT's keys are regular expressions, and an uploaded one could keep Python's engine busy for years. Simple keys are
 compared by hand: letters, digits, `_`, `.` for any character, `\\.` for a literal dot, `^` or `$` at the ends.
-All others are matched by RE2, whose time is linear in the name's length, and their sizes together are bounded. What
-RE2 does not have, or reads otherwise than Python, is refused: lookaround, backreferences, possessive quantifiers and
-atomic groups, `{,n}`, POSIX classes.
+All others are matched by RE2, whose time is linear in the name's length, and their sizes together are bounded. Only
+forms that Python and RE2 read alike are accepted (`_FORMS`): no lookaround, backreferences or flags.
 """
 
 import re
 import string
-import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +15,20 @@ MAX_INSTRUCTIONS = 4096
 """Of all expressions of a config together: each is matched with every module's name."""
 MAX_EXPRESSION_CHARS = 1024
 _MAX_BYTES = 1 << 20
+SERVED_FORMS = (
+    r"letters, digits, _ . - ^ $ | * + ?, \. \d \w \b, groups () (?:), sets like [a-z0-9] and repeats like {2,3}"
+)
+_FORMS = re.compile(
+    r"""(?:
+        [A-Za-z0-9_./^$|)-]
+      | [*+?] (?! \+ )
+      | \( (?! \? ) | \(\?:
+      | \\ [.dDwWb_/-]
+      | \[ \^? (?: [A-Za-z0-9_.] (?: - [A-Za-z0-9] )? )+ \]
+      | \{ (?: 0 | [1-9][0-9]{0,2} ) (?: , (?: 0 | [1-9][0-9]{0,2} )? )? \} (?! \+ )
+    )*""",
+    re.VERBOSE,
+)
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_")
 
 
@@ -78,17 +90,18 @@ class NamePattern:
 
 
 class Expression:
-    """Match by a regular expression that Python and RE2 read alike; both were asked to compile it.
+    """Match by a regular expression of the forms that Python and RE2 read alike.
 
     Raises:
-        ValueError: they do not.
+        ValueError: it has other forms, or is no expression.
     """
 
     def __init__(self, key: str) -> None:
         if len(key) > MAX_EXPRESSION_CHARS:
             raise ValueError(f"has {len(key)} characters; at most {MAX_EXPRESSION_CHARS} are read")
-        if not key.isascii() or "{," in key:
-            raise ValueError("has characters beyond ASCII, or {,n}; write it without")
+        if (read := _FORMS.match(key)) is None or read.end() < len(key):
+            rest = key[read.end() if read else 0 :][:20]
+            raise ValueError(f"has at {rest!r} what is not matched here: {SERVED_FORMS} are")
         # Imported only here: other adapters do not need it.
         import re2
 
@@ -96,11 +109,9 @@ class Expression:
         options = re2.Options()
         options.max_mem, options.log_errors = _MAX_BYTES, False
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                re.compile(whole)
             self._compiled: Any = re2.compile(whole, options)
-        except (re.error, re2.error, Warning, OverflowError, RecursionError) as error:
+            re.compile(whole)
+        except (re.error, re2.error) as error:
             reason = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
             raise ValueError(f"is no regular expression that can be matched here: {reason}") from None
         self.size: int = self._compiled.programsize

@@ -115,7 +115,8 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
         adapter_name = kept.pop(-2)
         notices.append(f"names had the adapter's own name {show(adapter_name)} removed (a state dict as in memory)")
     text = ".".join(kept)
-    if text.startswith(base.layer_prefix) and text.endswith(tuple(_SUFFIXES)):
+    own = (base.layer_prefix, f"{base.final_norm}.") if base.final_norm else base.layer_prefix
+    if text.startswith(own) and text.endswith(tuple(_SUFFIXES)):
         text = WRAPPER + text
         notices.append(f"names had no {WRAPPER}, which was put before them")
     seen = ".".join(part for part in parts if part not in _PUT_AFTER_PEFT)

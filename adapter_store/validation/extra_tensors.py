@@ -6,7 +6,7 @@ has no place is a problem, and so is a place without the tensor that the config 
 
 from collections.abc import Collection, Iterator, Mapping
 
-from adapter_store.errors import ProblemList
+from adapter_store.errors import ProblemList, show
 from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import B_BIAS, BASE_BIAS, BIAS, MAGNITUDE, WEIGHT, A, B, module_name
@@ -59,6 +59,8 @@ def match_saved(
                 message = "is not in modules_to_save, so PEFT would leave its weight out; name it there"
                 problems.add("untargeted_modules", at, message)
         elif name := parts.get(BASE_BIAS) or parts.get(BIAS):
+            if parts.keys() >= {BASE_BIAS, BIAS}:
+                problems.add("duplicate_module", at, "has two tensors for its bias, bias and base_layer.bias")
             width = base.modules[module][1]
             parameter = f"{at}.base_layer.bias" if A in parts or B in parts else f"{at}.bias"
             _check_bias(at, module, parameter, parts, base, config, problems)
@@ -69,25 +71,49 @@ def match_saved(
     return tuple(saved)
 
 
-def missing_saved(
-    groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, tensor_names: Collection[str]
-) -> Iterator[str]:
-    """Yield full names of norms, biases and modules outside the layers that the config promises and no tensor is for.
+def check_promised(
+    groups: Mapping[Site, Parts],
+    base: BaseShapes,
+    config: AdapterConfig,
+    tensor_names: Collection[str],
+    problems: ProblemList,
+) -> None:
+    """Record what modules_to_save names as PEFT does, by the end of a full name, if it is no norm or has no tensor.
 
-    Outside the layers, any tensor that contains the name counts: it is a problem of its own.
+    PEFT fails on a module without its tensors, and leaves LoRA out of what lies inside a named one.
     """
-    for name in OUTSIDE_LAYERS:
-        is_there = any(f".{name}." in tensor for tensor in tensor_names)
-        if not is_there and any(name.endswith(own) for own in config.modules_to_save):
-            yield name
+    if not config.modules_to_save:
+        return
+    saved = {module_name(base, *site) for site, parts in groups.items() if WEIGHT in parts}
+    layers = range(base.num_layers)
+    norms = [
+        module_name(base, layer, norm) for layer in layers for norm in base.norms if (layer, norm) not in base.lacking
+    ]
+    linears = [module_name(base, layer, own) for layer in layers for own in base.modules]
+    others = dict.fromkeys(part for name in (*norms, *linears) for part in _containers(name)) | dict.fromkeys(linears)
+    for own in config.modules_to_save:
+        if not own or not own.replace(".", "").replace("_", "").isalnum():
+            problems.add("unsupported_modules_to_save", "modules_to_save", f"{show(own)} is no name of a module")
+        elif inside := next((name for name in others if name.endswith(own)), None):
+            message = f"{show(own)} names {inside}; only norms are served so. Train again without it"
+            problems.add("unsupported_modules_to_save", "modules_to_save", message)
+    outside = [name for name in OUTSIDE_LAYERS if not any(f".{name}." in tensor for tensor in tensor_names)]
+    promised = [name for name in (*norms, base.final_norm, *outside) if name and name.endswith(config.modules_to_save)]
+    if missing := [name for name in promised if name not in saved]:
+        message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"
+        problems.add("missing_saved_modules", "modules_to_save", message)
+
+
+def _containers(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module lies in."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def missing_biases(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig) -> Iterator[str]:
+    """Yield full names of biases that the config promises and no tensor is for."""
     for layer in range(base.num_layers):
-        norms = {**base.norms, **({base.final_norm: 0} if layer == base.num_layers - 1 and base.final_norm else {})}
-        for module in [norm for norm in norms if (layer, norm) not in base.lacking]:
-            at = module_name(base, layer, module)
-            if any(at.endswith(own) for own in config.modules_to_save) and WEIGHT not in groups.get(
-                (layer, module), {}
-            ):
-                yield at
         for module in [own for own in sorted(base.biased) if (layer, own) not in base.lacking]:
             parts = groups.get((layer, module), {})
             is_trained = config.bias == "all" or (config.bias == "lora_only" and A in parts)

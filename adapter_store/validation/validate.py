@@ -45,8 +45,9 @@ from adapter_store.validation.extra_tensors import (
     Parts,
     Site,
     check_lora_extras,
+    check_promised,
     match_saved,
-    missing_saved,
+    missing_biases,
     notices_of,
 )
 from adapter_store.validation.int8_drift import measure_drift
@@ -175,10 +176,11 @@ def _check_modules(
 ) -> tuple[str, ...]:
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
     check_targeted(adapter_config, base, matched.places, problems)
+    check_promised(matched.groups, base, adapter_config, header.tensors, problems)
     found = {(place.layer, place.module) for place in matched.places}
     missing = (
         *missing_modules(adapter_config, base, found, header.tensors),
-        *missing_saved(matched.groups, base, adapter_config, header.tensors),
+        *missing_biases(matched.groups, base, adapter_config),
     )
     if not allow_partial:
         check_complete(missing, len(found) + len(missing), problems)
@@ -254,7 +256,7 @@ def is_adapted(parts: Parts) -> bool:
 
 def _groups(places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList) -> dict[Site, dict[str, str]]:
     """Return the tensors' names by (layer, module), then by part."""
-    if len(names := sorted({place.name.adapter_name for place in places.values()})) > 1:
+    if len(names := sorted({place.name.adapter_name for place in places.values() if place.part in (A, B)})) > 1:
         shown = ", ".join(show(name) for name in names[:3])
         problems.add("several_adapters", FILE, f"holds tensors of several adapters ({shown}); save each by itself")
     groups: dict[Site, dict[str, str]] = {}

@@ -229,5 +229,6 @@ def _forget(request: Request) -> None:
 
 def _num_wanted(request: Request) -> int:
     """Return how many first tokens of a request want their pages, or have them behind them."""
-    policy, expected = request.message.kv_policy, request.num_expected_tokens
-    return expected if policy is None else min(expected, request.num_scheduled_tokens + policy.step_tokens)
+    policy, expected, done = request.message.kv_policy, request.num_expected_tokens, request.num_scheduled_tokens
+    # No step goes beyond the next check, and the pages behind it are not promised before.
+    return expected if policy is None else min(expected, done + policy.step_tokens, max(done, request.next_check))

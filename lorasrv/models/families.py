@@ -118,6 +118,7 @@ _FIELD_TYPES: dict[str, type] = {
     "qk_norm": bool,
     "post_norms": bool,
     "norms_less_one": bool,
+    "norms_add_one": bool,
     "scaled_embedding": bool,
     "fused": bool,
     "gated": bool,

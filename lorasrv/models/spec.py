@@ -122,6 +122,8 @@ class ModelSpec:
     post_norms: bool = False
     # The checkpoint holds norm weights less 1.
     norms_less_one: bool = False
+    # The modules of transformers add 1 to norm weights: adapters hold them less 1, whatever the checkpoint holds.
+    norms_add_one: bool = False
     # Embeddings are multiplied by sqrt(hidden_size).
     scaled_embedding: bool = False
     # q, k and v are one module of the checkpoint, which adapters name; gate and up another.

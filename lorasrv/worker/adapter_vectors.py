@@ -9,17 +9,23 @@ A norm's own weight w' is served as the gain w' / w of the base's norm.
 Source: DoRA (Liu et al. 2024).
 """
 
+import threading
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, Problem
+from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.safetensors_file import widen
 from adapter_store.formats.weights import AdapterWeights, Array, LoraTensors
+from adapter_store.spec import INT8
 from lorasrv.models.spec import SiteShape
 from lorasrv.worker.weights import ModelWeights
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while a site's weights are dequantized: several loads would take as many times the memory."""
 Vectors = tuple[Tensor, Tensor]
 """Gain and shift [width] of an output, fp32."""
 
@@ -35,7 +41,9 @@ def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> I
     places = list(spec.places())
     for i, (index, site) in enumerate(zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)):
         if any(_has_vectors(adapter, (layer, module)) for module in site.modules):
-            yield places[index], _of_site(base, adapter, layer, i, site)
+            with _ONE_AT_A_TIME:
+                vectors = _of_site(base, adapter, layer, i, site)
+            yield places[index], vectors
     norms = {name: path for name, (path, _) in spec.norms(layer).items()} | {"final_norm": spec.names.final_norm}
     gains = {
         name: _norm_gain(base, layer, name, path, adapter.saved[layer, path])
@@ -69,7 +77,7 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
     for module, lora, out in zip(site.modules, loras, site.out_features, strict=True):
         rows = slice(start, start + out)
         if weights is not None and lora is not None and lora.magnitude is not None:
-            gain[rows] = _magnitude_gain(weights[rows], lora, adapter.dtype)
+            gain[rows] = _magnitude_gain(weights[rows], lora, adapter)
         own = adapter.saved.get((layer, module))
         if bias is not None:
             shift[rows] = (bias[rows] if own is None else _tensor(own, device)) - gain[rows] * bias[rows]
@@ -79,10 +87,14 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
     return gain, shift
 
 
-def _magnitude_gain(weight: Tensor, lora: LoraTensors, dtype: str) -> Tensor:
-    """Return the gain of each output: weight [out, in] fp32 -> [out]."""
+def _magnitude_gain(weight: Tensor, lora: LoraTensors, adapter: AdapterWeights) -> Tensor:
+    """Return the gain of each output, over the matrices as they are served: weight [out, in] fp32 -> [out]."""
     assert lora.magnitude is not None
-    a, b = (_tensor(widen(matrix, dtype), weight.device) for matrix in (lora.a, lora.b))
+    if adapter.spec.stored == INT8:
+        matrices = CodedTensors(lora, adapter.dtype).dequantized()
+    else:
+        matrices = widen(lora.a, adapter.dtype), widen(lora.b, adapter.dtype)
+    a, b = (_tensor(np.ascontiguousarray(matrix), weight.device) for matrix in matrices)
     norm = torch.linalg.norm(torch.addmm(weight, b, a, alpha=lora.scaling), dim=1)
     gain: Tensor = _tensor(lora.magnitude, weight.device) / norm
     return gain
@@ -90,11 +102,12 @@ def _magnitude_gain(weight: Tensor, lora: LoraTensors, dtype: str) -> Tensor:
 
 def _norm_gain(base: ModelWeights, layer: int, name: str, path: str, own: Array) -> Tensor:
     served: Tensor = base.final_norm if name == "final_norm" else getattr(base.layers[layer], name)
-    weight = _tensor(own, served.device) + (1 if base.spec.norms_less_one else 0)
-    if bool(((served == 0) & (weight != 0)).any()):
-        message = "has a weight where the base's is 0, which a factor cannot express"
+    weight = _tensor(own, served.device) + (1 if base.spec.norms_add_one else 0)
+    gain = torch.where(served == weight, 1.0, weight / served)
+    if not bool(gain.isfinite().all()):
+        message = "has a weight where the base's is 0 or almost, which a factor cannot express"
         raise AdapterInvalid((Problem("unsupported_modules_to_save", path, message),))
-    return torch.where(served == 0, 1.0, weight / served)
+    return gain
 
 
 def _tensor(array: Array, device: torch.device) -> Tensor:

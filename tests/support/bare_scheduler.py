@@ -97,7 +97,8 @@ class Bench:
             s.request_id: (self._says(s.request_id, s.num_generated, token),) for s in step.scheduled if s.samples
         }
         offered = {s.request_id: (_offer(s.history),) for s in step.scheduled if s.samples and s.sampling.logprobs}
-        self.outputs += self.scheduler.update_from_output(step, sampled, offered)
+        masses = {s.request_id: [[1.0] * len(s.page_table)] * s.num_observed for s in step.scheduled if s.num_observed}
+        self.outputs += self.scheduler.update_from_output(step, sampled, offered, masses=masses)
         self.steps.append(step)
         if self.checks:
             self.scheduler.check_integrity()

@@ -137,7 +137,7 @@ HOSTILE = (
         _good,
         "unsupported_rank_pattern",
         _SMALL,
-        config={"rank_pattern": {"(.*a){20}x": 4}, "target_modules": "(.*a){20}x"},
+        config={"rank_pattern": {"(?=(.*a){20}x)": 4}, "target_modules": "(.*a){20}x"},
     ),
 )
 

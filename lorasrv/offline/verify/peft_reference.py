@@ -106,7 +106,6 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
         CannotVerify: the model has other tensors than the checkpoint.
     """
     spec = weights.spec
-    gemma = spec.family.startswith("gemma")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     canonical = {spec.names.in_file(name): name for name in tensor_shapes(spec)}
     for i, (own, parameter) in enumerate(parameters.items()):
@@ -116,8 +115,8 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
             value = checkpoint.tensor(name).float() if name.endswith(".bias") else weights.dequantized(name)
         except KeyError:
             raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base lacks") from None
-        if gemma and "norm" in name:
-            # Served norms are the factors themselves; gemma's modules add 1 to theirs.
+        if spec.norms_add_one and "norm" in name:
+            # Served norms are the factors themselves.
             value = value - 1
         parameter.copy_(value)
     progress("filling the reference model", 1.0)

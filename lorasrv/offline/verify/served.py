@@ -106,8 +106,8 @@ class ServedModel:
         slab, plain = self._memory.slab(layer), torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
         if plan.tables.has_vectors:
             # A gain needs the base's own output; rounded activations would hide small errors.
-            weights = self.weights.layers[layer]
-            plain = torch.nn.functional.linear(x, weights.linears()[site].dequantize(), weights.biases[site])
+            weights, at = self.weights.layers[layer], self.weights.spec.site_indices(layer).index(site)
+            plain = torch.nn.functional.linear(x, weights.linears()[at].dequantize(), weights.biases[at])
         y = plain.clone()
         self.ops.sgmv_(y, x, slab, plan, layer, site)
         self.ops.affine_(y, slab, plan, layer, site)

@@ -193,7 +193,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     ),
     "axolotl, added tokens": (
         files(FULL_COPIES, build.tensors() | EMBEDDING) | {"added_tokens.json": b'{"<|im_start|>": 32000}'},
-        refused("merge the adapter into the base", "unsupported_modules_to_save", "partial_adapter")
+        refused("merge the adapter into the base", "unsupported_modules_to_save", "missing_saved_modules")
     ),
     # The last state beside its checkpoints, each an adapter of its own.
     "llama factory": (

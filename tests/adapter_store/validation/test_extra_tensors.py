@@ -86,14 +86,21 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
         {"bias": "lora_only"}, "unsupported_bias", "none in this base",
     ),
     "norm unsaid": (FINAL, {}, "untargeted_modules", "modules_to_save"),
-    "norms, some": (FINAL, {"modules_to_save": ["norm"]}, "partial_adapter", "input_layernorm"),
+    "norms, some": (FINAL, {"modules_to_save": ["norm"]}, "missing_saved_modules", "input_layernorm"),
+    "a linear": ({}, {"modules_to_save": ["k_proj"]}, "unsupported_modules_to_save", "only norms"),
+    "what LoRA is on": ({}, {"modules_to_save": ["self_attn"]}, "unsupported_modules_to_save", "only norms"),
+    "everything": ({}, {"modules_to_save": ["layers"]}, "unsupported_modules_to_save", "only norms"),
+    "an expression": ({}, {"modules_to_save": [".*"]}, "unsupported_modules_to_save", "no name"),
+    "two biases": (
+        BIASES | {f"{Q0}.bias": torch.ones(OUT)}, {"bias": "lora_only"}, "duplicate_module", "two tensors for its bias"
+    ),
     "norm of another width": (
         {"base_model.model.model.norm.weight": torch.ones(33)}, {"modules_to_save": ["model.norm"]},
         "shape_mismatch", "takes [32]",
     ),
-    "head promised": ({}, {"modules_to_save": ["lm_head"]}, "partial_adapter", "lm_head"),
+    "head promised": ({}, {"modules_to_save": ["lm_head"]}, "missing_saved_modules", "lm_head"),
     "a linear's copy": (
-        {f"{PREFIX}0.self_attn.v_proj.weight": torch.ones(KV, 32)}, {"modules_to_save": ["v_proj"]},
+        {f"{PREFIX}0.self_attn.v_proj.weight": torch.ones(KV, 32)}, {},
         "unsupported_modules_to_save", "merge",
     ),
     "two spellings": (

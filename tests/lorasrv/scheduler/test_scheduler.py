@@ -7,6 +7,7 @@ from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, n
 from mispredict import expect_short_answers
 
 import lorasrv
+from lorasrv.kv_policy import SelectPolicy
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import OnCold, RequestStatus
 
@@ -207,3 +208,17 @@ def test_a_status_changes_in_one_place() -> None:
                 parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
                 changes += [function.name for p in parts if isinstance(p, ast.Attribute) and p.attr == "status"]
     assert changes == ["_set_status"]
+
+
+def test_a_recomputed_request_that_selects_wants_no_more_than_it_was_promised() -> None:
+    """Steps are larger than the pages between two checks, and the pool has none for a step."""
+    policy = SelectPolicy(budget=32, sink=4, recent=16, every=32).placed(4, 256)
+    bench = Bench(pages=40, max_num_batched_tokens=256)
+    for name, prompt in (("a", 10), ("b", 11)):
+        bench.add(name, prompt=prompt, max_tokens=400, kv_policy=policy)
+    for _ in range(300):
+        bench.step()
+    bench.add("urgent", prompt=60, max_tokens=40, priority=-1)
+    bench.run()
+    assert bench.ends().keys() == {"a", "b", "urgent"}
+    assert any(step.num_preempted for step in bench.steps)
