@@ -127,11 +127,11 @@ class Served:
         compute = ModelRunner._logits
 
         def recorded(runner: ModelRunner, step: Any, last: Any) -> Any:
-            logits, sampled, asked = compute(runner, step, last)
+            logits, sampled, *others = compute(runner, step, last)
             self.batches.append(len({s.adapter_key for s in sampled}))
             for row, request in zip(logits, sampled, strict=True):
                 self.rows.setdefault(request.request_id, []).append(row.clone())
-            return logits, sampled, asked
+            return logits, sampled, *others
 
         monkeypatch.setattr(ModelRunner, "_logits", recorded)
 
