@@ -170,13 +170,12 @@ class Index(Database):
             rows = self._db.execute("SELECT adapter_id, version, defaults FROM personas")
             return {(adapter_id, version): defaults for adapter_id, version, defaults in rows}
 
-    def persona_digest(self, key: AdapterKey | None, defaults: str) -> str:
-        """Return the keyed digest of defaults and weights, "" without defaults: equal in this store alone."""
-        if not defaults:
-            return ""
+    def persona_digest(self, adapter_id: AdapterId, principal: str, key: AdapterKey | None, defaults: str) -> str:
+        """Return the keyed digest of defaults and weights: equal in this store, for this id and owner alone."""
         with sql_errors():
             secret: str = self._db.execute("SELECT hex FROM persona_key").fetchone()[0]
-        return hmac.new(secret.encode(), f"{key or ''}\n{defaults}".encode(), hashlib.sha256).hexdigest()
+        facts = json.dumps([adapter_id, principal, key, defaults])
+        return hmac.new(secret.encode(), facts.encode(), hashlib.sha256).hexdigest()
 
     def keys(self) -> set[AdapterKey]:
         """Return the keys of all contents, whether or not a version refers to them."""
@@ -261,7 +260,7 @@ class Index(Database):
         quota: StoreQuota = NO_QUOTA,
     ) -> tuple[int, bool, AdapterRecord]:
         """Point the id, and the alias, to this content with these defaults, adding a version unless the id has had
-        both together before.
+        both together before. Defaults of another owner are not told from unknown ones.
 
         Args:
             upload: the weights; None: none.
@@ -274,7 +273,9 @@ class Index(Database):
             QuotaExceeded: a new version would exceed the quota.
         """
         with self._transaction():
-            version = self._find_version(adapter_id, None if upload is None else upload.content.key, defaults)
+            version = self._find_version(
+                adapter_id, None if upload is None else upload.content.key, defaults, principal
+            )
             created = version is None
             if version is None:
                 version = self._add_within_quota(adapter_id, upload, defaults, now_s, principal, quota)
@@ -323,7 +324,8 @@ class Index(Database):
             texts = (adapter_id, version, upload.report_json, upload.config_json)
             self._db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", texts)
         if defaults:
-            row = (adapter_id, version, self.persona_digest(key, defaults), defaults)
+            digest = self.persona_digest(adapter_id, principal, key, defaults)
+            row = (adapter_id, version, digest, defaults)
             self._db.execute("INSERT INTO personas VALUES (?, ?, ?, ?)", row)
         if principal != ANONYMOUS:
             self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))
@@ -332,12 +334,16 @@ class Index(Database):
         row = (content.key, content.weights_digest, content.config_json, now_s, content.stored)
         self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
 
-    def _find_version(self, adapter_id: AdapterId, key: AdapterKey | None, defaults: str) -> int | None:
+    def _find_version(self, adapter_id: AdapterId, key: AdapterKey | None, defaults: str, principal: str) -> int | None:
+        """Return the version with this content and these defaults; defaults are found by their owner alone."""
         query = (
             "SELECT max(version) FROM versions LEFT JOIN personas USING (adapter_id, version) "
-            "WHERE adapter_id = ? AND key IS ? AND coalesce(defaults, '') = ?"
+            "LEFT JOIN owners USING (adapter_id, version) "
+            "WHERE adapter_id = ? AND key IS ? AND coalesce(defaults, '') = ? "
+            "AND (defaults IS NULL OR coalesce(principal, ?) = ?)"
         )
-        found: int | None = self._db.execute(query, (adapter_id, key, defaults)).fetchone()[0]
+        values = (adapter_id, key, defaults, ANONYMOUS, principal)
+        found: int | None = self._db.execute(query, values).fetchone()[0]
         return found
 
     def _next_version(self, adapter_id: AdapterId) -> int:

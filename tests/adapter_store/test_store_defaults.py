@@ -67,6 +67,20 @@ def test_a_digest_cannot_be_guessed(tmp_path: Path) -> None:
     assert len(digests) == len(etags) == 2
 
 
+def test_a_guess_meets_no_defaults_of_another_owner(store: AdapterStore) -> None:
+    """Neither its digest under an own id, nor whether a version is new, tells what somebody else's defaults are."""
+    kind = store.register_defaults("mia", KIND, principal="ann")
+    digests = {kind.ref.persona, store.register_defaults("muse", KIND, principal="ann").ref.persona}
+    stern = store.register_defaults("mia", STERN, principal="ann")
+    guess = store.register_defaults("mia", KIND, principal="bob")
+    digests.add(guess.ref.persona)
+    assert (guess.created, guess.ref.version, len(digests)) == (True, stern.ref.version + 1, 3)
+    assert store.register_defaults("mia", KIND, principal="ann").ref == kind.ref
+    assert store.register_defaults("mia", KIND, principal="bob").ref == guess.ref
+    # Weights hide nothing: they are one version, whoever uploads them.
+    assert add(store, "zoe", 1, principal="ann").ref == add(store, "zoe", 1, principal="bob").ref
+
+
 def test_an_archive_keeps_defaults(store: AdapterStore, tmp_path: Path) -> None:
     ordered = '{"system":"Grüß dich","response_format":{"type":"json_schema","json_schema":{"schema":{"b":1,"a":2}}}}'
     bare = add(store, "mia", 1).ref
