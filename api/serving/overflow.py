@@ -46,7 +46,7 @@ def fitted(
     sizes = [sum(count(_text(message)) for message in turn) for turn in turns]
     ends = list(accumulate(sizes))
     total = sum(count(_text(message)) for message in fixed) + sum(sizes)
-    block = max_model_len // BLOCKS
+    block = max(1, max_model_len // BLOCKS)
     # Texts alone have fewer tokens than the prompt: fewer blocks cannot do.
     num_blocks = max(0, -(-(total - room) // block))
     while True:

@@ -60,6 +60,11 @@ def test_the_last_turn_stays_even_if_it_does_not_fit() -> None:
     assert len(ids) > CONTEXT
 
 
+def test_a_context_smaller_than_its_blocks() -> None:
+    ids, dropped = fitted([*turn(1), *turn(2)], 0, 2, 3, len, encode)
+    assert (ids, dropped) == (encode(turn(2)), 1)
+
+
 @pytest.mark.parametrize(
     ("roles", "turns"),
     [("uaua", 2), ("aua", 2), ("uu", 2), ("uat", 1), ("", 0), ("usa", 1)],
