@@ -50,7 +50,7 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
         )
     grammar, tools = body.grammar(), body.offered_tools()
     variables = template.checked_variables(body.chat_template_kwargs or {})
-    check_tellable(body.messages, template)
+    check_tellable(body.messages, template, 0 if persona is None else persona.num_added)
     if body.uses_tools:
         variables["tools"] = body.tools
     with nullcontext() if persona is None else persona.hiding_errors():
@@ -68,13 +68,16 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
     return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer), dropped)
 
 
-def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> None:
+def check_tellable(messages: Sequence[Message], template: "ChatTemplate", num_added: int = 0) -> None:
     """Check that the template supports tools if messages need it.
+
+    Args:
+        num_added: how many messages, none about tools, stand before those that the client numbers from 0.
 
     Raises:
         InvalidRequest: a message is about tools, which the template would leave out.
     """
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, -num_added):
         if message.is_about_tools:
             _format_of(template, f"messages[{number}].{'role' if message.role == 'tool' else 'tool_calls'}")
 

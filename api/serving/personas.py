@@ -34,6 +34,8 @@ _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+# Beside its texts, what a chat template makes part of the prompt.
+_IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
 # Names of TGI, where they differ.
 _TGI_NAMES = {"max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
 _TGI_FILTERS = ("top_p", "top_k", "min_p", "typical_p")
@@ -74,10 +76,10 @@ class StoredPersona:
 class AppliedPersona:
     """Describe what of a persona a request got.
 
-    `prompt_key` tells all that its texts in the prompt, and what stands before them, depend on; "" if there are none.
-    `is_hidden`: the prompt has texts that the caller may not read. `messages` are the whole conversation, empty for a
-    plain continuation; the first `num_fixed` stay when turns are dropped. `token_fields` and `template_kwargs` are
-    fields that TGI's body does not have.
+    `prompt_key` tells all that its part of the prompt (texts, tools, template variables), and what stands before it,
+    depend on; "" if it has none. `is_hidden`: the caller may not read that part. `messages` are the whole conversation,
+    empty if the persona has no texts in it; the first `num_fixed` stay when turns are dropped, and `num_added` are not
+    the client's. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
     """
 
     ref: AdapterRef
@@ -86,6 +88,7 @@ class AppliedPersona:
     is_hidden: bool = False
     messages: tuple[Message, ...] = ()
     num_fixed: int = 0
+    num_added: int = 0
     token_fields: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -160,6 +163,8 @@ class Personas:
             if stored.defaults.is_locked and not may_read:
                 raise InvalidRequest("this persona's defaults are locked; leave {param} out", param="use_defaults")
             return fields, AppliedPersona(ref)
+        if fields.kv_policy is not None and stored.defaults.is_locked and not may_read:
+            raise InvalidRequest("{param} could drop this persona's locked prompt; leave it out", param="kv_policy")
         if isinstance(fields, Parameters):
             return _apply_to_parameters(fields, stored, turn, may_read)
         assert isinstance(fields, GenerationBody)
@@ -183,8 +188,10 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
         for name in ("chat_template_kwargs", "speculation", "context_overflow"):
             if getattr(body, name) is None and getattr(defaults, name) is not None:
                 update[name] = getattr(defaults, name)
-        variables = [update.get(name, getattr(body, name)) for name in ("tools", "chat_template_kwargs")]
-        applied = _told(stored, body.messages, body.user, variables, may_read)
+        shown = body.model_copy(update=update)
+        variables = [shown.tools if shown.uses_tools else None, shown.chat_template_kwargs]
+        has_own = any(name in update for name in _IN_TEMPLATE)
+        applied = _told(stored, body.messages, body.user, variables, has_own, may_read)
         if applied.is_hidden and body.prompt_logprobs is not None:
             raise InvalidRequest("{param} would show the persona's hidden prompt", param="prompt_logprobs")
     merged = body.model_copy(update=update | ({"messages": list(applied.messages)} if applied.messages else {}))
@@ -201,7 +208,7 @@ def _apply_to_parameters(
     is_free = parameters.grammar is None and parameters.response_format is None
     if turn is not None:
         variables = defaults.chat_template_kwargs or {}
-        applied = _told(stored, [message("user", turn)], None, [variables], may_read)
+        applied = _told(stored, [message("user", turn)], None, [variables], bool(variables), may_read)
         if is_free and defaults.response_format is not None:
             update["response_format"] = defaults.response_format
         _check_shows_nothing(parameters, applied)
@@ -220,7 +227,7 @@ def _apply_to_parameters(
 def _check_shows_nothing(parameters: Parameters, applied: AppliedPersona) -> None:
     if applied.is_hidden and parameters.decoder_input_details:
         raise InvalidRequest("{param} would show the persona's hidden prompt", param="decoder_input_details")
-    if applied.messages and parameters.truncate is not None:
+    if applied.prompt_key and parameters.truncate is not None:
         raise InvalidRequest("{param} would cut off the persona's prompt; leave it out", param="truncate")
 
 
@@ -284,9 +291,18 @@ def _shape(body: ChatBody, defaults: Defaults) -> Json:
 
 
 def _told(
-    stored: StoredPersona, given: Sequence[Message], user: str | None, variables: Sequence[Any], may_read: bool
+    stored: StoredPersona,
+    given: Sequence[Message],
+    user: str | None,
+    variables: Sequence[Any],
+    has_own: bool,
+    may_read: bool,
 ) -> AppliedPersona:
     """Return the conversation with the persona's texts before it.
+
+    Args:
+        variables: what the template gets beside the conversation.
+        has_own: whether some of it is the persona's.
 
     Raises:
         InvalidRequest: the client's system message is not allowed, or `user` is not a name.
@@ -312,12 +328,15 @@ def _told(
         told += [message(turn.role, defaults.filled(turn.content, ref.adapter_id, user)) for turn in dialogue]
     if defaults.examples:
         applied.append("examples")
-    if not applied:
+    if not applied and not has_own:
         return AppliedPersona(ref)
     before = "" if system is not None or not own_system else own_system[0].plain()["content"]
     facts = json.dumps([ref.persona, applied, user, before, *variables], sort_keys=True)
     key = hashlib.sha256(facts.encode()).hexdigest()
-    return AppliedPersona(ref, tuple(applied), key, not may_read, (*told, *rest), len(told))
+    if not applied:
+        return AppliedPersona(ref, (), key, not may_read)
+    messages = (*told, *rest)
+    return AppliedPersona(ref, tuple(applied), key, not may_read, messages, len(told), len(messages) - len(given))
 
 
 def message(role: str, content: str) -> Message:

@@ -10,11 +10,15 @@ import httpx2
 import pytest
 from callers import with_callers
 from fake_engine import VOCAB
+from spelled_engine import tiny_tokenizer
 
 from api.auth.principal import Caller, Scope
+from lorasrv.errors import InvalidRequest
 from lorasrv.request import is_salted
+from lorasrv.text.tool_parsers.parsers import OPEN
 
 SECRET = "Say plover."
+CLOCK = {"type": "function", "function": {"name": "clock"}}
 STORED = {"system": SECRET, "temperature": 0.5, "stop": ["END"], "max_tokens": 7}
 CALLERS = {
     "ann": Caller("ann", frozenset({Scope.UPLOAD, Scope.INFER})),
@@ -304,6 +308,70 @@ class TestReaders:
             for caller in ("ann", "bob", "root")
         }
         assert status == {"ann": 200, "bob": 400, "root": 200}
+
+    @pytest.mark.parametrize("defaults", [{"tools": [CLOCK]}, {"chat_template_kwargs": {"mood": "plover"}}])
+    def test_tools_and_template_variables_are_hidden_like_texts(self, served, engine, defaults) -> None:
+        engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+        engine.tokenizer = tiny_tokenizer()
+        for adapter_id, stored in (("muse", defaults), ("bare", {"temperature": 0.5})):
+            post(served, adapter_id, "ann", defaults=stored).raise_for_status()
+
+        def ask(model: str, caller: str = "bob", **fields: Any) -> httpx2.Response:
+            body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
+            return served.http.post("/v1/chat/completions", json=body, headers={"x-caller": caller})
+
+        salts = []
+        for model, fields in (("bare", {}), ("muse", {}), ("muse", {"tool_choice": "none"})):
+            ask(model, **fields).raise_for_status()
+            salts.append(engine.added[-1].cache_salt)
+        # Without the tools, the prompt is the caller's from the first token on: it must not meet pages with them.
+        assert len(set(salts)) == (3 if "tools" in defaults else 2)
+        refused = ask("muse", prompt_logprobs=0)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+        assert "hidden" in refused.text
+        if "tools" not in defaults:
+            for name, value in (("decoder_input_details", True), ("truncate", 3)):
+                parameters = {"adapter_id": "muse", "apply_chat_template": True, "details": True, name: value}
+                sent = {"inputs": "hi", "parameters": parameters}
+                refused = served.http.post("/generate", json=sent, headers={"x-caller": "bob"})
+                assert (refused.status_code, name in refused.text) == (422, True)
+
+        def refuse(*_: Any, **variables: Any) -> list[int]:
+            raise InvalidRequest(f"messages: not with {variables}", param="messages")
+
+        engine.chat_template.encode = refuse
+        told = {caller: ask("muse", caller).json()["error"]["message"] for caller in ("ann", "bob")}
+        assert ["not with" in told[caller] for caller in told] == [True, False]
+
+    def test_a_locked_prompt_is_not_dropped_from_the_keys_and_values(self, served, engine) -> None:
+        for mode in ("lock", "prepend"):
+            stored = {"system": {"text": SECRET, "mode": mode}}
+            post(served, mode, "ann", defaults=stored).raise_for_status()
+        engine.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()), special_ids=frozenset())
+        policy = {"kv_policy": {"kind": "window", "recent": 64}}
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **policy},
+            "/v1/completions": {"prompt": "hi", **policy},
+            "/generate": {"inputs": "hi", "parameters": {"apply_chat_template": True, **policy}},
+        }
+        for path, body in bodies.items():
+            for model, caller in (("lock", "bob"), ("lock", "ann"), ("prepend", "bob")):
+                answer = served.http.post(path, json={"model": model, **body}, headers={"x-caller": caller})
+                if (model, caller) == ("lock", "bob"):
+                    assert answer.status_code in (400, 422), path
+                    assert "kv_policy could drop" in answer.text
+                else:
+                    assert answer.status_code == 200, answer.text
+
+
+def test_errors_number_the_clients_messages(server) -> None:
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    stored = {"system": {"text": SECRET, "mode": "prepend"}, "examples": [pair]}
+    post(server, "muse", defaults=stored).raise_for_status()
+    result, system = {"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "system", "content": "y"}
+    for messages, number in (([result], 0), ([system, result], 1), ([pair[0], system, result], 2)):
+        refused = server.chat(model="muse", messages=messages).json()["error"]
+        assert refused["param"] == f"messages[{number}].role"
 
 
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
