@@ -11,7 +11,7 @@ from tiny_engine import GREEDY, offline_engine
 
 from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
-from lorasrv.engine.memory_plan import base_bytes, linear_weights, table_weights
+from lorasrv.engine.memory_plan import base_bytes, table_weights
 from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.quantization import get_format, select_format
@@ -88,7 +88,7 @@ def test_all_sites_in_one_format_answer_as_that_format(model: Path) -> None:
 def test_the_memory_plan_counts_every_part(checkpoint: Checkpoint) -> None:
     spec, name = checkpoint.spec, "attn=int8:64,mlp=q3h"
     of_mlp = spec.num_layers * 3 * spec.hidden_size * spec.intermediate_size
-    attn = linear_weights(spec) - of_mlp
+    attn = spec.linear_weights - of_mlp
     planned = base_bytes(spec, name, torch.bfloat16)
     assert planned == int((attn * 8.25 + of_mlp * 4.0 + table_weights(spec) * 8.5) / 8)
     loaded = load_weights(checkpoint, get_format(name, OPS), torch.bfloat16).nbytes
