@@ -50,7 +50,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU real graphs are tested", allow_module_level=True)
 
 CPU = torch.device("cpu")
-PAGES, PAGE_SIZE, MAX_LEN = 60, 16, 512
+PAGES, PAGE_SIZE, MAX_LEN = 200, 16, 512
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 512}"""
 RANKS = {"a": 4, "b": 20}
@@ -178,8 +178,9 @@ MIXED: list[list[Share]] = [
 ]
 
 
-# A number on the border of two codes may get the other one.
+# A number on the border of two codes may get the other one. Rows that pad a bucket hold no numbers.
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize(("kv_format", "step_of_a_code"), [("float32", 1e-5), ("int8", 0.03), ("k8v4", 0.4)])
 def test_steps_replayed_from_graphs_are_those_computed_without(
     folder: Path, gpu: FakeGpu, kv_format: str, step_of_a_code: float
