@@ -228,9 +228,9 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
             is_finite, is_some = tl.sum(tl.where(ok, tl.abs(x), 0.0), 1) < float("inf"), unit > _LEAST
             factor = tl.where(is_finite & is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
             unit = tl.where(is_finite, tl.where(is_some, unit, 0.0), float("nan"))
-            codes = _nibbles(lower, least, factor, lower_ok) + 16 * _nibbles(upper, least, factor, upper_ok)
+            bytes_ = _nibbles(lower, least, factor, lower_ok) + 16 * _nibbles(upper, least, factor, upper_ok)
             target = values + own[:, None] + (4 * pair)[None, :]
-            tl.store(target, codes.to(tl.uint8), mask=(t < rows)[:, None] & (pair < PAIRS)[None, :])
+            tl.store(target, bytes_.to(tl.uint8), mask=(t < rows)[:, None] & (pair < PAIRS)[None, :])
             tl.store(value_scales + place, cast(unit, tl.bfloat16), mask=t < rows)
             tl.store(value_minima + place, minimum, mask=t < rows)
         else:

@@ -24,7 +24,13 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("mpt", {}), ("gemma", {}), ("gemma", {"num_key_value_heads": 4})], ids=str
+    ("family", "changes"),
+    [
+        ("mpt", {}),
+        ("gemma", {}),
+        pytest.param("gemma", {"num_key_value_heads": 4}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 def test_answers_in_chunks_behind_a_cached_prefix_and_with_draft_trees(
     tiny_hf_checkpoints: Any, tmp_path: Path, family: str, changes: dict[str, Any]

@@ -83,10 +83,6 @@ def test_moves_along_a_path() -> None:
     assert tree.moves_along([0]) == tree.moves_along([]) == SlotMoves(tree.page_table, (), ())
 
 
-def long(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 @pytest.fixture
 def served(tiny_hf_checkpoints, tmp_path: Path) -> Callable[..., HandDecoder]:
     """Decoders of tiny models with an adapter "a"."""
@@ -109,7 +105,8 @@ def served(tiny_hf_checkpoints, tmp_path: Path) -> Callable[..., HandDecoder]:
     [
         *((family, "numba") for family in ("llama", "gemma2", "gemma3", "mpt")),
         *((family, "torch") for family in ("gemma3", "mpt")),
-        *(long(family, "triton") for family in ("gemma3", "mpt")),
+        # In the interpreter these take a minute or more.
+        *(pytest.param(family, "triton", marks=pytest.mark.exhaustive) for family in ("gemma3", "mpt")),
     ],
 )
 def test_a_tree_is_its_paths(served: Callable[..., HandDecoder], family: str, kernels: str) -> None:
