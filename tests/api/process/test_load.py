@@ -194,7 +194,10 @@ def test_a_flood(served: Served) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
-    ["bench_overload.py --model marked --calm-seconds 3 --seconds 20", "soak.py --minutes 0.5 --folder {folder}"],
+    [
+        "bench_overload.py --model marked --calm-seconds 3 --seconds 20",
+        pytest.param("soak.py --minutes 0.5 --folder {folder}", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ten_times_the_capacity_and_everything_at_once(command: str, tmp_path: Path) -> None:
     script, *arguments = command.format(folder=tmp_path / "soak").split()

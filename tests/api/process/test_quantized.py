@@ -97,6 +97,7 @@ def test_other_formats_and_an_adapter(tmp_path: Path, kind: str, bits: list[int]
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_tgis_names_round_floats_at_the_start(model: Path, tmp_path: Path) -> None:
     peft_adapter(model, tmp_path / "mia", r=6)
     for asked, held in (("bitsandbytes-nf4", "nf4"), ("eetq", "int8"), ("fp8", "int8")):
