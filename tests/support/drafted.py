@@ -238,13 +238,16 @@ class Drafted:
     def _step(
         self, said: dict[RequestId, Said], processors: dict[RequestId, OutputProcessor], aborts: dict[RequestId, int]
     ) -> None:
+        told_now = set[RequestId]()  # one call may return the outputs of two steps
         for output in self.engine.step():
             heard = said[output.request_id]
             if heard.finish is not None:
-                assert not output.new_token_ids, "a token came after the engine was told of the end"
+                is_late = output.request_id not in told_now and output.new_token_ids
+                assert not is_late, "a token came after the engine was told of the end"
                 continue
             heard.take(processors[output.request_id].process(output))
             if heard.finish is not None and output.finish_reason is None:
+                told_now.add(output.request_id)
                 self.engine.stop(output.request_id)
             elif heard.finish is None and len(heard.token_ids) >= aborts.get(output.request_id, MAX_STEPS):
                 self.engine.abort(output.request_id)

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,8 +241,10 @@ def test_the_command_asks_a_base_without_chat_template(cli, served, monkeypatch)
     told = json.loads(cli(*command, "--raw", "--logprobs", 2, "--json").out)
     [entries] = [one["logprobs"] for one in told["choices"]]
     assert [one["token"] for one in entries] == wanted["logprobs"]["tokens"]
-    assert [one["logprob"] for one in entries] == wanted["logprobs"]["token_logprobs"]
-    assert {one["token"]: one["logprob"] for one in entries[0]["top_logprobs"]} == wanted["logprobs"]["top_logprobs"][0]
+    close = partial(pytest.approx, abs=CLOSE)  # the prompt may be cached by now: no bits are promised without codes
+    assert [one["logprob"] for one in entries] == close(wanted["logprobs"]["token_logprobs"])
+    best = {one["token"]: one["logprob"] for one in entries[0]["top_logprobs"]}
+    assert best == close(wanted["logprobs"]["top_logprobs"][0])
     assert cli(*command, "--raw", "--system", "Be kind").code == 2
 
 
