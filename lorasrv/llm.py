@@ -18,7 +18,7 @@ from lorasrv.engine.core import EngineCore
 from lorasrv.engine.factory import build
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
-from lorasrv.errors import AdapterLoadFailed
+from lorasrv.errors import AdapterLoadFailed, InvalidRequest
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import checkpoint_name
@@ -126,6 +126,8 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         adapter_ids: Sequence[str | None] | None = None,
         kv_policy: KvPolicy | None = None,
+        *,
+        ignore_defaults: bool = False,
     ) -> list[Completion]:
         """Answer all prompts in shared batches, in order.
 
@@ -134,13 +136,17 @@ class LLM:
             sampling: one for all, or one a prompt.
             adapter_ids: a reference for each prompt, None for the base.
             kv_policy: which keys and values the tokens of each request see; None: all before them.
+            ignore_defaults: answer versions that have defaults (personas) by their weights alone, or by the base if
+                they have none; otherwise they are refused, as only the server applies defaults.
+
         Raises:
             InvalidRequest, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
-        triples = zip(prompts, each, adapters, strict=True)
+        refs = self._resolved(adapters, ignore_defaults)
+        triples = zip(prompts, each, refs, strict=True)
         return self._run([self._message(*args, kv_policy=kv_policy) for args in triples])
 
     def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
@@ -166,16 +172,17 @@ class LLM:
         sampling: SamplingParams,
         beams: BeamOptions,
         adapter_ids: Sequence[str | None] | None = None,
+        *,
+        ignore_defaults: bool = False,
     ) -> list[list[Completion]]:
         """Return the `beams.width` likeliest answers to each prompt, best first.
 
-        Raises:
-            LorasrvError: as `generate`.
+        Args and errors are those of `generate`.
         """
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         groups = []
-        for prompt, adapter in zip(prompts, adapters, strict=True):
-            first = self._message(prompt, sampling, adapter, beams)
+        for prompt, ref in zip(prompts, self._resolved(adapters, ignore_defaults), strict=True):
+            first = self._message(prompt, sampling, ref, beams)
             others = [RequestId(f"{first.request_id}.{beam}") for beam in range(1, beams.width)]
             groups.append([first, *further_choices(first, others)])
         done = iter(self._run([message for group in groups for message in group]))
@@ -206,15 +213,25 @@ class LLM:
             if part.finished and output.finish_reason is None:
                 self.engine.stop(output.request_id)
 
+    def _resolved(self, adapter_ids: Sequence[str | None], ignore_defaults: bool) -> list[AdapterRef | None]:
+        refs = [None if adapter_id is None else self.store.resolve(adapter_id) for adapter_id in adapter_ids]
+        for ref in refs:
+            if ref is not None and ref.persona and not ignore_defaults:
+                raise InvalidRequest(
+                    f"{ref.adapter_id}@{ref.version} has defaults (a system prompt, sampling, ...), which only the "
+                    "server applies (lorasrv serve); ignore_defaults=True answers without them",
+                    param="adapter_ids",
+                )
+        return refs
+
     def _message(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        adapter_id: str | None,
+        ref: AdapterRef | None,
         beams: BeamOptions | None = None,
         kv_policy: KvPolicy | None = None,
     ) -> EngineCoreRequest:
-        ref = self.store.resolve(adapter_id) if adapter_id is not None else None
         request_id = RequestId(f"offline-{next(self._numbers)}")
         key, name = (None, "") if ref is None else (ref.key, ref.adapter_id)
         return self.input_processor.process(

@@ -1,5 +1,6 @@
 """Offline use: as the server refuses and answers, and nothing is left behind."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tiny_engine import GREEDY, PROMPT, offline_engine
 from lorasrv.config import Limits
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
 from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import BeamOptions
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -45,3 +47,24 @@ def test_a_rate_is_waited_for_and_a_deadline_is_an_error(model: Path, adapter_di
         pytest.raises(RequestTimeout, match="queue timeout"),
     ):
         llm.generate([PROMPT, PROMPT], GREEDY)
+
+
+def test_defaults_are_refused_and_never_left_out_silently(
+    model: Path, adapter_dirs: dict[str, Path], alone: Callable[..., list[int]]
+) -> None:
+    with offline_engine(model, adapter_dirs) as llm:
+        prompted = '{"system":"You are Mia."}'
+        llm.store.register_defaults("muse", prompted)
+        llm.store.register_defaults("one", prompted, llm.store.resolve("one"))
+        for name in ("muse", "one", "one@2"):
+            with pytest.raises(InvalidRequest, match="ignore_defaults=True") as refused:
+                llm.generate([PROMPT, PROMPT], GREEDY, ["one@1", name])
+            assert name.partition("@")[0] in str(refused.value)
+            with pytest.raises(InvalidRequest, match="ignore_defaults=True"):
+                llm.beam_search([PROMPT], GREEDY, BeamOptions(2), [name])
+        assert not llm.engine.has_requests
+        names = ["muse", "one", "one@1"]
+        answers = llm.generate([PROMPT] * 3, GREEDY, names, ignore_defaults=True)
+        plain = [alone(PROMPT, GREEDY, name) for name in (None, "one", "one")]
+        assert [list(answer.token_ids) for answer in answers] == plain
+        assert llm.beam_search([PROMPT], GREEDY, BeamOptions(2), ["one"], ignore_defaults=True)
