@@ -280,12 +280,14 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
     if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
     _check_fields(config, problems)
+    ranks = list(_patterns(config, "rank_pattern", problems))
+    alphas = list(_patterns(config, "alpha_pattern", problems, sum(pattern.size for pattern, _, _ in ranks)))
     adapter_config = AdapterConfig(
         r=_rank(config.get("r"), "r", problems),
         lora_alpha=_alpha(config.get("lora_alpha"), "lora_alpha", problems),
         use_rslora=_flag(config, "use_rslora", problems),
-        rank_pattern=tuple((p, _rank(v, f, problems)) for p, v, f in _patterns(config, "rank_pattern", problems)),
-        alpha_pattern=tuple((p, _alpha(v, f, problems)) for p, v, f in _patterns(config, "alpha_pattern", problems)),
+        rank_pattern=tuple((p, _rank(v, f, problems)) for p, v, f in ranks),
+        alpha_pattern=tuple((p, _alpha(v, f, problems)) for p, v, f in alphas),
         target_modules=_targets(config),
         exclude_modules=_strings(config.get("exclude_modules")) or (),
         layers_to_transform=_layers(config.get("layers_to_transform")),
@@ -402,15 +404,20 @@ def _saved_modules(value: object, problems: ProblemList) -> tuple[str, ...]:
     return names or ()
 
 
-def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[Pattern, object, str]]:
-    """Yield (pattern, value, place) of every entry that can be matched."""
+def _patterns(
+    config: Config, field: str, problems: ProblemList, size: int = 0
+) -> Iterator[tuple[Pattern, object, str]]:
+    """Yield (pattern, value, place) of every entry that can be matched.
+
+    Args:
+        size: of the patterns before these; all together are bounded.
+    """
     value = config.get(field)
     if value is None:
         return
     if not isinstance(value, Mapping):
         problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be an object of module names")
         return
-    size = 0
     for key, number in value.items():
         where = f"{field}[{show(key)}]"
         try:

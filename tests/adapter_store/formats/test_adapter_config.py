@@ -154,6 +154,15 @@ def test_expressions_that_are_not_matched_are_refused(pattern: str) -> None:
     assert "is too much, with those before it" in message
 
 
+def test_expressions_of_both_fields_are_bounded_together() -> None:
+    half = {f"(q|{'abcdefgh' * 20}{i}){{1,9}}": 4 for i in range(2)}
+    accepted(build.config(rank_pattern=half))
+    accepted(build.config(alpha_pattern=half))
+    found = refusals(build.config(rank_pattern=half, alpha_pattern=half))
+    assert [field.partition("[")[0] for field in found] == ["alpha_pattern"]
+    assert "is too much, with those before it" in found.popitem()[1]
+
+
 @pytest.mark.parametrize(("pattern", "value"), [("rank_pattern", 0), ("rank_pattern", True), ("alpha_pattern", "1")])
 def test_pattern_values_are_checked(pattern: str, value: Any) -> None:
     assert list(refusals(build.config(**{pattern: {"q_proj": value}}))) == [f"{pattern}['q_proj']"]
