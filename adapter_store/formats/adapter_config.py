@@ -207,7 +207,7 @@ class AdapterConfig:
         if _names(self.exclude_modules, module_name):
             return False
         if self.all_linear or self.target_modules is None:
-            # Independent of layers_to_transform: PEFT expands it to full names, which it does not filter by layer.
+            # PEFT takes no layers_to_transform with all-linear.
             return self.all_linear and layer is not None
         if module_name in self.target_modules:
             return True
@@ -298,8 +298,6 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         lora_bias=_flag(config, "lora_bias", problems),
         modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
     )
-    if adapter_config.use_dora and adapter_config.lora_bias:
-        problems.add("unsupported_lora_bias", "lora_bias", "= true does not go with use_dora, in PEFT neither")
     return adapter_config if len(problems) == before else None
 
 
@@ -332,6 +330,30 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
                 f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.description}. {_remedy(rule)}"
             )
     _check_init(config.get("init_lora_weights"), problems)
+    _check_together(config, problems)
+
+
+def _check_together(config: Config, problems: ProblemList) -> None:
+    """Refuse fields that exclude each other in PEFT's LoraConfig, where such a file does not load."""
+    dora, bias = config.get("use_dora"), config.get("lora_bias")
+    layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
+    is_text = isinstance(config.get("target_modules"), str)
+    names = "with target_modules as one text, in PEFT neither; list the modules' names"
+    found = {
+        "lora_bias": bias and dora and "= true does not go with use_dora, in PEFT neither",
+        "init_lora_weights": bias
+        and not isinstance(config.get("init_lora_weights", True), bool)
+        and "must be true or false with lora_bias, in PEFT too; it matters before training only, so set it to true",
+        "use_dora": dora
+        and config.get("megatron_config")
+        and "= true does not go with megatron_config, in PEFT neither; remove that, it describes the training",
+        "layers_to_transform": is_text and layers is not None and f"does not go {names}",
+        "layers_pattern": (is_text and pattern is not None and f"does not go {names}")
+        or (pattern and layers is None and "needs layers_to_transform, in PEFT too; remove it"),
+    }
+    for field, reason in found.items():
+        if reason:
+            problems.add(f"unsupported_{field}", field, str(reason))
 
 
 def _remedy(rule: FieldRule) -> str:

@@ -1,9 +1,11 @@
 import io
+import itertools
 import json
 import math
 import re
 import time
 import warnings
+from collections import Counter
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -422,6 +424,31 @@ def test_what_the_config_targets_is_what_peft_targets(
     assert adapter_config is not None
     layer = None if name == "lm_head" else int(name.split(".")[2])
     assert adapter_config.targets(layer, name) == theirs
+
+
+TOGETHER: dict[str, tuple[Any, ...]] = {
+    "lora_bias": (False, True), "use_dora": (False, True), "megatron_config": (None, {}, {"fp16": True}),
+    "init_lora_weights": (True, False, None, "gaussian", "eva"), "target_modules": (["q_proj"], "all-linear", "q.*"),
+    "layers_to_transform": (None, [0], [], 0), "layers_pattern": (None, "layers", ["layers"], [], ""),
+}  # fmt: skip
+
+
+def test_fields_that_exclude_each_other_are_those_of_peft() -> None:
+    refused = Counter[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for values in itertools.product(*TOGETHER.values()):
+            fields = dict(zip(TOGETHER, values, strict=True))
+            config, problems = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}, ProblemList()
+            ours = read_adapter_config(config, problems)
+            try:
+                LoraConfig(**fields)
+            except ValueError:
+                assert ours is None, fields
+                refused.update(problem.field for problem in problems.problems())
+            else:
+                assert ours is not None, (fields, problems.problems())
+    assert set(refused) == {"lora_bias", "init_lora_weights", "use_dora", "layers_to_transform", "layers_pattern"}
 
 
 def test_peft_drops_what_the_config_leaves_out(tmp_path: Path) -> None:

@@ -23,10 +23,7 @@ PARTIAL: dict[str, tuple[dict[str, Any], int, str]] = {
         {"target_modules": ["q_proj", "v_proj", "lm_head"], "layers_to_transform": [0, 1]}, 1, "lm_head"
     ),
     "embeddings": ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, 1, "model.embed_tokens"),
-    "all linear ones": ({"target_modules": "all-linear"}, 10, "model.layers.0.self_attn.k_proj"),
-    "all linear ones whatever the layers": (
-        {"target_modules": "All-Linear", "layers_to_transform": [1]}, 10, "model.layers.0.self_attn.k_proj"
-    ),
+    "all linear ones": ({"target_modules": "All-Linear"}, 10, "model.layers.0.self_attn.k_proj"),
     "all but some": (
         {"target_modules": "all-linear", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]}, 2,
         "model.layers.0.mlp.down_proj"
