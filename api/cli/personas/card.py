@@ -19,11 +19,11 @@ SPECS = ("chara_card_v2", "chara_card_v3")
 PNG = b"\x89PNG\r\n\x1a\n"
 # The newer version first: a file may hold both.
 KEYWORDS = (b"ccv3", b"chara")
-MAX_FILE_BYTES = 64 << 20
 _NAMES = {"char": "{{char}}", "bot": "{{char}}", "user": "{{user}}"}
 _NAME = re.compile(r"\{\{\s*(char|user)\s*\}\}|<(bot|user|char)>", re.IGNORECASE)
 _ORIGINAL = re.compile(r"\{\{\s*original\s*\}\}\s*", re.IGNORECASE)
 _START = re.compile(r"^\s*<START>\s*$", re.IGNORECASE | re.MULTILINE)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPEAKER = re.compile(r"^\{\{(char|user)\}\}:[ \t]*", re.MULTILINE)
 _ROLES = {"char": "assistant", "user": "user"}
 _UNUSED = ("post_history_instructions", "group_only_greetings")
@@ -39,12 +39,14 @@ def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[s
     Raises:
         CliError: it is not a card of version 2 or 3, or has a character book.
     """
-    card = _card(data[:MAX_FILE_BYTES])
+    card = _card(data)
     fields = card.get("data")
     if card.get("spec") not in SPECS or not isinstance(fields, dict):
         raise CliError(f"this is not a character card of version 2 or 3: spec must be one of {', '.join(SPECS)}")
     book = fields.get("character_book")
     entries = book.get("entries") if isinstance(book, dict) else None
+    if entries is not None and not isinstance(entries, list):
+        raise CliError("the card's character_book has entries that are not a list")
     if entries and not without_book:
         raise CliError(
             f"the card has a character book of {len(entries)} entries, which are inserted by keyword; that is not "
@@ -54,7 +56,7 @@ def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[s
     notices += [f"left out: {name}" for name in _UNUSED if fields.get(name)]
     examples, more = _examples(_text(fields, "mes_example"))
     found = {
-        "name": _plain(_text(fields, "nickname") or _text(fields, "name")),
+        "name": _text(fields, "nickname") or _text(fields, "name"),
         "system": _system(fields),
         "examples": examples,
         "greetings": [_text(fields, "first_mes"), *_texts(fields, "alternate_greetings")],
@@ -109,18 +111,24 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise CliError(f"the card's {name} is not a text")
-    return _plain(value or "")
+    return _plain(value or "", name)
 
 
 def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
     values = fields.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise CliError(f"the card's {name} is not a list of texts")
-    return [_plain(value) for value in values]
+    return [_plain(value, name) for value in values]
 
 
-def _plain(text: str) -> str:
-    """Return a text with the placeholders of personas, without those of clients' own prompts."""
+def _plain(text: str, name: str) -> str:
+    """Return a text with the placeholders of personas, without those of clients' own prompts.
+
+    Raises:
+        CliError: it has half of a surrogate pair, which no encoding has; names the field.
+    """
+    if _SURROGATE.search(text):
+        raise CliError(f"the card's {name} has half a character (a lone surrogate); export the card again")
     named = _NAME.sub(lambda match: _NAMES[(match[1] or match[2]).lower()], text.replace("\r\n", "\n"))
     return _ORIGINAL.sub("", named).strip()
 

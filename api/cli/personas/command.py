@@ -10,7 +10,7 @@ import typer
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, note, print_json, say
-from api.cli.personas.files import read_defaults, registered_lines, to_file
+from api.cli.personas.files import read_defaults, read_from, registered_lines, text_of, to_file
 
 ReferenceArgument = Annotated[
     str, typer.Argument(metavar="ID[@VERSION]", help="A persona.", autocompletion=complete_adapter_ids)
@@ -53,10 +53,10 @@ def import_card(
     as_json: JsonOption = False,
 ) -> None:
     """Make a persona from a character card of version 2 or 3."""
-    from api.cli.personas.card import MAX_FILE_BYTES, defaults_of_card
+    from api.cli.personas.card import defaults_of_card
 
-    with file.open("rb") as card:
-        found, notices = defaults_of_card(card.read(MAX_FILE_BYTES + 1), without_book=without_book)
+    with read_from(file, "a character card, JSON or PNG") as data:
+        found, notices = defaults_of_card(data, without_book=without_book)
     _take(adapter_id, found, notices, server, dry_run=dry_run, as_json=as_json)
 
 
@@ -73,7 +73,8 @@ def import_modelfile(
     """Make a persona from an Ollama Modelfile."""
     from api.cli.personas.modelfile import read_modelfile
 
-    found = read_modelfile(file.read_text("utf-8"))
+    with read_from(file, "an Ollama Modelfile") as data:
+        found = read_modelfile(text_of(data))
     if not dry_run and not any_base:
         with connected(server) as client:
             base = client.base_name()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,58 @@ from api.cli.common.terminal import CliError, short_digest
 
 SHOWN_APART = ("name", "system", "examples", "greetings")
 INDENT = "  "
+MAX_FILE_BYTES = 64 << 20
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
     """Read a file of defaults; the server checks what is in it.
 
     Raises:
-        CliError: it is not a JSON object.
+        CliError: it cannot be read, or is not a JSON object.
+    """
+    with read_from(path, "a JSON file of defaults") as data:
+        try:
+            found = json.loads(text_of(data), parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise CliError(f"is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise CliError("is not a JSON object")
+        return found
+
+
+@contextmanager
+def read_from(path: Path, wanted: str) -> Iterator[bytes]:
+    """Read a file, and put its name before what the block says is wrong with it.
+
+    Args:
+        wanted: what the file must be, for errors.
+
+    Raises:
+        CliError: it cannot be read, or is too large.
     """
     try:
-        found = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise CliError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CliError(f"{path} is not a JSON object")
-    return found
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CliError(f"{path}: cannot be read ({error.strerror}); name {wanted}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise CliError(f"{path}: has more than {MAX_FILE_BYTES >> 20} MiB; name {wanted}")
+    try:
+        yield data
+    except CliError as error:
+        raise CliError(f"{path}: {error}") from None
+
+
+def text_of(data: bytes) -> str:
+    """Return a file's text.
+
+    Raises:
+        CliError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CliError(f"is not UTF-8 (byte {error.start}); save it as UTF-8 text") from None
 
 
 def to_file(defaults: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 Parameters that mean the same here are mapped; all others are told. The format: Ollama's docs/modelfile.md.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -114,6 +115,12 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
 def _parameter(value: str, found: Modelfile) -> None:
     name, _, given = value.partition(" ")
     given = _unquoted(given.strip())
@@ -121,7 +128,7 @@ def _parameter(value: str, found: Modelfile) -> None:
         if name == "stop":
             found.defaults.setdefault("stop", []).append(given)
         elif name in _FLOATS:
-            found.defaults[_FLOATS[name]] = float(given)
+            found.defaults[_FLOATS[name]] = _finite(given)
         elif name in _INTS and int(given) not in _UNLIMITED:
             found.defaults[_INTS[name]] = int(given)
         elif name not in _INTS:

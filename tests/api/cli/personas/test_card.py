@@ -1,9 +1,12 @@
 """Character cards: what becomes of each field, JSON and PNG, and what is refused."""
 
 import json
+from typing import Any
 
 import pytest
 from cards import ADA, EXPECTED, card, chunk, png
+from hypothesis import given
+from hypothesis import strategies as st
 
 from api.cli.common.terminal import CliError
 from api.cli.personas.card import PNG, defaults_of_card
@@ -45,6 +48,9 @@ def test_what_is_left_out_is_told() -> None:
         (b'{"spec": "chara_card_v2"}', "spec must be one of"),
         (card(description=5), "description is not a text"),
         (card(alternate_greetings="x"), "alternate_greetings is not a list"),
+        (card(character_book={"entries": 5}), "entries that are not a list"),
+        (card(first_mes="\ud83d"), "first_mes has half a character"),
+        (card(alternate_greetings=["\udc00"]), "alternate_greetings has half a character"),
         (png(), "holds no character card"),
         (png(comment=card()), "holds no character card"),
         (png(chara=card())[:-20], "ends early"),
@@ -57,3 +63,22 @@ def test_what_is_left_out_is_told() -> None:
 def test_what_is_no_card(data: bytes, says: str) -> None:
     with pytest.raises(CliError, match=says):
         defaults_of_card(data)
+
+
+@given(data=st.binary(max_size=80) | st.binary(max_size=80).map(lambda data: chunk(b"tEXt", b"chara\0" + data)))
+def test_any_file_is_a_card_or_refused(data: bytes) -> None:
+    for each in (data, PNG + data):
+        with pytest.raises(CliError):
+            defaults_of_card(each)
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=2))
+
+
+@given(fields=st.dictionaries(st.sampled_from([*ADA, "character_book", "nickname"]), JSON))
+def test_any_value_of_a_field_is_taken_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        found, _ = defaults_of_card(card(**fields))
+    except CliError:
+        return
+    json.dumps(found, ensure_ascii=False).encode()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from answers import failed
-from cards import EXPECTED, card
+from cards import EXPECTED, card, png
 
 MIA: dict[str, Any] = {
     "name": "Mia",
@@ -61,6 +61,28 @@ def test_every_fault_is_printed(run, tmp_path: Path) -> None:
     for text in ("[]", "{", '{"seed": NaN}'):
         wrong.write_text(text)
         failed(run("defaults", "mia", wrong, "--new"), 1, "JSON")
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "import-card": (png(chara=card())[:-20], "the PNG ends early"),
+    "import-modelfile": ("FROM x\nSYSTEM Grüße".encode("utf-16"), "is not UTF-8 (byte 0); save it as UTF-8 text"),
+    "defaults": ('{"name": "Zoë"}'.encode("latin-1"), "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("command", BROKEN)
+def test_a_file_that_cannot_be_read_is_one_line_with_its_name(cli, tmp_path: Path, command: str) -> None:
+    data, says = BROKEN[command]
+    broken, closed = tmp_path / "broken", tmp_path / "closed"
+    broken.write_bytes(data)
+    closed.symlink_to(closed)
+    cases = [(broken, says), (tmp_path / "nowhere", "No such file"), (tmp_path, "Is a directory"), (closed, "links")]
+    for path, says in cases:
+        arguments = (path, "--id", "ada", "--dry-run") if command != "defaults" else ("mia", path)
+        done = cli(command, *arguments)
+        failed(done, 1, f"{path}: ", says)
+        assert "unexpected" not in done.err
+        assert done.err.count("\n") == 1
 
 
 def test_cards(run, engine, tmp_path: Path) -> None:

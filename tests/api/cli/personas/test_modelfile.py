@@ -72,6 +72,7 @@ def test_messages_of_the_system_follow_its_prompt() -> None:
         ("SYSTEM x", "no FROM"),
         ("FROM x\nPARAMETER temperature warm", "'warm' is not a number"),
         ("FROM x\nPARAMETER seed 1.5", "is not a number"),
+        ("FROM x\nPARAMETER top_p nan", "is not a number"),
         ("FROM x\nJUMP high", "JUMP is not an instruction"),
         ("FROM x\nwhat?", "is not a line"),
         ('FROM x\nSYSTEM """open', "not closed"),
