@@ -14,7 +14,8 @@ from api.errors import ApiError
 from api.routes.adapters import registered
 from api.serving.model_list import digest_text
 from api.serving.persona_checks import check_defaults
-from api.serving.services import ServicesDep, ViewDep
+from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -24,12 +25,8 @@ router = APIRouter(route_class=JsonRoute)
 async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the defaults of a version (null: none), to its owner and administrators."""
     ref = await run_in_threadpool(view.resolve_one, reference)
-    defaults = None
-    if ref.persona:
-        stored = await services.personas.find(ref)
-        if not view.may_read_defaults(stored.owner):
-            raise ApiError(403, "only its owner and administrators read a version's defaults", code="forbidden")
-        defaults = stored.shown(may_read=True)["defaults"]
+    await _check_owner(ref, services, view, "read")
+    defaults = (await services.personas.find(ref)).shown(may_read=True)["defaults"] if ref.persona else None
     return {
         "object": "adapter.defaults",
         "id": ref.adapter_id,
@@ -45,14 +42,26 @@ async def put_defaults(
     reference: str, body: dict[str, Any], services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
     """Make a version with these defaults and the weights of the one that is named, and make it current; {} leaves it
-    without defaults.
+    without defaults. Those of a version that has some are changed by its owner and administrators only.
 
     Returns 201 for a new version, 200 if the id had both together already.
     """
     ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
     if not body and ref.key is None:
         raise InvalidRequest(f"{ref.adapter_id} has no weights, so it needs defaults; delete it instead")
+    await _check_owner(ref, services, view, "change")
     checked = await check_defaults(body, services, view.caller) if body else None
     text = checked.text if checked is not None else ""
     done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
     return registered(done, checked, {})
+
+
+async def _check_owner(ref: AdapterRef, services: Services, view: ScopedStore, verb: str) -> None:
+    """Check that the caller may read and change the defaults of a version, if it has some.
+
+    Raises:
+        ApiError: 403, they are another key's.
+    """
+    if ref.persona and not view.may_read_defaults((await services.personas.find(ref)).owner):
+        message = f"only its owner and administrators {verb} the defaults of {ref.adapter_id}@{ref.version}"
+        raise ApiError(403, message, code="forbidden")

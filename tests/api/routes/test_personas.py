@@ -1,5 +1,6 @@
 """Defaults of a version over HTTP: what requests get of them, who may read them, and what is refused."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from callers import with_callers
 from fake_engine import VOCAB
 from spelled_engine import tiny_tokenizer
 
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from api.auth.principal import Caller, Scope
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import is_salted
@@ -295,10 +297,33 @@ class TestReaders:
 
     def test_another_uploader_inherits_nothing(self, served) -> None:
         post(served, "muse", "ann", defaults=STORED).raise_for_status()
-        assert put(served, "muse", "bob", temperature=0.1).json()["version"] == 2
+        assert post(served, "muse", "bob", defaults={"temperature": 0.1}).json()["version"] == 2
         shown = served.http.get("/v1/adapters/muse", headers={"x-caller": "bob"})
         assert shown.json()["persona"]["defaults"] == {"temperature": 0.1}
         assert served.http.get("/v1/adapters/muse@1/defaults", headers={"x-caller": "bob"}).status_code == 403
+
+    def test_owner_and_admin_change_what_others_do_not(self, served, make_adapter) -> None:
+        """The weights under a prompt are not had without it by making another version of them."""
+        with open_adapter_dir(make_adapter()) as peft:
+            data, config = peft.weights_path.read_bytes(), dict(peft.config)
+        weights = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        ann = {"x-caller": "ann"}
+        served.http.put(f"/v1/blobs/{weights}", content=data, headers=ann).raise_for_status()
+        locked = {"system": {"text": SECRET, "mode": "lock"}}
+        post(served, "muse", "ann", config=config, weights=weights, defaults=locked).raise_for_status()
+        post(served, "plain", "ann", config=config, weights=weights).raise_for_status()
+        other = {"temperature": 0.1}
+        statuses = {caller: put(served, "muse@1", caller, **other).status_code for caller in ("bob", "eve", "ann")}
+        assert statuses == {"bob": 403, "eve": 404, "ann": 201}
+        assert put(served, "muse@1", "bob").status_code == 403
+        assert put(served, "muse@1", "root", seed=1).status_code == 201
+        refused = put(served, "muse", "bob", **other).json()["error"]
+        assert refused["code"] == "forbidden"
+        assert "muse@3" in refused["message"]
+        # A version without defaults may get some from whoever may upload under its id; then they are that key's.
+        assert put(served, "plain", "bob", **other).json()["version"] == 2
+        assert put(served, "plain", "ann", **other).status_code == 403
+        assert put(served, "plain@1", "ann", **other).json()["version"] == 3
 
     def test_a_locked_persona_is_not_switched_off(self, served) -> None:
         post(served, "muse", "ann", defaults={"system": {"text": SECRET, "mode": "lock"}}).raise_for_status()
