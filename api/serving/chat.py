@@ -93,22 +93,22 @@ def _prompt(
     if "tools" in variables:
         _format_of(template, "tools")
     messages = [message.plain() for message in body.messages]
+    may_drop = body.context_overflow == "drop_oldest"
 
     # Check the template's output, as it may leave out part of the messages.
     def check(texts: Sequence[str]) -> None:
-        check_could_fit(texts, engine.tokenizer, engine.max_model_len)
+        check_could_fit(texts, engine.tokenizer, engine.max_model_len * (MAX_CONTEXTS if may_drop else 1))
 
-    def encode(told: Sequence[dict[str, Any]]) -> list[int]:
+    def encode(told: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         return template.encode(told, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
 
-    if body.context_overflow != "drop_oldest":
-        return encode(messages), None
-    texts = [message["content"] for message in messages]
-    check_could_fit(texts, engine.tokenizer, MAX_CONTEXTS * engine.max_model_len, param="messages")
+    if not may_drop:
+        return encode(messages, **variables), None
     first = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
-    tokens = partial(engine.tokenizer.encode, add_special_tokens=False)
     room = room_for_prompt(engine.max_model_len, body.wanted_tokens())
-    return fitted(messages, max(first, num_fixed), room, engine.max_model_len, lambda text: len(tokens(text)), encode)
+    whole = partial(encode, **variables)
+    bare = partial(encode, **{name: value for name, value in variables.items() if name != "tools"})
+    return fitted(messages, max(first, num_fixed), room, engine.max_model_len, whole, bare)
 
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:

@@ -16,6 +16,8 @@ MAX_CONTEXTS = 16
 """A conversation of more contexts is refused, as counting it would take seconds."""
 ANSWER_SHARE = 8
 """One part in so many of the context is left to an answer without a limit."""
+_NEXT: list[Plain] = [{"role": "user", "content": "."}]
+"""Behind a turn that is measured, so that the template takes it for an earlier one."""
 
 
 def room_for_prompt(max_model_len: int, max_tokens: int | None) -> int:
@@ -28,32 +30,34 @@ def fitted(
     num_fixed: int,
     room: int,
     max_model_len: int,
-    count: Callable[[str], int],
     encode: Callable[[Sequence[Plain]], list[int]],
+    encode_bare: Callable[[Sequence[Plain]], list[int]],
 ) -> tuple[list[int], int]:
     """Return a prompt that fits, and how many turns were dropped for it.
 
-    The last turn is never dropped: if it does not fit alone, its prompt is returned all the same.
+    Prompts are measured as the template renders them, as it may leave out part of a message (earlier thoughts). The
+    last turn is never dropped: if it does not fit alone, its prompt is returned all the same.
 
     Args:
         messages: the conversation for a chat template.
         num_fixed: how many of the first messages stay.
         room: the most tokens of the prompt.
-        count: returns the tokens of a text.
         encode: renders messages as token ids.
+        encode_bare: the same without what stands before every conversation, as tools.
     """
     fixed, turns = list(messages[:num_fixed]), split_turns(messages[num_fixed:])
-    sizes = [sum(count(_text(message)) for message in turn) for turn in turns]
-    ends = list(accumulate(sizes))
-    total = sum(count(_text(message)) for message in fixed) + sum(sizes)
+    ids = encode(messages)
+    if len(ids) <= room or len(turns) < 2:
+        return ids, 0
+    alone = len(encode_bare(_NEXT))
+    ends = list(accumulate(len(encode_bare([*turn, *_NEXT])) - alone for turn in turns[:-1]))
     block = max(1, max_model_len // BLOCKS)
-    # Texts alone have fewer tokens than the prompt: fewer blocks cannot do.
-    num_blocks = max(0, -(-(total - room) // block))
+    num_blocks = -(-(len(ids) - room) // block)
     while True:
         least = num_blocks * block
-        dropped = min(sum(end < least for end in ends) + bool(least), max(0, len(turns) - 1))
+        dropped = min(sum(end < least for end in ends) + 1, len(ends))
         ids = encode([*fixed, *(message for turn in turns[dropped:] for message in turn)])
-        if len(ids) <= room or dropped >= len(turns) - 1:
+        if len(ids) <= room or dropped == len(ends):
             return ids, dropped
         num_blocks += 1
 
@@ -66,8 +70,3 @@ def split_turns(messages: Sequence[Plain]) -> list[list[Plain]]:
             turns.append([])
         turns[-1].append(message)
     return turns
-
-
-def _text(message: Plain) -> str:
-    calls = message.get("tool_calls")
-    return message["content"] if not calls else f"{message['content']}{calls}"

@@ -1,5 +1,6 @@
 """Conversations that outgrow the context: what stays, what goes, and how seldom the beginning changes."""
 
+import re
 from typing import Any
 
 import pytest
@@ -23,22 +24,22 @@ def turn(number: int, size: int = 10) -> list[dict[str, Any]]:
 
 def fit(turns: list[list[dict[str, Any]]], room: int = 300) -> tuple[list[int], int]:
     flat = [message for one in turns for message in one]
-    return fitted([*FIXED, *flat], 1, room, CONTEXT, len, encode)
+    return fitted([*FIXED, *flat], 1, room, CONTEXT, encode, encode)
 
 
 def test_what_fits_stays_whole() -> None:
     assert fit([turn(n) for n in range(5)]) == (encode([*FIXED, *(m for n in range(5) for m in turn(n))]), 0)
-    assert fitted(FIXED, 1, 300, CONTEXT, len, encode) == (encode(FIXED), 0)
+    assert fitted(FIXED, 1, 300, CONTEXT, encode, encode) == (encode(FIXED), 0)
 
 
 def test_the_oldest_turns_go_in_blocks() -> None:
     """The prompt's beginning changes once a block, not once a turn, and never comes back."""
     beginnings, told = [], []
     for count in range(1, 60):
-        ids, dropped = fit([turn(n) for n in range(count)])
+        ids, dropped = fit([turn(n, 7) for n in range(count)])
         assert len(ids) <= 300
         assert bytes(ids).startswith(b"<s>" + b"s" * 20)
-        assert bytes(ids).endswith(f"<a>{count - 1:010}".encode())
+        assert bytes(ids).endswith(f"<a>{count - 1:07}".encode())
         beginnings.append(bytes(ids)[:40])
         told.append(dropped)
     assert told == sorted(told)
@@ -47,11 +48,37 @@ def test_the_oldest_turns_go_in_blocks() -> None:
     assert len(set(beginnings)) == len(set(told)) < 12
 
 
-def test_one_block_more_goes_if_the_template_takes_room() -> None:
-    ids, dropped = fit([turn(n) for n in range(13)], room=285)
-    texts = 20 + 13 * 20
-    assert texts <= 285 < len(encode([*FIXED, *(m for n in range(13) for m in turn(n))]))
-    assert (dropped, len(ids) <= 285) == (5, True)
+def without_thoughts(messages: Any) -> list[int]:
+    """As templates of thinking models: thoughts of earlier turns are not in the prompt."""
+    last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=0)
+    return encode(
+        [m if n > last else m | {"content": re.sub("<t>.*</t>", "", m["content"])} for n, m in enumerate(messages)]
+    )
+
+
+def test_what_the_template_leaves_out_does_not_count() -> None:
+    def thought(number: int) -> list[dict[str, Any]]:
+        asked, said = turn(number, 7)
+        return [asked, said | {"content": f"<t>{'hm ' * 60}</t>{said['content']}"}]
+
+    told = []
+    for count in range(1, 60):
+        plain = [*FIXED, *(m for n in range(count) for m in turn(n, 7)), turn(count, 7)[0]]
+        told.append([])
+        for turns in (plain, [*FIXED, *(m for n in range(count) for m in thought(n)), plain[-1]]):
+            told[-1].append(fitted(turns, 1, 300, CONTEXT, without_thoughts, without_thoughts))
+    assert [thoughtful == silent for silent, thoughtful in told] == [True] * 59
+    assert {silent[1] for silent, _ in told} == set(range(0, 51, 5))
+
+
+def test_one_block_more_goes_if_a_turn_alone_takes_more_than_among_others() -> None:
+    def padded(messages: Any) -> list[int]:
+        return encode(messages) + list(b"....." * (len(messages) == 3))
+
+    turns = [m for n in range(13) for m in turn(n, 7)]
+    # Four turns of 20 tokens, measured as 25, are the first block: 5 too few.
+    ids, dropped = fitted(turns, 0, 175, CONTEXT, padded, padded)
+    assert (dropped, len(ids)) == (8, 100)
 
 
 def test_the_last_turn_stays_even_if_it_does_not_fit() -> None:
@@ -61,7 +88,7 @@ def test_the_last_turn_stays_even_if_it_does_not_fit() -> None:
 
 
 def test_a_context_smaller_than_its_blocks() -> None:
-    ids, dropped = fitted([*turn(1), *turn(2)], 0, 2, 3, len, encode)
+    ids, dropped = fitted([*turn(1), *turn(2)], 0, 2, 3, encode, encode)
     assert (ids, dropped) == (encode(turn(2)), 1)
 
 
