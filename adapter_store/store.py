@@ -275,15 +275,19 @@ class AdapterStore:
         self._names.replace(name, record)
         return Registration(record.ref(version), created, None if upload is None else upload.report)
 
-    def resolve(self, reference: str) -> AdapterRef:
+    def resolve(self, reference: str, sticky_to: tuple[str, ...] = ()) -> AdapterRef:
         """Return the version that `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now.
 
         Reads memory only. For an alias that is split between versions, each call draws one by their shares.
 
+        Args:
+            sticky_to: whom the draw is for: the same get the same version while the alias is split between the same
+                two, and as a share grows, only those move that it needs. Empty: at random.
+
         Raises:
             AdapterNotFound: there is none; carries up to three similar ids.
         """
-        return self._names.resolve(reference)
+        return self._names.resolve(reference, sticky_to)
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
         """Return the id that `resolve` would find and the versions it could return, with their shares. Draws nothing.

@@ -10,7 +10,7 @@ from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
 from adapter_store.registry.index import Index
 from adapter_store.registry.near_names import NEAR_NAMES, near_names
 from adapter_store.registry.records import AdapterRecord, VersionRecord
-from adapter_store.registry.references import Reference, Shares, draw_version, parse_reference
+from adapter_store.registry.references import Reference, Shares, draw_version, parse_reference, sticky_number
 from adapter_store.spec import AdapterId, AdapterRef
 
 
@@ -59,10 +59,13 @@ class Names:
             records[adapter_id] = record
         self._records = records
 
-    def resolve(self, reference: str) -> AdapterRef:
+    def resolve(self, reference: str, sticky_to: tuple[str, ...] = ()) -> AdapterRef:
         """Return the version that a reference names, as `AdapterStore.resolve`."""
         record, shares = self.targets(reference)
-        return record.ref(draw_version(shares, self._draw() if len(shares) > 1 else 0.0))
+        if len(shares) == 1:
+            return record.ref(*shares)
+        number = sticky_number(reference, list(shares), *sticky_to) if sticky_to else self._draw()
+        return record.ref(draw_version(shares, number))
 
     def resolve_one(self, reference: str) -> AdapterRef:
         """Return the version that a reference names, where there must be only one.

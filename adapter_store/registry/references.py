@@ -4,6 +4,8 @@ A reference names an id, an alias, a version or a content. An alias names a vers
 be split between two versions by shares (a canary).
 """
 
+import hashlib
+import json
 import math
 import re
 import unicodedata
@@ -143,6 +145,12 @@ def draw_version(shares: Shares, number: float) -> int:
         if number < 0:
             return version
     return list(shares)[-1]
+
+
+def sticky_number(*facts: object) -> float:
+    """Return a number in [0, 1) that is always the same for the same facts, and evenly spread over different ones."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    return (int.from_bytes(digest[:8]) >> 11) / 2**53
 
 
 def target_to_json(shares: Shares) -> int | dict[str, float]:

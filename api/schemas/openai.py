@@ -100,7 +100,7 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
     kv_policy: KvPolicyField | None = None
     # Whether what the request leaves out comes from the persona's defaults.
     use_defaults: bool | None = None
-    # Stands for {{user}} in a persona's texts.
+    # Stands for {{user}} in a persona's texts, and keeps to one version of a canary.
     user: str | None = None
 
     @property

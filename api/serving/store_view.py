@@ -54,8 +54,11 @@ class ScopedStore:
 
     # Names.
 
-    def resolve(self, reference: str) -> AdapterRef:
-        return self._names.resolve(reference)
+    def resolve(self, reference: str, user: str | None = None) -> AdapterRef:
+        """Return the version that a reference names, as `AdapterStore.resolve`: always the same one for a user of the
+        caller's.
+        """
+        return self._names.resolve(reference, (self.caller.principal, user) if user else ())
 
     def resolve_one(self, reference: str) -> AdapterRef:
         return self._names.resolve_one(reference)

@@ -1,3 +1,4 @@
+import math
 import random
 import re
 from collections import Counter
@@ -120,6 +121,30 @@ class TestCanary:
             # 1,800 expected of 2 at most 0.1 +- 5 standard deviations of 0.0021
             assert counts.keys() == {1, 2}
             assert abs(counts[2] / 20_000 - 0.1) < 0.0106
+
+    def test_a_user_keeps_the_version_and_the_shares_are_kept(self, tmp_path: Path) -> None:
+        users = [("key", f"user {number}") for number in range(4000)]
+        with AdapterStore(tmp_path / "canary", BASE, draw=lambda: pytest.fail("drawn")) as store:
+            for seed in range(3):
+                add(store, "mia", seed)
+
+            def chosen(share: float, versions: tuple[int, int] = (1, 2), alias: str = "prod") -> list[int]:
+                first, second = versions
+                store.change("mia", Change(aliases={alias: {first: 1 - share, second: share}}))
+                found = [store.resolve(f"mia:{alias}", user).version for user in users]
+                # 5 standard deviations at most
+                assert abs(found.count(second) - 4000 * share) < 5 * math.sqrt(4000 * share * (1 - share))
+                return found
+
+            tenth, third = chosen(0.1), chosen(0.3)
+            assert chosen(0.1) == tenth
+            # As the share grows, nobody goes back to the old version.
+            assert all(later == 2 for earlier, later in zip(tenth, third, strict=True) if earlier == 2)
+            # Another canary, of another version or under another alias, falls to others.
+            for others in (chosen(0.1, (1, 3)), chosen(0.1, alias="next")):
+                both = sum(a != 1 and b != 1 for a, b in zip(tenth, others, strict=True))
+                assert both < 80
+            assert store.resolve("mia@3", users[0]).version == 3
 
     @pytest.mark.parametrize(("number", "version"), [(0.0, 1), (0.89, 1), (0.9, 2), (1 - 2**-53, 2)])
     def test_what_a_number_falls_to(self, tmp_path: Path, number: float, version: int) -> None:

@@ -348,6 +348,19 @@ class TestAliases:
         assert [answer.headers["x-adapter-version"] for answer in answers] == ["1", "2", "1", "2"]
         assert [answer.json()["usage"]["lorasrv"]["adapter_version"] for answer in answers] == [1, 2, 1, 2]
 
+    def test_a_user_hears_one_version_of_a_canary(self, server, digests: list[str]) -> None:
+        server.patch(aliases={"prod": {"1": 0.5, "2": 0.5}})
+
+        def version(**body: Any) -> str:
+            answer = server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1, **body})
+            found: str = answer.headers["x-adapter-version"]
+            return found
+
+        said = [version(model="mia:prod", user=f"user {number % 16}") for number in range(48)]
+        assert said[:16] == said[16:32] == said[32:]
+        assert set(said) == {"1", "2"}
+        assert server.chat(adapter_id="mia:prod", user="user 3").headers["x-adapter-version"] == said[3]
+
     def test_a_canary_as_a_model_is_shown_and_not_drawn(self, server, store, digests: list[str], monkeypatch) -> None:
         monkeypatch.setattr(store._names, "_draw", lambda: pytest.fail("drawn"))
         server.patch(aliases={"prod": {"1": 0.9, "2": 0.1}, "next": 3})
