@@ -97,10 +97,8 @@ async def generate(
     """
     services.admission.check(caller)
     # In a thread: suggesting similar names takes milliseconds with thousands of adapters.
-    view = services.view(caller)
-    user = fields.user if isinstance(fields, GenerationBody) else None
-    resolve = partial(view.resolve, user=user)
-    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, resolve)
+    view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
+    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, view.resolve)
     if target.ref is not None and target.ref.persona:
         fields, persona = await services.personas.apply(fields, target.ref, view, turn)
         target = replace(target, persona=persona)

@@ -150,9 +150,9 @@ class Services:
         async with self.long_texts.turn(caller.principal):
             return await run_in_threadpool(work)
 
-    def view(self, caller: Caller) -> ScopedStore:
-        """Return the store as visible to the caller."""
-        return self.views.of(caller)
+    def view(self, caller: Caller, user: str | None = None) -> ScopedStore:
+        """Return the store as visible to the caller, for one of its users."""
+        return self.views.of(caller, user)
 
     @property
     def base_name(self) -> str:

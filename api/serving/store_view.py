@@ -35,11 +35,15 @@ MAX_CACHED = 64
 class ScopedStore:
     """Present the store to one caller. Cheap to create; as current and thread-safe as the store.
 
+    Args:
+        user: who of the caller's users asks; each keeps to one version of an alias that is split. None: not known.
+
     Methods that the store also has behave and raise as there.
     """
 
-    def __init__(self, views: "ScopedStores", caller: Caller) -> None:
+    def __init__(self, views: "ScopedStores", caller: Caller, user: str | None = None) -> None:
         self.caller = caller
+        self._user = user
         self._views = views
         self._store = views.store
 
@@ -54,11 +58,8 @@ class ScopedStore:
 
     # Names.
 
-    def resolve(self, reference: str, user: str | None = None) -> AdapterRef:
-        """Return the version that a reference names, as `AdapterStore.resolve`: always the same one for a user of the
-        caller's.
-        """
-        return self._names.resolve(reference, (self.caller.principal, user) if user else ())
+    def resolve(self, reference: str) -> AdapterRef:
+        return self._names.resolve(reference, (self.caller.principal, self._user) if self._user else ())
 
     def resolve_one(self, reference: str) -> AdapterRef:
         return self._names.resolve_one(reference)
@@ -225,9 +226,9 @@ class ScopedStores:
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[str, ...], _VisibleNames] = OrderedDict()
 
-    def of(self, caller: Caller) -> ScopedStore:
-        """Return the store as visible to a caller."""
-        return ScopedStore(self, caller)
+    def of(self, caller: Caller, user: str | None = None) -> ScopedStore:
+        """Return the store as visible to a caller, for one of its users."""
+        return ScopedStore(self, caller, user)
 
     def visible_to(self, caller: Caller) -> _VisibleNames:
         """Return what the caller's patterns match now."""
