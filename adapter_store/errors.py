@@ -171,6 +171,17 @@ class VersionInUse(AdapterError):
         self.aliases = aliases
 
 
+class NotComposable(AdapterError, ValueError):
+    """Report a sum of adapters that cannot be served. `key` is the content that is the reason, None if it is the sum.
+
+    The message speaks of "it", which is the content.
+    """
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class QuotaExceeded(AdapterError):
     """Report an exceeded quota. Nothing changed. `quota` is the option's name with underscores."""
 

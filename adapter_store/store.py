@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from adapter_store.composition import Compositions
 from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
+from adapter_store.formats.composed import compose_specs, compose_weights
 from adapter_store.formats.peft_dir import CHUNK_BYTES, digest_file
 from adapter_store.formats.weights import AdapterWeights
 from adapter_store.quota import ANONYMOUS, StoreQuota
@@ -42,7 +44,7 @@ from adapter_store.storage.blobs import (
 from adapter_store.storage.leases import BlobLeases
 from adapter_store.storage.pending_uploads import ANONYMOUS_UPLOADER, PendingUploads, Uploader
 from adapter_store.storage.quarantine import Quarantine
-from adapter_store.storage.refcounts import ContentHold, ContentRefcounts
+from adapter_store.storage.refcounts import CompositionHold, ContentHold, ContentRefcounts
 from adapter_store.storage.root_lock import lock_root, opening_errors
 from adapter_store.validation.validate import max_adapter_bytes
 
@@ -91,6 +93,7 @@ class AdapterStore:
         self.quota = quota
         self._lock = threading.RLock()
         self._quarantine = Quarantine()
+        self.compositions = Compositions()
         self._closed = False
         with contextlib.ExitStack() as undo, opening_errors(root):
             undo.callback(os.close, lock_root(root))
@@ -385,13 +388,19 @@ class AdapterStore:
             gone = tuple(filter(unnamed.__contains__, contents))
             return Deletion(record.adapter_id, tuple(sorted(versions)), contents, gone, aliases)
 
-    def hold(self, key: AdapterKey) -> ContentHold:
-        """Keep a content on disk for as long as the returned object lives, even if it is deleted.
+    def hold(self, key: AdapterKey) -> ContentHold | CompositionHold:
+        """Keep a content, or all of a sum, on disk for as long as the returned object lives, even if it is deleted.
 
         Raises:
             AdapterNotFound: it is already removed.
             AdapterCorrupt: it is in quarantine.
         """
+        composition = self.compositions.find(key)
+        if composition is None:
+            return self._hold(key)
+        return CompositionHold(key, composition, [self._hold(part) for part, _ in composition.weights])
+
+    def _hold(self, key: AdapterKey) -> ContentHold:
         # Without the store's lock, which is held during commits: `ContentRefcounts` decides against a deletion.
         self._check_open()
         hold = self._refcounts.acquire(key)
@@ -447,24 +456,33 @@ class AdapterStore:
             return self._index.referenced_digests()
 
     def spec(self, key: AdapterKey) -> AdapterSpec:
-        """Return a content's spec, read from the header of its weights and checked against the base again.
+        """Return the spec of a content, or of a sum, read from the header of its weights and checked against the base
+        again.
 
         Raises:
+            NotComposable: the sum cannot be served.
             AdapterNotFound: it was removed.
             AdapterCorrupt: its weights are damaged or missing.
             AdapterInvalid: this server's limits are tighter than those it was accepted under.
         """
+        composition = self.compositions.find(key)
+        if composition is not None:
+            return compose_specs(composition, self.spec, self.max_lora_rank)
         content = self._content(key)
         with self._quarantine.reading(key, content.weights_digest):
             return self._content_reader.spec(content)
 
     def load(self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False) -> AdapterWeights:
-        """Read a content's weights, verifying the digest and checking the spec before anything is returned.
+        """Read the weights of a content, or of a sum, verifying digests and checking the spec before anything is
+        returned.
 
         Raises:
-            AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
+            NotComposable, AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
             LoadCancelled: `should_stop` returned True during the read.
         """
+        composition = self.compositions.find(key)
+        if composition is not None:
+            return compose_weights(composition, self.spec(key), lambda part: self.load(part, should_stop))
         content = self._content(key)
         with self._quarantine.reading(key, content.weights_digest):
             return self._content_reader.load(content, should_stop)

@@ -87,6 +87,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.QuotaExceeded: Answer(507, "quota_exceeded", SERVER, retry=False),
     store_errors.InvalidAdapterId: Answer(400, "invalid_adapter_id", param="id"),
     store_errors.AdapterInvalid: Answer(422, "invalid_adapter"),
+    store_errors.NotComposable: Answer(400, "not_composable", param="adapters"),
     store_errors.AdapterExists: Answer(409, "adapter_exists", param="id", retry=False),
     store_errors.AdapterCorrupt: Answer(503, "adapter_corrupt", SERVER, retry=False),
     store_errors.LoadCancelled: Answer(503, "adapter_load_failed", SERVER, retry=False),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+from adapter_store.composition import Component, Composition, is_sum, parse_sum
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import BF16, AdapterRef, Form
 from adapter_store.store import AdapterStore
@@ -134,13 +135,14 @@ class LLM:
         Args:
             prompts: texts or token ids.
             sampling: one for all, or one a prompt.
-            adapter_ids: a reference for each prompt, None for the base.
+            adapter_ids: a reference for each prompt, or a sum of some (`mia+0.5*style`); None for the base.
             kv_policy: which keys and values the tokens of each request see; None: all before them.
             ignore_defaults: answer versions that have defaults (personas) by their weights alone, or by the base if
                 they have none; otherwise they are refused, as only the server applies defaults.
 
         Raises:
-            InvalidRequest, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
+            InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in
+                part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -233,10 +235,17 @@ class LLM:
         kv_policy: KvPolicy | None = None,
     ) -> EngineCoreRequest:
         request_id = RequestId(f"offline-{next(self._numbers)}")
-        key, name = (None, "") if ref is None else (ref.key, ref.adapter_id)
+        components = () if adapter_id is None else self._components(adapter_id)
+        composition = self.store.compositions.add(Composition.of((c.ref.key, c.weight) for c in components))
+        key, name = composition.key, components[0].ref.adapter_id if components else ""
         return self.input_processor.process(
             request_id, prompt, sampling, key, adapter_id=name, beams=beams, kv_policy=kv_policy
         )
+
+    def _components(self, reference: str) -> Sequence[Component]:
+        """Return the adapters that a reference, or a sum of some, names."""
+        parts = parse_sum(reference) if is_sum(reference) else [(reference, 1.0)]
+        return [Component(self.store.resolve(name), weight) for name, weight in parts]
 
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

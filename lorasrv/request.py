@@ -95,6 +95,10 @@ class RequestStatus(IntEnum):
         return self >= RequestStatus.FINISHED_STOPPED
 
 
+Account = tuple[str, AdapterKey | None]
+"""An adapter id and the content it named; ("", None) is the base."""
+
+
 class OnCold(StrEnum):
     """Choose what to do with a request whose adapter is not in the pool when it arrives."""
 
@@ -382,6 +386,8 @@ class EngineCoreRequest:
     fork_of: RequestId | None = None
     # Account that the request counts on, whatever version the name means; "" is the base.
     adapter_id: str = ""
+    # Content that is charged for a sum of adapters, "" for the base; None: `adapter_key`.
+    charged_key: AdapterKey | None = None
     # The lower goes first.
     priority: int = 0
     # From arrival to the last token.
@@ -406,3 +412,8 @@ class EngineCoreRequest:
     not_drafted: str | None = None
     # Which keys and values its tokens see; None: all before them.
     kv_policy: KvPolicy | None = None
+
+    @property
+    def account(self) -> Account:
+        """Return what is charged for the request in the ledger."""
+        return self.adapter_id, self.adapter_key if self.charged_key is None else self.charged_key or None

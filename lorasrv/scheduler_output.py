@@ -11,7 +11,7 @@ from typing import NamedTuple
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.outputs import RequestId
-from lorasrv.request import ConstraintState, Request
+from lorasrv.request import Account, ConstraintState, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import REJECTION
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
@@ -153,8 +153,7 @@ class ScheduledRequest:
     constraint: ConstraintState | None = None
     # Rows, counted from 0, whose logits give the log-probability of the prompt's next token, if asked for.
     prompt_rows: range = _NO_ROWS
-    # Name by which the adapter was asked for; "" for the base.
-    adapter_id: str = ""
+    account: Account = ("", None)
     drafts: PlannedDrafts = NO_DRAFTS
     # Whether draft tokens are accepted by rejection sampling.
     by_rejection: bool = False
@@ -186,7 +185,7 @@ class ScheduledRequest:
             history=request.token_ids,
             constraint=request.constraint_state,
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
-            adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
+            account=request.message.account if request.adapter_key is not None else ("", None),
             drafts=drafts,
             by_rejection=request.message.accept == REJECTION,
             has_draft_heads=request.message.has_draft_heads,

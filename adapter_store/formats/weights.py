@@ -22,13 +22,14 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
-    """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a.
+    """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = (b * scaling) @ a.
 
-    `magnitude` [out] is DoRA's, `b_bias` [out] what is added to b's output; both float32.
+    `scaling` is one number, or float64 [rank] in a sum of adapters. `magnitude` [out] is DoRA's, `b_bias` [out] what is
+    added to the delta, scaled already; both float32.
     """
 
     rank: int
-    scaling: float
+    scaling: float | Array
     a: Array
     b: Array
     magnitude: Array | None = None
@@ -115,7 +116,9 @@ def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: Adapter
     tensors = {}
     for m in spec.modules:
         a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
-        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b, vector(m.magnitude), vector(m.b_bias))
+        bias = vector(m.b_bias)
+        scaled = None if bias is None else np.float32(m.scaling) * bias
+        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b, vector(m.magnitude), scaled)
     saved = {(s.layer, s.module): _array(data, header, header.tensors[s.name], "F32") for s in spec.saved}
     return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads), saved)
 

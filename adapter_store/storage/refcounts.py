@@ -8,8 +8,9 @@ deletion was being committed; a later one is refused before the first byte is re
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from adapter_store.composition import Composition
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
 
@@ -25,6 +26,16 @@ class ContentHold:
 
     def __del__(self) -> None:
         self._release(self.key)
+
+
+class CompositionHold:
+    """Keep a sum and its contents in the store for as long as this object is referenced."""
+
+    __slots__ = ("_composition", "_holds", "key")
+
+    def __init__(self, key: AdapterKey, composition: Composition, holds: Sequence[ContentHold]) -> None:
+        self.key = key
+        self._composition, self._holds = composition, holds
 
 
 class ContentRefcounts:

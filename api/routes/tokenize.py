@@ -96,4 +96,4 @@ def _detokenize(body: DetokenizeBody, services: Services, view: ScopedStore) -> 
 
 
 def _check_model(model: str | None, services: Services, view: ScopedStore) -> None:
-    resolve_target(model or services.base_name, None, services.base_name, view.resolve)
+    resolve_target(model or services.base_name, None, None, services.base_name, view)

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Body, Items, KnownBody, at_most
+from api.schemas.composition import AdaptersField
 from api.schemas.kv_policy import KvPolicyField
 from api.schemas.speculation import Prediction, SpeculationField
 from api.schemas.structured_output import StructuredFields
@@ -79,6 +80,8 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
 
     model: str | None = None
     adapter_id: str | None = None
+    # Their sum answers, in place of one.
+    adapters: AdaptersField | None = None
     max_completion_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from api.schemas.base import Body, Items, KnownBody
+from api.schemas.composition import AdaptersField
 from api.schemas.kv_policy import KvPolicyField
 from api.schemas.openai import MAX_SALT_CHARS, GenerationBody
 from api.schemas.speculation import Prediction, SpeculationField
@@ -44,6 +45,7 @@ class Parameters(KnownBody):
     UNSUPPORTED: ClassVar = _INERT_VALUES
 
     adapter_id: str | None = None
+    adapters: AdaptersField | None = None
     adapter_source: str | None = None
     api_token: str | None = None
     max_new_tokens: _Count | None = None

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
+from adapter_store.errors import NotComposable
 from api.asgi.sse import EventStream, run_until_disconnect
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
@@ -88,7 +89,7 @@ async def generate(
 
     Args:
         plan: the protocol's planner.
-        model: `model` of the body; `fields.adapter_id` may name the adapter too.
+        model: `model` of the body; `fields.adapter_id` or `fields.adapters` may name what answers, too.
         fields: fields that all protocols share, such as priority and cache_salt; the plan gets them with the defaults
             of the version that answers.
         turn: the one turn of a conversation that `fields` do not hold (TGI).
@@ -98,7 +99,9 @@ async def generate(
     services.admission.check(caller)
     # In a thread: suggesting similar names takes milliseconds with thousands of adapters.
     view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
-    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, view.resolve)
+    names = model, fields.adapter_id, fields.adapters
+    target = await run_in_threadpool(resolve_target, *names, services.base_name, view)
+    await services.personas.check_parts(target.components, view)
     if target.ref is not None and target.ref.persona:
         fields, persona = await services.personas.apply(fields, target.ref, view, turn)
         target = replace(target, persona=persona)
@@ -118,7 +121,10 @@ async def generate(
             beams=planned.beams,
         )
 
-    streams = await services.admission.admit(caller, planned.prompts, planned.width, begin)
+    try:
+        streams = await services.admission.admit(caller, planned.prompts, planned.width, begin)
+    except NotComposable as error:
+        raise target.naming(error) from None
     return Generation(planned.writer, ChoiceStream(streams, planned.width, unanswered=planned.unanswered))
 
 
@@ -235,7 +241,8 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
         "principal": caller.principal,
         "adapter": target.ref.key if target.ref else None,
         "adapter_id": target.ref.adapter_id if target.ref else "",
-        "version": target.ref.version if target.ref else 0,
+        "charged_key": target.charged_key,
+        "versions": target.versions,
         "on_cold": fields.on_cold or OnCold.WAIT,
         "cache_salt": _salt(fields.cache_salt, target, caller),
         "priority": priority,

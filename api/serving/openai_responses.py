@@ -264,7 +264,11 @@ class ResponseBuilder:
             "speculation": _speculation(choices),
             **_kv(choices),
         }
-        told = {"dropped_turns": self.dropped_turns, "persona": persona and persona.usage()}
+        told = {
+            "adapters": self.target.usage(),
+            "dropped_turns": self.dropped_turns,
+            "persona": persona and persona.usage(),
+        }
         return figures | {name: fact for name, fact in told.items() if fact is not None}
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 
+from adapter_store.composition import Component
 from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.store import AdapterStore
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
@@ -169,6 +170,20 @@ class Personas:
             return _apply_to_parameters(fields, stored, turn, may_read)
         assert isinstance(fields, GenerationBody)
         return apply_to_body(fields, stored, may_read)
+
+    async def check_parts(self, components: Sequence[Component], view: ScopedStore) -> None:
+        """Check that a sum does not take the weights of a persona away from its locked prompt: that of the one named
+        first is applied.
+
+        Raises:
+            AdapterNotFound: a version was deleted.
+            InvalidRequest: another has a locked prompt, which the caller may not read.
+        """
+        for ref in (component.ref for component in components[1:]):
+            stored = await self.find(ref) if ref.persona else None
+            if stored is not None and stored.defaults.is_locked and not view.may_read_defaults(stored.owner):
+                why = f"{ref.adapter_id} has a locked prompt, so it can only be named first, which applies it"
+                raise InvalidRequest(why, param="adapters")
 
     def _read(self, ref: AdapterRef) -> StoredPersona:
         history = self._store.version_history

@@ -7,12 +7,13 @@ exactly the same way as ids that do not exist. Hence nothing has to be hidden in
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from adapter_store.composition import Component, Composition
 from adapter_store.errors import AdapterNotFound, InvalidDigest, QuotaExceeded, VersionNotFound, show
 from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
@@ -74,6 +75,10 @@ class ScopedStore:
         if ref.key is None:
             raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
         return ref, ref.key
+
+    def compose(self, components: Iterable[Component]) -> Composition:
+        """Return the sum of versions that were resolved; known to the store while somebody refers to it."""
+        return self._store.compositions.add(Composition.of((c.ref.key, c.weight) for c in components))
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
         return self._names.targets(reference)

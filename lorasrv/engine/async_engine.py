@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Unpack
 
 from adapter_store.spec import AdapterKey
@@ -169,7 +169,7 @@ class AsyncEngine:
         sampling: SamplingParams,
         *,
         request_id: str | None = None,
-        version: int = 0,
+        versions: Collection[tuple[str, int]] = (),
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request, or refuse it at once.
@@ -178,7 +178,7 @@ class AsyncEngine:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
             request_id: a label for logs; the engine makes its own id unique.
-            version: version of the adapter's id, whose deletion may end the request; 0 for the base.
+            versions: (id, version) of the adapters whose deletion by force ends the request.
         Returns:
             The stream of the request's outputs.
         Raises:
@@ -188,7 +188,7 @@ class AsyncEngine:
             EngineOverloaded: too many requests are queued.
             EngineDead: the engine does not run.
         """
-        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, version=version, **options))[0]
+        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, versions=versions, **options))[0]
 
     async def add_choices(
         self,
@@ -197,7 +197,7 @@ class AsyncEngine:
         count: int,
         *,
         request_id: str | None = None,
-        version: int = 0,
+        versions: Collection[tuple[str, int]] = (),
         **options: Unpack[RequestOptions],
     ) -> list[RequestStream]:
         """Accept several answers to one prompt, which share its pages. A seed counts up from choice to choice.
@@ -209,7 +209,7 @@ class AsyncEngine:
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
-            with self.in_flight.arriving(options.get("adapter_id", ""), version, rids) as use:
+            with self.in_flight.arriving(versions, rids) as use:
                 requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
                 # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()

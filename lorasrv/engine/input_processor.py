@@ -52,6 +52,7 @@ class RequestOptions(TypedDict, total=False):
     on_cold: OnCold
     cache_salt: str
     adapter_id: str
+    charged_key: AdapterKey | None
     priority: int
     timeout_s: float | None
     constraint: TokenConstraint | None
@@ -142,6 +143,7 @@ class InputProcessor:
         on_cold: OnCold = OnCold.WAIT,
         cache_salt: str = "",
         adapter_id: str = "",
+        charged_key: AdapterKey | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
         constraint: TokenConstraint | None = None,
@@ -194,6 +196,7 @@ class InputProcessor:
             on_cold=on_cold,
             cache_salt=cache_salt,
             adapter_id=adapter_id or (adapter or ""),
+            charged_key=charged_key,
             priority=priority,
             timeout_s=timeout_s,
             hold=hold,

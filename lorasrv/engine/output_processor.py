@@ -235,11 +235,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 @dataclass(slots=True, eq=False)
 class InFlightUse:
-    """Hold one request's use of an adapter."""
+    """Hold one request's use of adapters."""
 
-    # "", of version 0, for the base.
-    adapter_id: str
-    version: int
+    # (id, version) of each.
+    versions: frozenset[tuple[str, int]]
     # Choices that have not finished.
     open: set[RequestId]
     is_accepted: bool = False
@@ -269,9 +268,11 @@ class InFlightRequests(RequestObserver):
         self._has_ended = asyncio.Event()
 
     @contextmanager
-    def arriving(self, adapter_id: str, version: int, request_ids: Collection[RequestId]) -> Iterator[InFlightUse]:
+    def arriving(
+        self, versions: Collection[tuple[str, int]], request_ids: Collection[RequestId]
+    ) -> Iterator[InFlightUse]:
         """Count a request while it is being accepted; after the block it counts only if it was accepted."""
-        use = InFlightUse(adapter_id, version, set(request_ids))
+        use = InFlightUse(frozenset(versions), set(request_ids))
         self._uses.update(dict.fromkeys(request_ids, use))
         try:
             yield use
@@ -318,4 +319,5 @@ class InFlightRequests(RequestObserver):
         return len(doomed)
 
     def _of(self, adapter_id: str, versions: Collection[int]) -> set[InFlightUse]:
-        return {use for use in self._uses.values() if use.adapter_id == adapter_id and use.version in versions}
+        doomed = {(adapter_id, version) for version in versions}
+        return {use for use in self._uses.values() if not doomed.isdisjoint(use.versions)}

@@ -17,7 +17,7 @@ from lorasrv.errors import name_of
 from lorasrv.metrics.histogram import Histogram
 from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, refused
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import Account, EngineCoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class FinishedRequestStats:
     fell_back: bool = False
     # The choice shares the pages of the first choice's prompt.
     is_further: bool = False
+    # What is charged in the ledger.
+    account: Account = ("", None)
 
     @property
     def prefill_s(self) -> float:
@@ -98,6 +100,7 @@ class _LiveRequest:
     account: RequestTotals
     adapter_id: str
     key: AdapterKey | None
+    charged: Account
     principal: str
     prompt_tokens: int
     is_further: bool
@@ -115,7 +118,7 @@ class RequestStats(RequestObserver):
     Attributes:
         rejected: count by error name (`name_of`).
         aborted: count by error name, or `client` for clients that disconnected.
-        askers: content -> the id that requested it last.
+        askers: adapter -> the account that requested it last.
         listeners: called with each finished request.
 
     Args:
@@ -126,7 +129,7 @@ class RequestStats(RequestObserver):
         self._clock = clock
         self._open: dict[RequestId, _LiveRequest] = {}
         self._accounts: dict[str, RequestTotals] = {}
-        self.askers: dict[AdapterKey, str] = {}
+        self.askers: dict[AdapterKey, Account] = {}
         self.listeners: list[Listener] = []
         self.rejected: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
@@ -152,6 +155,7 @@ class RequestStats(RequestObserver):
                 account,
                 message.adapter_id,
                 message.adapter_key,
+                message.account,
                 message.principal,
                 prompt,
                 message.fork_of is not None,
@@ -160,7 +164,7 @@ class RequestStats(RequestObserver):
             )
             if message.adapter_key is not None:
                 self.askers.pop(message.adapter_key, None)
-                self.askers[message.adapter_key] = message.adapter_id
+                self.askers[message.adapter_key] = message.account
         for table in (self._accounts, self.askers):
             while len(table) > MAX_ACCOUNTS:
                 del table[next(iter(table))]  # type: ignore[arg-type]
@@ -234,6 +238,7 @@ class RequestStats(RequestObserver):
             request_id=request_id,
             adapter_id=request.adapter_id,
             adapter_key=request.key,
+            account=request.charged,
             principal=request.principal,
             reason=reason,
             why=why,

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
 from lorasrv.metrics.histogram import DISTINCT, STEP_SECONDS, Histogram
+from lorasrv.request import Account
 from lorasrv.scheduler_output import SchedulerOutput
-
-Account = tuple[str, AdapterKey | None]
-"""An adapter id and the content it named; ("", None) is the base."""
 
 
 @dataclass(slots=True)
@@ -61,8 +59,7 @@ class StepStats:
         with self._lock:
             spent = self._spent.seconds
             for share in step.scheduled:
-                account = (share.adapter_id, share.adapter_key)
-                spent[account] = spent.get(account, 0.0) + each * len(share.token_ids)
+                spent[share.account] = spent.get(share.account, 0.0) + each * len(share.token_ids)
 
     def loaded(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
         """Count an adapter read from disk to host memory."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from adapter_store.spec import AdapterKey
 from lorasrv.metrics.histogram import SECONDS, Histogram
-from lorasrv.metrics.step_stats import Account
 from lorasrv.metrics.usage import SUMS, Usage
+from lorasrv.request import Account
 
 _LOG = logging.getLogger(__name__)
 LAYOUT = 2

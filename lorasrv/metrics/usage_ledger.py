@@ -18,9 +18,10 @@ from adapter_store.registry.records import AdapterRecord
 from adapter_store.spec import AdapterId, AdapterKey
 from lorasrv.errors import EngineDead
 from lorasrv.metrics.request_stats import FinishedRequestStats, RequestStats
-from lorasrv.metrics.step_stats import Account, StepStats
+from lorasrv.metrics.step_stats import StepStats
 from lorasrv.metrics.usage import Usage
 from lorasrv.metrics.usage_db import LedgerFile
+from lorasrv.request import Account
 
 _LOG = logging.getLogger(__name__)
 FILE_NAME = "ledger.db"
@@ -79,7 +80,7 @@ class Ledger:
     def ended(self, request: FinishedRequestStats) -> None:
         """Count a finished request."""
         self._has_news = True
-        asked = self._usage(request.adapter_id, request.adapter_key)
+        asked = self._usage(*request.account)
         asked.asked(request, time.time())
         (self._usage("", None) if request.fell_back else asked).answered(request)
 
@@ -173,7 +174,7 @@ class Ledger:
         for (adapter_id, key), seconds in spent.seconds.items():
             self._usage(adapter_id, key).compute_s += seconds
         for key, moved in spent.moved.items():
-            usage = self._usage(self._asker(key), key)
+            usage = self._usage(*self._asker(key))
             usage.loads += moved.loads
             usage.load_bytes += moved.load_bytes
             usage.copies += moved.copies
@@ -189,23 +190,23 @@ class Ledger:
         now_s = self._clock()
         seconds, self._sampled_s = now_s - self._sampled_s, now_s
         for key, nbytes in residents:
-            self._usage(self._asker(key), key).resident_byte_s += nbytes * seconds
+            self._usage(*self._asker(key)).resident_byte_s += nbytes * seconds
 
-    def _asker(self, key: AdapterKey) -> str:
-        """Return the id that requested a content last.
+    def _asker(self, key: AdapterKey) -> Account:
+        """Return the account that requested an adapter last.
 
         For a content that was only warmed or pinned, or whose last id was deleted, return any id that has it; else "".
         """
         records = self._store.records()
         asker = self._engine.request_stats.askers.get(key)
-        if asker is not None and _exists((asker, key), records):
+        if asker is not None and _exists(asker, records):
             return asker
         if records is not self._records:
             self._records = records
             self._names = {
                 v.key: name for name, record in records.items() for v in record.versions if v.key is not None
             }
-        return self._names.get(key, "")
+        return self._names.get(key, ""), key
 
     def _usage(self, adapter_id: str, key: AdapterKey | None) -> Usage:
         account = (adapter_id, key)

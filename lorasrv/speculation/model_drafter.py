@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cachetools import LRUCache
+
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request
 from lorasrv.scheduler_output import DrafterOutput, ModelDraft
@@ -27,6 +29,7 @@ OTHER_PASS_SHARE = 0.5
 NUM_NEWEST = 7
 """Measured passes of which the median counts."""
 CONFIDENCE_CLASSES = 8
+MAX_PROBES = 1 << 12
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class ModelDrafter:
         self._survival = survival
         # Seconds of a pass, by the number of rows as a power of two.
         self._pass_s: dict[int, deque[float]] = {}
-        self._probes: dict[AdapterKey | None, _Probe] = {}
+        self._probes: LRUCache[AdapterKey | None, _Probe] = LRUCache(MAX_PROBES)
 
     def lengths(
         self, rows: Sequence[tuple[Request, int]], draws: Sequence[str], token_s: Sequence[float], step: PlainStep

@@ -9,7 +9,7 @@ from cachetools import LRUCache
 from adapter_store.formats.weights import HeadArrays
 from adapter_store.host_cache import HostCache, HostCacheStats
 from adapter_store.spec import AdapterKey
-from adapter_store.storage.refcounts import ContentHold
+from adapter_store.storage.refcounts import CompositionHold, ContentHold
 from adapter_store.store import AdapterStore
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.worker.adapter_packing import PackedAdapter, pack_adapter
@@ -45,7 +45,7 @@ class HostAdapterStore:
         """Return the host cache's statistics."""
         return self._host_cache.stats()
 
-    def hold(self, key: AdapterKey) -> ContentHold:
+    def hold(self, key: AdapterKey) -> ContentHold | CompositionHold:
         """Keep an adapter in the store while the returned object lives.
 
         Raises:

@@ -82,7 +82,7 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
         if bias is not None:
             shift[rows] = (bias[rows] if own is None else _tensor(own, device)) - gain[rows] * bias[rows]
         if lora is not None and lora.b_bias is not None:
-            shift[rows] += lora.scaling * _tensor(lora.b_bias, device)
+            shift[rows] += _tensor(lora.b_bias, device)
         start += out
     return gain, shift
 
@@ -90,6 +90,7 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
 def _magnitude_gain(weight: Tensor, lora: LoraTensors, adapter: AdapterWeights) -> Tensor:
     """Return the gain of each output, over the matrices as they are served: weight [out, in] fp32 -> [out]."""
     assert lora.magnitude is not None
+    assert isinstance(lora.scaling, float | int), "sums have no magnitudes"
     if adapter.spec.stored == INT8:
         matrices = CodedTensors(lora, adapter.dtype).dequantized()
     else:

@@ -45,12 +45,11 @@ def best_us(call: Callable[[], object]) -> float:
 
 def of_steps(rows: int) -> float:
     book = StepStats()
+    names = [(f"a{n}", AdapterKey(f"k{n}")) for n in range(rows)]
+    asked = ((1,), 0, ()), (True, SamplingParams(), 1)
     shares = tuple(
-        ScheduledRequest(
-            RequestId(str(n)), (1,), 0, (), AdapterKey(f"k{n}"), True, SamplingParams(), 1, adapter_id=f"a{n}"
-        )
-        for n in range(rows)
-    )  # fmt: skip
+        ScheduledRequest(RequestId(name), *asked[0], key, *asked[1], account=(name, key)) for name, key in names
+    )
     keys: Any = {share.adapter_key: None for share in shares}
     step = SchedulerOutput(shares, keys, (), AdapterOrders(), 0)
     return best_us(lambda: book.step(step, 0.01))

@@ -6,7 +6,7 @@ tests/api/test_fake_engine.py holds its public names and signatures to those of 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Unpack
@@ -51,6 +51,7 @@ DEFAULTS: RequestOptions = {
     "on_cold": OnCold.WAIT,
     "cache_salt": "",
     "adapter_id": "",
+    "charged_key": None,
     "priority": 0,
     "timeout_s": None,
     "constraint": None,
@@ -245,7 +246,7 @@ class FakeEngine:
         count: int,
         *,
         request_id: str | None = None,
-        version: int = 0,
+        versions: Collection[tuple[str, int]] = (),
         **options: Unpack[RequestOptions],
     ) -> list[FakeStream]:
         if self.before_add is not None:
@@ -261,7 +262,9 @@ class FakeEngine:
         if len(ids) + tokens > self.max_model_len:
             raise ContextLengthExceeded(f"{len(ids)} + {tokens} > {self.max_model_len}", param="max_tokens")
         label = request_id or f"req-{next(self._numbers)}"
-        asked = Asked(id=label, prompt=ids, sampling=sampling, count=count, version=version, **DEFAULTS | options)
+        asked = Asked(
+            id=label, prompt=ids, sampling=sampling, count=count, versions=list(versions), **DEFAULTS | options
+        )
         streams = [FakeStream(self, RequestId(f"{label}#{index}"), index, asked) for index in range(count)]
         self.added.append(asked)
         first = EngineCoreRequest(
@@ -271,6 +274,7 @@ class FakeEngine:
             sampling,
             adapter_key=asked.adapter,
             adapter_id=asked.adapter_id,
+            charged_key=asked.charged_key,
             principal=asked.principal,
         )
         further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]

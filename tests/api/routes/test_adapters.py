@@ -226,17 +226,17 @@ class TestDelete:
 
     def test_waiting(self, server, engine, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
-        with engine.in_flight.arriving("zoe", 1, ["a"]), engine.in_flight.arriving("mia", 4, ["b"]):
+        with engine.in_flight.arriving([("zoe", 1)], ["a"]), engine.in_flight.arriving([("mia", 4)], ["b"]):
             assert delete(server, "mia?wait=60").status_code == 200
             for version, reference in ((2, "mia?wait=0.01"), (3, "mia")):
                 server.upload(make_adapter(), "mia")
-                with engine.in_flight.arriving("mia", version, ["c", "d"]):
+                with engine.in_flight.arriving([("mia", version)], ["c", "d"]):
                     response = delete(server, reference)
                     assert (response.status_code, response.json()["requests_running"]) == (202, 1)
 
     def test_force_ends_what_runs(self, server, engine, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
-        with engine.in_flight.arriving("mia", 1, ["a"]) as use:
+        with engine.in_flight.arriving([("mia", 1)], ["a"]) as use:
             done = delete(server, "mia?force=true").json()
         assert done["requests_ended"] == 1
         with pytest.raises(AdapterDeleted, match="'mia' was deleted"):

@@ -91,7 +91,7 @@ class TestVersions:
         assert (muse["digest"], muse["report"], muse["stored"]) == (None, None, None)
         response = server.chat(model="muse")
         asked = engine.added[-1]
-        assert (asked.adapter, asked.adapter_id, asked.version) == (None, "muse", 1)
+        assert (asked.adapter, asked.adapter_id, asked.versions) == (None, "muse", [("muse", 1)])
         assert "x-adapter-digest" not in response.headers
         assert response.headers["x-adapter-id"] == "muse"
         for path, code in (("warm", 400), ("verify", 400)):

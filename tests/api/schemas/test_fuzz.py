@@ -146,10 +146,14 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
         {"kind": st.just("select"), "budget": st.integers(100, 300)}, optional={"every": st.integers(30, 90)}
     ),
     "on_cold": st.sampled_from(["wait", "fallback_base"]),
+    "adapters": st.lists(
+        st.fixed_dictionaries({"id": st.sampled_from(["one", "two@1", "nobody"])}, optional={"weight": share(-5, 5)}),
+        max_size=5,
+    ),
 }
 OPENAI = SAMPLING | {
     "stop": WORDS.filter(bool) | st.lists(WORDS.filter(bool), max_size=3),
-    "adapter_id": st.sampled_from(["one", "two", "one@1", "nobody"]),
+    "adapter_id": st.sampled_from(["one", "two", "one@1", "nobody", "one+0.5*two"]),
     "max_tokens": st.integers(1, 8),
     "max_completion_tokens": st.integers(1, 8),
     "logit_bias": st.dictionaries(IDS.map(str), st.integers(-100, 100), max_size=3),

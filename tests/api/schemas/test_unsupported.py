@@ -88,6 +88,7 @@ GENERATION: dict[str, Any] = {
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
     "kv_policy": {"kind": "window", "recent": 64},
+    "adapters": [{"id": "mia", "weight": 0.5}],
     "use_defaults": beside(False, model="muse"),
     "user": beside("Bo", model="muse"),
     "response_format": {"type": "json_object"},
@@ -133,6 +134,7 @@ PARAMETERS: dict[str, Any] = {
     "speculation": False,
     "prediction": {"type": "content", "content": "Mia"},
     "kv_policy": {"kind": "window", "recent": 64},
+    "adapters": [{"id": "mia", "weight": 0.5}],
     "use_defaults": beside(False, adapter_id="muse"),
 }
 BASE = {"model": "tiny-base"}

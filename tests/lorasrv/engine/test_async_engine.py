@@ -287,7 +287,7 @@ async def test_requests_are_recorded(model: Path, store: AdapterStore, tmp_path:
 async def test_requests_are_counted(engine, store) -> None:
     key = store.resolve("one").key
     assert await engine.tier(key) is AdapterTier.DISK
-    for stream in await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", version=1):
+    for stream in await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", versions=[("one", 1)]):
         assert len(tokens(await collect(stream))) == 20
     left = await engine.add(PROMPT, LONG)
     await anext(left)
@@ -319,7 +319,7 @@ async def test_observers_are_told_once_of_each_end(engine, store, ends, monkeypa
     await anext(left)
     await left.aclose()
     await left.aclose()
-    deleted = await engine.add(PROMPT, LONG, request_id="deleted", adapter=key, adapter_id="one", version=1)
+    deleted = await engine.add(PROMPT, LONG, request_id="deleted", adapter=key, adapter_id="one", versions=[("one", 1)])
     assert engine.in_flight.abort_adapter("one", [1]) == 1
     with pytest.raises(AdapterDeleted):
         await anext(deleted)
@@ -379,7 +379,7 @@ async def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fault)
         with pytest.raises(KeyboardInterrupt):
-            await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", version=1)
+            await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", versions=[("one", 1)])
         assert await engine.in_flight.until_unused("one", [1], 0.0) == 0
         assert not engine._streams
     assert not engine.request_stats._open

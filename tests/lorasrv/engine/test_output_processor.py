@@ -153,10 +153,10 @@ def test_several_tokens_at_once_are_those_tokens_one_by_one(
 @pytest.mark.engine(dies=True)
 async def test_waiting_ends_with_the_last_choice(engine, keys) -> None:
     key, until_unused = keys["one"], engine.in_flight.until_unused
-    streams = await engine.add_choices(PROMPT, GREEDY, 3, adapter=key, adapter_id="one", version=1)
+    streams = await engine.add_choices(PROMPT, GREEDY, 3, adapter=key, adapter_id="one", versions=[("one", 1)])
     # The same version of another name, another version of the name with the same content, and the base.
     for adapter, name, version in ((key, "uno", 1), (key, "one", 2), (None, "", 0)):
-        await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name, version=version)
+        await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name, versions=[(name, version)])
     assert await until_unused("one", [1], 0.0) == 1
     assert await until_unused("one", [1], PATIENCE_S) == 0
     for stream in streams:
@@ -168,10 +168,10 @@ async def test_waiting_ends_with_the_last_choice(engine, keys) -> None:
 
 async def test_aborted_requests_say_why_and_free_their_pages(engine, keys) -> None:
     key = keys["one"]
-    runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", version=1)
-    another = await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="uno", version=1)
+    runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", versions=[("one", 1)])
+    another = await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="uno", versions=[("uno", 1)])
     await anext(runs)
-    waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", version=1)
+    waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", versions=[("one", 1)])
     assert engine.in_flight.abort_adapter("one", [1]) == 2
     for stream in (runs, waits):
         with pytest.raises(AdapterDeleted, match="'one' was deleted"):
@@ -192,5 +192,5 @@ async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, mon
 
     monkeypatch.setattr(engine.input_processor, "process_choices", slow)
     with pytest.raises(AdapterDeleted):
-        await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one", version=1)
+        await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one", versions=[("one", 1)])
     assert await engine.in_flight.until_unused("one", [1], 0.0) == 0

@@ -144,4 +144,4 @@ def test_who_asked_last_is_remembered(traffic: RequestStats, monkeypatch: pytest
             RequestId(f"r{number}"), (1,), 9, SamplingParams(), AdapterKey(key), adapter_id=name
         )
         traffic.on_accepted([message], 0.0)
-    assert traffic.askers == {"k2": "eva", "k3": "kim"}
+    assert traffic.askers == {"k2": ("eva", "k2"), "k3": ("kim", "k3")}

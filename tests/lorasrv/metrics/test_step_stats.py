@@ -15,7 +15,9 @@ MIA, TOM = AdapterKey("m"), AdapterKey("t")
 
 def share(number: int, rows: int, key: AdapterKey | None = None, adapter_id: str = "") -> ScheduledRequest:
     ids = tuple(range(rows))
-    return ScheduledRequest(RequestId(f"r{number}"), ids, 0, (), key, True, SamplingParams(), 0, adapter_id=adapter_id)
+    return ScheduledRequest(
+        RequestId(f"r{number}"), ids, 0, (), key, True, SamplingParams(), 0, account=(adapter_id, key)
+    )
 
 
 def step(*shares: ScheduledRequest) -> SchedulerOutput:

@@ -13,14 +13,11 @@ import pytest
 import torch
 from peft_adapters import peft_adapter
 from safetensors.torch import load_file, save_file
-from tiny_engine import engine_config
+from served_logits import ServedLogits, last_logits
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import LoraTensors
-from lorasrv.llm import LLM
-from lorasrv.sampling_params import SamplingParams
-from lorasrv.worker.model_runner import ModelRunner
 
 Tiny = dict[str, Callable[..., Path]]
 FAMILIES = ["llama", "gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2", "qwen3", "gemma2"))]
@@ -116,44 +113,10 @@ FEATURES = {
 }
 
 
-class Served:
-    """An engine that keeps the logits of every row that it samples from."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.llm = LLM(str(directory), engine_config(directory, kernels="numba", pool_bytes=16 << 20))
-        self.close = self.llm.close
-        self.rows: dict[str, list[torch.Tensor]] = {}
-        self.batches: list[int] = []
-        compute = ModelRunner._logits
-
-        def recorded(runner: ModelRunner, step: Any, last: Any) -> Any:
-            logits, sampled, *others = compute(runner, step, last)
-            self.batches.append(len({s.adapter_key for s in sampled}))
-            for row, request in zip(logits, sampled, strict=True):
-                self.rows.setdefault(request.request_id, []).append(row.clone())
-            return logits, sampled, *others
-
-        monkeypatch.setattr(ModelRunner, "_logits", recorded)
-
-    def first_logits(self, prompts: list[list[int]], adapters: list[str | None]) -> list[torch.Tensor]:
-        """Of the token after each prompt, all asked at once."""
-        self.rows.clear()
-        greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        self.llm.generate(prompts, greedy, adapters)
-        self.llm.engine.check_integrity()
-        in_order = sorted(self.rows, key=lambda request_id: int(request_id.rpartition("-")[2]))
-        return [self.rows[request_id][0] for request_id in in_order]
-
-
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Served]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], ServedLogits]]:
     with ExitStack() as stack:
-        yield lambda directory: stack.enter_context(closing(Served(directory, monkeypatch)))
-
-
-def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([prompt])).logits[0, -1]
+        yield lambda directory: stack.enter_context(closing(ServedLogits(directory, monkeypatch)))
 
 
 def changed(folder: Path, target: Path, changes: dict[str, Any]) -> Path:

@@ -1,0 +1,124 @@
+"""Compositions: sums of adapters with weights, as PEFT computes them with several active adapters.
+
+y = W x + sum over j of weight_j * scaling_j * B_j A_j x: all A_j below each other and all B_j side by side are one
+adapter of the summed rank, without cross terms and without rounding A or B. A composition is known by its contents and
+weights, never by names, so that nothing computed with other contents is ever taken for it.
+"""
+
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from adapter_store.errors import NotComposable, show
+from adapter_store.spec import AdapterKey, AdapterRef
+
+MAX_COMPONENTS = 4
+MAX_WEIGHT = 4.0
+"""Largest size of a weight."""
+SUM_RULE = "a sum reads mia+0.5*style: up to 4 adapters, each with a weight from -4 to 4 before a *, or without for 1"
+_DOMAIN = b"lorasrv composition 1\n"
+_NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?|-?\.[0-9]{1,20}")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Name one version of a sum, and its weight."""
+
+    ref: AdapterRef
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Composition:
+    """Hold a sum in its one normal form: (content, weight), sorted, each content once, weights float32 and not 0.
+
+    `key` is the content's own where there is one of weight 1, and None without any: the base.
+    """
+
+    key: AdapterKey | None
+    weights: tuple[tuple[AdapterKey, float], ...]
+
+    @classmethod
+    def of(cls, components: Iterable[tuple[AdapterKey | None, float]]) -> "Composition":
+        """Build the normal form: weights of one content are added up; None is the base, which adds nothing."""
+        sums: dict[AdapterKey, float] = {}
+        for key, weight in components:
+            if key is not None:
+                sums[key] = sums.get(key, 0.0) + weight
+        rounded = ((key, float(np.float32(weight))) for key, weight in sorted(sums.items()))
+        weights = tuple((key, weight) for key, weight in rounded if weight)
+        return cls(_key_of(weights), weights)
+
+    @property
+    def is_sum(self) -> bool:
+        """Return whether it is neither the base nor one content as it is."""
+        return self.key is not None and self.weights != ((self.key, 1.0),)
+
+
+def _key_of(weights: Sequence[tuple[AdapterKey, float]]) -> AdapterKey | None:
+    if not weights:
+        return None
+    if len(weights) == 1 and weights[0][1] == 1.0:
+        return weights[0][0]
+    text = "".join(f"{key} {weight.hex()}\n" for key, weight in weights)
+    return AdapterKey(hashlib.sha256(_DOMAIN + text.encode()).hexdigest())
+
+
+class Compositions:
+    """Know the sums that something refers to: a request that was resolved, or a hold. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[AdapterKey, Composition] = WeakValueDictionary()
+
+    def add(self, composition: Composition) -> Composition:
+        """Return the one object of a composition, which is known while somebody refers to it."""
+        if not composition.is_sum or composition.key is None:
+            return composition
+        with self._lock:
+            return self._known.setdefault(composition.key, composition)
+
+    def find(self, key: AdapterKey) -> Composition | None:
+        """Return the sum of a key; None for a content's own, or if nobody refers to it any more."""
+        with self._lock:
+            return self._known.get(key)
+
+
+def is_sum(text: str) -> bool:
+    """Return whether a reference is written as a sum; ids contain neither sign."""
+    return "+" in text or "*" in text
+
+
+def parse_sum(text: str) -> list[tuple[str, float]]:
+    """Parse `mia+0.5*style@3` into references and weights.
+
+    Raises:
+        NotComposable: it is none, or has too many parts or too large weights.
+    """
+    parts = []
+    for part in text.split("+"):
+        number, star, reference = part.rpartition("*")
+        if not reference or (star and not _NUMBER.fullmatch(number)):
+            raise NotComposable(f"{show(text)} is no sum of adapters; {SUM_RULE}")
+        parts.append((reference, float(number) if star else 1.0))
+    check_weights([weight for _, weight in parts])
+    return parts
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Check the number and size of the weights of a sum.
+
+    Raises:
+        NotComposable: there is none, there are too many, or one is not finite or too large.
+    """
+    if not 1 <= len(weights) <= MAX_COMPONENTS:
+        raise NotComposable(f"a sum has 1 to {MAX_COMPONENTS} adapters, not {len(weights)}")
+    for weight in weights:
+        if not (math.isfinite(weight) and abs(weight) <= MAX_WEIGHT):
+            raise NotComposable(f"a weight is a number from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}, not {weight:g}")

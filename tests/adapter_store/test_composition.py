@@ -1,0 +1,73 @@
+"""Sums of adapters: their one normal form, and how they are written."""
+
+import gc
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapter_store.composition import Composition, Compositions, parse_sum
+from adapter_store.errors import NotComposable
+from adapter_store.spec import AdapterKey
+
+KEYS = [AdapterKey(f"{i:064x}") for i in range(5)]
+WEIGHTS = st.floats(-4, 4, width=32)
+PARTS = st.lists(st.tuples(st.sampled_from(KEYS), WEIGHTS), min_size=1, max_size=4)
+
+
+@given(PARTS, st.randoms(use_true_random=False))
+def test_order_does_not_matter_and_each_content_stands_once(parts, shuffle) -> None:
+    mixed = list(parts)
+    shuffle.shuffle(mixed)
+    composition = Composition.of(parts)
+    assert {key for key, _ in composition.weights} <= {key for key, _ in parts}
+    assert [key for key, _ in composition.weights] == sorted({key for key, _ in composition.weights})
+    if len({key for key, _ in parts}) == len(parts):
+        assert Composition.of(mixed) == composition
+        assert dict(composition.weights) == {key: weight for key, weight in parts if weight}
+
+
+@given(PARTS, PARTS)
+def test_keys_are_equal_only_for_equal_sums(one, other) -> None:
+    first, second = Composition.of(one), Composition.of(other)
+    assert (first.key == second.key) == (first.weights == second.weights)
+
+
+def test_special_sums() -> None:
+    a, b, *_ = KEYS
+    assert Composition.of([(a, 1.0)]).key == a
+    assert Composition.of([(a, 0.5), (a, 0.5)]).key == a
+    assert not Composition.of([(a, 1.0), (b, 0.0)]).is_sum
+    assert Composition.of([(a, 2.0), (a, -2.0)]).key is None
+    assert Composition.of([(None, 1.0), (a, 1.0)]).key == a
+    assert Composition.of([(a, 0.5)]).is_sum
+    assert Composition.of([(a, 0.1)]).key == Composition.of([(a, 0.10000000149011612)]).key, "weights are float32"
+    keys = {Composition.of(parts).key for parts in ([(a, 0.5)], [(a, 1), (b, 1)], [(a, 1), (b, -1)], [(b, 0.5)])}
+    assert len(keys | {a, b}) == 6
+
+
+def test_a_sum_is_known_while_somebody_refers_to_it() -> None:
+    known = Compositions()
+    mine = known.add(Composition.of([(KEYS[0], 0.5)]))
+    assert known.add(Composition.of([(KEYS[0], 0.5)])) is mine
+    key = mine.key
+    assert known.find(key) is mine
+    del mine
+    gc.collect()
+    assert known.find(key) is None
+    plain = known.add(Composition.of([(KEYS[0], 1.0)]))
+    assert known.find(plain.key) is None, "one content as it is needs no sum"
+
+
+def test_how_sums_are_written() -> None:
+    assert parse_sum("mia+0.5*style@3") == [("mia", 1.0), ("style@3", 0.5)]
+    assert parse_sum("-1*mia:prod+.25*b-c.d+2.*e") == [("mia:prod", -1.0), ("b-c.d", 0.25), ("e", 2.0)]
+    for text in ("", "+", "a+", "a++b", "0.5*", "x*a", "1e3*a", "nan*a", "inf*a", "0x1*a", "1*2*a", " 1*a", "٣*a"):
+        with pytest.raises(NotComposable, match="is no sum of adapters"):
+            parse_sum(text)
+    with pytest.raises(NotComposable, match=r"from -4 to 4, not 4\.5"):
+        parse_sum("4.5*a")
+    with pytest.raises(NotComposable, match="1 to 4 adapters, not 5"):
+        parse_sum("+".join("abcde"))
+    assert math.isclose(parse_sum("0.1*a")[0][1], 0.1)

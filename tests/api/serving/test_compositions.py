@@ -1,0 +1,204 @@
+"""Sums of adapters over HTTP: how they are asked for, by whom, and what is refused."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from answers import events
+from callers import with_callers
+from peft_adapters import peft_adapter
+from server import eventually, server
+
+from api.auth.principal import Caller, Scope
+
+BOTH = [{"id": "one", "weight": 1.0}, {"id": "two", "weight": 0.5}]
+PROMPT = "Good morning, how is the sea?"
+CALLERS = {
+    "ann": Caller("ann", frozenset({Scope.UPLOAD, Scope.INFER})),
+    "bob": Caller("bob", frozenset({Scope.UPLOAD, Scope.INFER})),
+    "eve": Caller("eve", frozenset({Scope.INFER}), ("one*",)),
+}
+
+
+@pytest.fixture(scope="module")
+def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """A real server of the tiny llama with adapters `one` and `two`, and `dora`."""
+    folder = tmp_path_factory.mktemp("served")
+    peft_adapter(model, folder / "dora", use_dora=True)
+    adapters = {"one": adapter_dirs["one"], "two": adapter_dirs["two"], "dora": folder / "dora"}
+    options = {"quantization": "int8", "dtype": "float32", "kernels": "auto", "speculation": "off"}
+    with server(model, folder / "store", adapters, **options) as served:
+
+        def text(path: str = "/v1/completions", **body: Any) -> Any:
+            answer = served.post(path, **{"prompt": PROMPT, "temperature": 0, "max_tokens": 12} | body)
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        served.text = text
+        yield served
+
+
+def said(response: httpx2.Response) -> str:
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def test_all_spellings_are_one_sum(served) -> None:
+    name = served.engine.model_name
+    asked = [
+        {"adapters": BOTH},
+        {"adapters": [{"id": "two@1", "weight": 0.5}, {"id": "one"}]},
+        {"model": name, "adapters": BOTH},
+        {"model": "one+0.5*two"},
+        {"adapter_id": "0.5*two+one@1"},
+    ]
+    answers = [served.text(logprobs=1, **body) for body in asked]
+    shown = [(said(answer), answer.json()["choices"][0]["logprobs"]) for answer in answers]
+    assert all(each == shown[0] for each in shown)
+    alone = [said(served.text(model=model)) for model in ("one", "two", name)]
+    assert shown[0][0] not in alone
+    # The second found the pages of the first, the third and others too: pages are the sum's, whatever its spelling.
+    cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] == 0
+    assert all(cached[1:])
+    digests = {answer.headers["x-adapter-digest"] for answer in answers}
+    assert len(digests) == 1
+    usage = answers[3].json()["usage"]["lorasrv"]
+    assert answers[3].json()["model"] == "one+0.5*two"
+    assert [(a["id"], a["version"], a["weight"]) for a in usage["adapters"]] == [("one", 1, 1.0), ("two", 1, 0.5)]
+    assert (usage["adapter_id"], f"sha256:{usage['adapter_digest'].removeprefix('sha256:')}") == ("one", *digests)
+    assert "adapters" not in served.text(model="one").json()["usage"]["lorasrv"]
+
+
+def test_other_routes_and_streams(served) -> None:
+    want = said(served.text(adapters=BOTH))
+    streamed = served.text(adapters=BOTH, stream=True, stream_options={"include_usage": True})
+    chunks = events(streamed)
+    assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"]) == want
+    assert len(chunks[-1]["usage"]["lorasrv"]["adapters"]) == 2
+    parameters = {"max_new_tokens": 12, "adapters": BOTH}
+    tgi = served.post("/generate", inputs=PROMPT, parameters=parameters)
+    assert tgi.json()["generated_text"] == want, tgi.text
+    sugar = served.post("/generate", inputs=PROMPT, parameters={"max_new_tokens": 12, "adapter_id": "one+0.5*two"})
+    assert sugar.json()["generated_text"] == want
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
+    several = served.post("/v1/chat/completions", adapters=BOTH, n=2, temperature=1, seed=4, **chat).json()
+    again = served.post("/v1/chat/completions", model="0.5*two+one", n=2, temperature=1, seed=4, **chat).json()
+    texts = [[choice["message"]["content"] for choice in answer["choices"]] for answer in (several, again)]
+    assert texts[0] == texts[1]
+
+
+def test_sums_run_beside_their_parts(served) -> None:
+    """Many at once, with changing weights in a small pool, answer as each does alone."""
+    models = ["one", "two", served.engine.model_name, *(f"one+{i / 4}*two" for i in range(-4, 5))]
+    alone = [said(served.text(model=model)) for model in models]
+    assert len(set(alone)) > 6
+    together: dict[str, str] = {}
+
+    def ask(model: str) -> None:
+        together[model] = said(served.text(model=model))
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [together[model] for model in models] == alone
+    served.calm_down()
+
+
+def test_what_is_refused(served) -> None:
+    one = {"id": "one"}
+    refused: list[tuple[int, str | None, str, dict[str, Any]]] = [
+        (400, "adapters", "leave out model and adapter_id", {"model": "one", "adapters": BOTH}),
+        (400, "adapters", "leave out model and adapter_id", {"adapter_id": "one", "adapters": BOTH}),
+        (400, "adapters", "at most 4", {"adapters": [one] * 5}),
+        (400, "adapters", "at least 1", {"adapters": []}),
+        (400, "adapters[0].weight", "less than or equal to 4", {"adapters": [one | {"weight": 4.5}]}),
+        (400, "adapters[0].weight", "valid number", {"adapters": [one | {"weight": "0.5"}]}),
+        (400, "adapters[0].scale", "", {"adapters": [one | {"scale": 1}]}),
+        (400, "adapters", "is no sum", {"model": "one+"}),
+        (400, "adapters", "from -4 to 4", {"model": "5*one"}),
+        (400, "adapters", "1 to 4 adapters, not 5", {"model": "one+one+one+one+one"}),
+        (400, "adapters", "dora@1 cannot be part of a sum: DoRA", {"model": "one+dora"}),
+        (400, "model", "which every sum has", {"model": f"one+{served.engine.model_name}"}),
+        (404, "model", "'nobody' does not exist", {"model": "one+nobody"}),
+        (404, "adapters", "'nobody' does not exist", {"adapters": [one, {"id": "nobody"}]}),
+    ]
+    for status, param, message, body in refused:
+        answer = served.post("/v1/completions", prompt="x", max_tokens=1, **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), (body, error)
+        assert message in error["message"], (body, error)
+    nan = '{"prompt": "x", "adapters": [{"id": "one", "weight": NaN}]}'
+    answer = served.http.post("/v1/completions", content=nan, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+def test_the_deletion_of_any_part_ends_the_request(served, adapter_dirs) -> None:
+    from adapter_store.formats.peft_dir import read_peft_dir
+
+    peft = read_peft_dir(adapter_dirs["three"])
+    served.store.register("brief", peft.config, served.store.add_blob(peft.weights_path))
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "model": "one+0.25*brief"}
+    with served.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        deleted = served.http.delete("/v1/adapters/brief?force=true")
+        assert deleted.json()["requests_ended"] == 1
+        rest = "\n".join(lines)
+    assert "adapter_deleted" in rest
+    eventually(lambda: served.post("/v1/completions", prompt="x", model="one+brief").status_code == 404)
+    served.calm_down()
+
+
+def test_a_part_that_is_not_seen_does_not_exist(server, dispatcher, make_adapter) -> None:
+    with_callers(dispatcher[0].app, CALLERS)
+    for name in ("one", "two"):
+        assert server.upload(make_adapter(name), name).status_code == 201
+    bodies = [
+        server.http.post(
+            "/v1/completions",
+            json={"prompt": "x", "adapters": [{"id": "one"}, {"id": name, "weight": 0.5}]},
+            headers={"x-caller": "eve"},
+        )
+        for name in ("two", "six")
+    ]
+    assert [body.status_code for body in bodies] == [404, 404]
+    assert bodies[0].text.replace("two", "six") == bodies[1].text
+
+
+def test_a_locked_prompt_is_not_left_behind(server, dispatcher, engine, make_adapter) -> None:
+    """The weights of a persona with a locked prompt are part of a sum only where its prompt is applied, too."""
+    with_callers(dispatcher[0].app, CALLERS)
+    server.upload(make_adapter("one"), "one").raise_for_status()
+    locked = {"system": {"text": "Be kind.", "mode": "lock"}}
+    server.http.headers["x-caller"] = "ann"
+    try:
+        server.upload(make_adapter("kind"), "kind", defaults=locked).raise_for_status()
+        assert server.chat(model="one+kind").status_code == 200, "its owner may"
+        server.http.headers["x-caller"] = "bob"
+        refused = server.chat(model="one+kind")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "adapters")
+        assert "can only be named first" in refused.json()["error"]["message"]
+        assert server.chat(model="kind+one").status_code == 200
+        assert bytes(engine.added[-1].prompt).decode() == "system:Be kind.\nuser:hi"
+    finally:
+        del server.http.headers["x-caller"]
+
+
+def test_accounts_and_defaults_are_those_of_the_one_named_first(server, engine, make_adapter) -> None:
+    server.upload(make_adapter("one"), "one", defaults={"system": "Be one.", "max_tokens": 5})
+    server.upload(make_adapter("two", seed=2), "two", defaults={"system": "Be two.", "max_tokens": 6})
+    answer = server.chat(model="one+0.5*two")
+    assert answer.status_code == 200, answer.text
+    asked = engine.added[-1]
+    assert bytes(asked.prompt).decode() == "system:Be one.\nuser:hi"
+    assert (asked.sampling.max_tokens, asked.adapter_id) == (5, "one")
+    assert sorted(asked.versions) == [("one", 1), ("two", 1)]
+    assert answer.json()["usage"]["lorasrv"]["persona"]["id"] == "one"
+    keys = {engine.added[-1].adapter for model in ("one", "two", "one+0.5*two") if server.chat(model=model)}
+    assert len(keys) == 3
