@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from adapter_store.composition import Component, Composition, is_sum, parse_sum
+from adapter_store.composition import Composition, is_sum, parse_sum
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import BF16, AdapterRef, Form
 from adapter_store.store import AdapterStore
@@ -58,6 +58,10 @@ class _Answer:
             logprobs=tuple(one for part in self.parts for one in part.logprobs),
             prompt_logprobs=self.parts[0].prompt_logprobs,
         )
+
+
+_Named = tuple[AdapterRef | None, Composition]
+"""The version that was named first, and what answers."""
 
 
 class LLM:
@@ -147,8 +151,7 @@ class LLM:
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
-        refs = self._resolved(adapters, ignore_defaults)
-        triples = zip(prompts, each, refs, strict=True)
+        triples = zip(prompts, each, self._resolved(adapters, ignore_defaults), strict=True)
         return self._run([self._message(*args, kv_policy=kv_policy) for args in triples])
 
     def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
@@ -183,8 +186,8 @@ class LLM:
         """
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         groups = []
-        for prompt, ref in zip(prompts, self._resolved(adapters, ignore_defaults), strict=True):
-            first = self._message(prompt, sampling, ref, beams)
+        for prompt, named in zip(prompts, self._resolved(adapters, ignore_defaults), strict=True):
+            first = self._message(prompt, sampling, named, beams)
             others = [RequestId(f"{first.request_id}.{beam}") for beam in range(1, beams.width)]
             groups.append([first, *further_choices(first, others)])
         done = iter(self._run([message for group in groups for message in group]))
@@ -215,37 +218,38 @@ class LLM:
             if part.finished and output.finish_reason is None:
                 self.engine.stop(output.request_id)
 
-    def _resolved(self, adapter_ids: Sequence[str | None], ignore_defaults: bool) -> list[AdapterRef | None]:
-        refs = [None if adapter_id is None else self.store.resolve(adapter_id) for adapter_id in adapter_ids]
-        for ref in refs:
+    def _resolved(self, references: Sequence[str | None], ignore_defaults: bool) -> list[_Named]:
+        named = [self._find(reference) for reference in references]
+        for ref, _ in named:
             if ref is not None and ref.persona and not ignore_defaults:
                 raise InvalidRequest(
                     f"{ref.adapter_id}@{ref.version} has defaults (a system prompt, sampling, ...), which only the "
                     "server applies (lorasrv serve); ignore_defaults=True answers without them",
                     param="adapter_ids",
                 )
-        return refs
+        return named
+
+    def _find(self, reference: str | None) -> _Named:
+        if reference is None:
+            return None, Composition.of(())
+        parts = parse_sum(reference) if is_sum(reference) else [(reference, 1.0)]
+        found = [(self.store.resolve(name), weight) for name, weight in parts]
+        return found[0][0], self.store.compositions.add(Composition.of((ref.key, weight) for ref, weight in found))
 
     def _message(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        ref: AdapterRef | None,
+        named: _Named,
         beams: BeamOptions | None = None,
         kv_policy: KvPolicy | None = None,
     ) -> EngineCoreRequest:
+        first, composition = named
         request_id = RequestId(f"offline-{next(self._numbers)}")
-        components = () if adapter_id is None else self._components(adapter_id)
-        composition = self.store.compositions.add(Composition.of((c.ref.key, c.weight) for c in components))
-        key, name = composition.key, components[0].ref.adapter_id if components else ""
+        name = "" if first is None else first.adapter_id
         return self.input_processor.process(
-            request_id, prompt, sampling, key, adapter_id=name, beams=beams, kv_policy=kv_policy
+            request_id, prompt, sampling, composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy
         )
-
-    def _components(self, reference: str) -> Sequence[Component]:
-        """Return the adapters that a reference, or a sum of some, names."""
-        parts = parse_sum(reference) if is_sum(reference) else [(reference, 1.0)]
-        return [Component(self.store.resolve(name), weight) for name, weight in parts]
 
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

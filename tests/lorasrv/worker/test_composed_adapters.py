@@ -165,7 +165,7 @@ def test_what_cannot_be_summed(served: ServedLogits, adapters: tuple[Path, Path]
 def test_a_sum_outlives_the_deletion_of_a_part_while_it_is_asked(served: ServedLogits) -> None:
     """Its weights stay as long as a request holds them; a later request is refused."""
     llm, prompt = served.llm, list(range(40, 60))
-    message = llm._message(prompt, served.greedy, "plain+odd")
+    message = llm._message(prompt, served.greedy, llm._find("plain+odd"))
     llm.store.delete("odd")
     [before] = llm._run([message])
     assert before.finish_reason == "length"
