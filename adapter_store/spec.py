@@ -27,7 +27,8 @@ class BaseShapes:
     `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); those of
     `biased` have a bias. `norms` maps paths inside a layer to widths, `final_norm` is a full name; `lacking` holds
     linears and norms that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its
-    file or folder; both serve warnings only.
+    file or folder; both serve warnings only. `ends` maps full names of linears outside the layers to (in_features,
+    out_features).
     """
 
     family: str
@@ -40,11 +41,16 @@ class BaseShapes:
     biased: frozenset[str] = frozenset()
     norms: Mapping[str, int] = field(default_factory=dict)
     final_norm: str = ""
+    ends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def hidden_size(self) -> int:
         """Return the numbers of a hidden state: what a layer's first module reads; 0 without modules."""
         return next(iter(self.modules.values()), (0, 0))[0]
+
+    def widths(self, module: str) -> tuple[int, int]:
+        """Return the inputs and outputs of a linear, in the layers or outside them."""
+        return self.ends[module] if module in self.ends else self.modules[module]
 
     def places(self) -> Iterator[tuple[int, str]]:
         """Yield (layer, module) of every linear of the layers, in order."""
@@ -56,6 +62,7 @@ class BaseShapes:
 class LoraModule:
     """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it.
 
+    `module` is the path inside the layer; outside the layers the full name, and `layer` their number.
     `magnitude` is DoRA's, [out]; `b_bias` a bias [out] beside lora_B.
     """
 

@@ -4,6 +4,7 @@ Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim,
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -100,7 +101,8 @@ class Ops(PointwiseOps):
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
         self._copies = copies
-        self._last_sgmv: PlannedSgmv | None = None
+        # Of the layers, and of what lies outside them.
+        self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=3)
         self._chosen = kernels is not None
         super().__init__(device, choose_backend(device) if kernels is None else load_backend(kernels))
         if self._backend.name == "numba" and device.type != "cpu":
@@ -165,7 +167,8 @@ class Ops(PointwiseOps):
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
-        if self._last_sgmv is None or not self._last_sgmv.serves(segments, adapters, dtype):
+        known = next((last for last in self._last_sgmv if last.serves(segments, adapters, dtype)), None)
+        if known is None:
             require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
             check_segments(segments)
             highest = int(segments.adapters.max(initial=BASE))
@@ -173,8 +176,9 @@ class Ops(PointwiseOps):
             for adapter in adapters:
                 check_adapter(adapter, adapters[0], dtype)
             plan = self.plan_tables(build_tables(segments, adapters), dtype)
-            self._last_sgmv = PlannedSgmv(segments, tuple(adapters), plan)
-        return self._last_sgmv.plan
+            known = PlannedSgmv(segments, tuple(adapters), plan)
+            self._last_sgmv.append(known)
+        return known.plan
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
         """Lay tables out as `plan_sgmv` does, without checks."""
@@ -204,13 +208,15 @@ class Ops(PointwiseOps):
         in the permutation, scale [R] = alpha / r (or alpha / sqrt r) of every rank row
 
         Args:
-            v: [planes, T, R] fp32, from `shrink` with the same plan, layer and site.
+            y: as in `sgmv_`, or columns of wider rows.
+            v: [planes, T, R] fp32, from `shrink` with the same plan, of the same layer and site or of one whose ranks
+                are the same.
             Others as `sgmv_`.
         Raises:
             KernelArgumentError: as `sgmv_`, or v does not fit.
         """
         check_slab(slab, plan, self.device)
-        self._check_rows(y, "y", plan, site_dims(plan, layer, site)[1])
+        self._check_rows(y, "y", plan, site_dims(plan, layer, site)[1], part_of_rows=True)
         if not plan.tables.num_segments:
             return
         rank = plan.tables.max_rank(layer, site)
@@ -475,9 +481,9 @@ class Ops(PointwiseOps):
     def _reads(self, kv_format: KVFormat) -> bool:
         return self._backend.kv_formats is None or kv_format.name in self._backend.kv_formats
 
-    def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, columns: int) -> None:
+    def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, columns: int, *, part_of_rows: bool = False) -> None:
         self._check_activation(x, name)
-        if x.dim() != 2 or not x.is_contiguous():
+        if x.dim() != 2 or not (x.is_contiguous() or (part_of_rows and x.stride(1) == 1)):
             raise KernelArgumentError(f"{name} must be contiguous [T, columns]")
         if x.shape[0] != plan.num_rows:
             raise KernelArgumentError(f"{name} has {x.shape[0]} rows, the plan has {plan.num_rows}: not the same rows")

@@ -111,6 +111,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
+    "ensure_weight_tying": _honoured("must be false with LoRA on lm_head, which PEFT would tie to the embedding's"),
     "modules_to_save": _honoured("norms only: those of the file replace the base's"),
     "target_modules": _honoured(
         "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"
@@ -126,7 +127,6 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "revision": _harmless("a revision of the base"),
     "lora_dropout": _harmless("training only"),
     "inference_mode": _harmless("training only"),
-    "ensure_weight_tying": _harmless("affects only embeddings and lm_head, which are refused"),
     "auto_mapping": _harmless("metadata"),
     "peft_version": _harmless("metadata"),
     "megatron_config": _harmless("how training was distributed"),
@@ -183,6 +183,7 @@ class AdapterConfig:
     use_dora: bool = False
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
 
     @property
     def names_modules(self) -> bool:
@@ -297,6 +298,7 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         use_dora=_flag(config, "use_dora", problems),
         lora_bias=_flag(config, "lora_bias", problems),
         modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
+        ensure_weight_tying=_flag(config, "ensure_weight_tying", problems),
     )
     return adapter_config if len(problems) == before else None
 

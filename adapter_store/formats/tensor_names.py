@@ -27,7 +27,7 @@ _FULL_COPY = (
     "a full copy of weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or train again "
     "without it in modules_to_save, and with save_embedding_layers=False"
 )
-_EMBEDDING = "LoRA of an embedding; train again without embed_tokens and lm_head"
+_EMBEDDING = "LoRA of an embedding; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
     "LoRA of a vision or audio part, which this base does not have; train the language layers only "
@@ -68,7 +68,7 @@ KNOWN_FORMS = (
     (".lora_a.weight", "trainer_names", _TRAINER),
     (".lora_b.weight", "trainer_names", _TRAINER),
     ("embed_tokens.lora_", "unsupported_embedding", _EMBEDDING),
-    ("lm_head.lora_", "unsupported_embedding", "LoRA of the head; train again without embed_tokens and lm_head"),
+    ("lm_head.lora_", "unsupported_embedding", "DoRA or lora_bias of the head; train again without lm_head"),
     ("lm_head.", "unsupported_modules_to_save", _FULL_COPY),
     ("embed_tokens.", "unsupported_modules_to_save", _FULL_COPY),
     ("proj.weight", "unsupported_modules_to_save", _FULL_COPY),
@@ -115,7 +115,8 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
         adapter_name = kept.pop(-2)
         notices.append(f"names had the adapter's own name {show(adapter_name)} removed (a state dict as in memory)")
     text = ".".join(kept)
-    own = (base.layer_prefix, f"{base.final_norm}.") if base.final_norm else base.layer_prefix
+    outside = (*base.ends, *([base.final_norm] if base.final_norm else []))
+    own = (base.layer_prefix, *(f"{module}." for module in outside))
     if text.startswith(own) and text.endswith(tuple(_SUFFIXES)):
         text = WRAPPER + text
         notices.append(f"names had no {WRAPPER}, which was put before them")
@@ -131,6 +132,9 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
     plain = plain_name(name, base)
     if base.final_norm and plain.text == f"{WRAPPER}{base.final_norm}.weight":
         return TensorPlace(base.num_layers - 1, base.final_norm, WEIGHT, plain)
+    end, part = _end_of(plain.text, base)
+    if end:
+        return TensorPlace(base.num_layers, end, part, plain)
     layer_text, dot, rest = plain.text.removeprefix(prefix).partition(".")
     suffix = next((s for s in _SUFFIXES if rest.endswith(s)), "")
     module, part = rest.removesuffix(suffix), _SUFFIXES.get(suffix, "")
@@ -153,9 +157,18 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
 
 def module_name(base: BaseShapes, layer: int, module: str) -> str:
     """Return a module's full name in the base, as PEFT's patterns see it."""
-    if module == base.final_norm:
+    if module == base.final_norm or module in base.ends:
         return module
     return f"{base.layer_prefix}{layer}.{module}"
+
+
+def _end_of(text: str, base: BaseShapes) -> tuple[str, str]:
+    """Return the module outside the layers that a matrix is for, and which; "" if it is for none."""
+    for end in base.ends:
+        for suffix in _MATRICES:
+            if text == f"{WRAPPER}{end}{suffix}":
+                return end, _SUFFIXES[suffix]
+    return "", ""
 
 
 def _layer_number(text: str) -> int | None:

@@ -27,7 +27,7 @@ def check_lora_extras(
     problems: ProblemList,
 ) -> dict[str, str | None]:
     """Return the tensors beside A and B of one adapted linear, as fields of `LoraModule`."""
-    at, width = module_name(base, *site), base.modules[site[1]][1]
+    at, width = module_name(base, *site), base.widths(site[1])[1]
     found: dict[str, str | None] = {}
     for part, field, option in ((MAGNITUDE, "magnitude", "use_dora"), (B_BIAS, "b_bias", "lora_bias")):
         name = found[field] = parts.get(part)
@@ -69,6 +69,13 @@ def match_saved(
         _check_width(name, at, width, header, problems)
         saved.append(SavedTensor(layer, module, name, parameter))
     return tuple(saved)
+
+
+def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
+    """Record a problem if PEFT would share one LoRA between the head and the embedding."""
+    if config.ensure_weight_tying and any(module in base.ends for _, module in groups):
+        message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
+        problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
 
 def check_promised(

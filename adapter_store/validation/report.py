@@ -132,7 +132,7 @@ def build_report(
     return UploadReport(
         modules_matched=len(spec.modules),
         modules_expected=len(spec.modules) + len(missing),
-        layers=len({m.layer for m in spec.modules}),
+        layers=len({m.layer for m in spec.modules if m.module not in base.ends}),
         rank_min=min(ranks),
         rank_max=max(ranks),
         scaling_min=min(scalings),

@@ -27,7 +27,7 @@ def missing_modules(
     named = {place: module_name(base, *place) for place in base.places() if place not in found}
     inside = [name for (layer, _), name in named.items() if adapter_config.targets(layer, name)]
     outside = [name for name in OUTSIDE_LAYERS if adapter_config.targets(None, name)]
-    return (*inside, *(name for name in outside if not any(f".{name}." in tensor for tensor in tensor_names)))
+    return (*inside, *(name for name in outside if not any(f".{name}." in f".{tensor}" for tensor in tensor_names)))
 
 
 def check_complete(missing: tuple[str, ...], num_expected: int, problems: ProblemList) -> None:
@@ -51,7 +51,7 @@ def check_targeted(
     unnamed = {
         (place.layer, place.module)
         for place in places
-        if not any(adapter_config.targets(place.layer, name) for name in spellings(place, base))
+        if not any(adapter_config.targets(_layer_of(place, base), name) for name in spellings(place, base))
     }
     if unnamed:
         first = module_name(base, *min(unnamed))
@@ -61,6 +61,10 @@ def check_targeted(
             f"leaves out {len(unnamed)} modules that the file has tensors for (first: {first}): PEFT would drop them. "
             "Set target_modules, exclude_modules and layers_to_transform to what was trained",
         )
+
+
+def _layer_of(place: TensorPlace, base: BaseShapes) -> int | None:
+    return None if place.module in base.ends else place.layer
 
 
 def spellings(place: TensorPlace, base: BaseShapes) -> tuple[str, ...]:

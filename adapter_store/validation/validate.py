@@ -46,6 +46,7 @@ from adapter_store.validation.extra_tensors import (
     Site,
     check_lora_extras,
     check_promised,
+    check_tying,
     match_saved,
     missing_biases,
     notices_of,
@@ -177,6 +178,7 @@ def _check_modules(
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
     check_targeted(adapter_config, base, matched.places, problems)
     check_promised(matched.groups, base, adapter_config, header.tensors, problems)
+    check_tying(matched.groups, base, adapter_config, problems)
     found = {(place.layer, place.module) for place in matched.places}
     missing = (
         *missing_modules(adapter_config, base, found, header.tensors),
@@ -204,7 +206,8 @@ def max_names(base: BaseShapes) -> int:
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
     """Return the size of the largest adapter of this base: float32, every module at the highest rank, and heads."""
     linears = sum(max_rank * (n_in + n_out) + _MOST_VECTORS * n_out for n_in, n_out in base.modules.values())
-    values = base.num_layers * (linears + sum(base.norms.values())) + base.hidden_size
+    outside = sum(max_rank * sum(widths) for widths in base.ends.values()) + base.hidden_size
+    values = base.num_layers * (linears + sum(base.norms.values())) + outside
     return LENGTH_BYTES + header_cap_bytes(base) + 4 * values + max_head_bytes(base.hidden_size)
 
 
@@ -273,7 +276,7 @@ def _check_shapes(
     place: TensorPlace, a: TensorInfo, b: TensorInfo, base: BaseShapes, problems: ProblemList
 ) -> int | None:
     """Return the rank if A is [rank, in] and B is [out, rank] for this module."""
-    n_in, n_out = base.modules[place.module]
+    n_in, n_out = base.widths(place.module)
     if len(a.shape) == len(b.shape) == 2 and a.shape[1] == n_in and b.shape[0] == n_out and a.shape[0] == b.shape[1]:
         return a.shape[0]
     message = (

@@ -1,6 +1,11 @@
-"""Derive the modules that the store validates, and the sites of the kernels, from a `ModelSpec`."""
+"""Derive the modules that the store validates, and the sites of the kernels, from a `ModelSpec`.
+
+What lies outside the layers has as many tokens as the vocabulary: its matrices are cut into blocks of them, one a slab
+of the pool (`VocabBlocks`), so that no slab grows wide.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adapter_store.spec import INT8, AdapterSpec, BaseShapes
@@ -17,6 +22,41 @@ from sgmv_kernels.formats.adapter_panels import (
 
 if TYPE_CHECKING:
     from lorasrv.models.loader.checkpoint import Checkpoint
+
+HEAD = "lm_head"
+"""Full name of the head in a model of transformers."""
+HEAD_A, HEAD_B = range(2)
+"""Sites of the ends: the head's A is in slab 0, a block of the columns of its B in each."""
+BLOCK_TOKENS = 64
+"""Blocks have a multiple of so many tokens, so that they begin on cache lines of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabBlocks:
+    """Cut a vocabulary into `count` blocks of `width` tokens; the last ones may overlap, or own no token."""
+
+    vocab_size: int
+    count: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "VocabBlocks":
+        """Return the blocks of a base: one a slab."""
+        return cls(spec.vocab_size, spec.num_slabs)
+
+    @property
+    def width(self) -> int:
+        """Return the tokens of a block."""
+        share = -(-self.vocab_size // self.count)
+        return min(self.vocab_size, -(-share // BLOCK_TOKENS) * BLOCK_TOKENS)
+
+    def start(self, block: int) -> int:
+        """Return a block's first token; every block lies inside the vocabulary."""
+        return min(block * self.width, self.vocab_size - self.width)
+
+    def owned(self, block: int) -> range:
+        """Return the tokens of a block that are in none before it."""
+        first = min(block * self.width, self.vocab_size)
+        return range(first, min(first + self.width, self.vocab_size))
 
 
 def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseShapes:
@@ -47,6 +87,7 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
         biased=frozenset(m for site in spec.sites() if spec.has_bias(site.name) for m in site.modules),
         norms=norms,
         final_norm=spec.names.final_norm,
+        ends={HEAD: (spec.hidden_size, spec.vocab_size)},
     )
 
 
@@ -74,7 +115,8 @@ def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> Adap
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
-    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter))
+    ends = _ends(spec, ranks.get((spec.num_layers, HEAD), 0), size)
+    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter), ends)
 
 
 def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
@@ -83,7 +125,11 @@ def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
 
 
 def _layout(
-    spec: ModelSpec, rank_of: Callable[[int, str], int], itemsize: int, vectors: tuple[LayerVectors, ...] = ()
+    spec: ModelSpec,
+    rank_of: Callable[[int, str], int],
+    itemsize: int,
+    vectors: tuple[LayerVectors, ...] = (),
+    ends: AdapterLayout | None = None,
 ) -> AdapterLayout:
     """Return a layout from the ranks of (layer, module)."""
 
@@ -96,7 +142,16 @@ def _layout(
 
     ranks = tuple(layer_ranks(layer) for layer in range(spec.num_layers))
     places = place_widths(spec) if vectors else ()
-    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors)
+    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors, ends)
+
+
+def _ends(spec: ModelSpec, head_rank: int, itemsize: int) -> AdapterLayout | None:
+    """Return the layout of what lies outside the layers; None for nothing."""
+    if not head_rank:
+        return None
+    sites = SiteDims(spec.hidden_size, (0,)), SiteDims(0, (VocabBlocks.of(spec).width,))
+    first, others = ((head_rank,), (head_rank,)), ((0,), (head_rank,))
+    return AdapterLayout(sites, (first, *(others,) * (spec.num_slabs - 1)), itemsize)
 
 
 def place_widths(spec: ModelSpec) -> tuple[int, ...]:
@@ -107,7 +162,7 @@ def place_widths(spec: ModelSpec) -> tuple[int, ...]:
 def _vectors(spec: ModelSpec, adapter: AdapterSpec) -> tuple[LayerVectors, ...]:
     """Return which vectors the adapter has at each place of each layer; nothing if it has none."""
     found = [[0] * len(spec.places()) for _ in range(spec.num_layers)]
-    for m in adapter.modules:
+    for m in (own for own in adapter.modules if own.layer < spec.num_layers):
         place, site = site_place(spec, m.layer, m.module)
         scaled = GAIN | (SHIFT if spec.has_bias(site.name) else 0)
         found[m.layer][place] |= (scaled if m.magnitude else 0) | (SHIFT if m.b_bias else 0)

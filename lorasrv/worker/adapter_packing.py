@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
+from lorasrv.models.lora_sites import HEAD, VocabBlocks
 from lorasrv.worker.adapter_vectors import output_vectors
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import NO_VECTOR, AdapterLayout, SitePanels
@@ -51,18 +52,21 @@ def pack_adapter(
     """
     spec = base.spec
     data = np.zeros((layout.num_slabs, layout.slab_bytes), dtype=np.uint8)
-    for slab, layer in ((slab, layer) for slab, layers in enumerate(layout.layers_of_slabs) for layer in layers):
+    pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
+    for layer, slab in enumerate(spec.kv_slabs):
         offsets = layout.packed_offsets[layer].tolist()
         for site, panels in zip(spec.sites(), layout.panels[layer], strict=True):
             if panels.total_rank:
                 modules = [weights.get((layer, module)) for module in site.modules]
-                pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
                 packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
                 _pack_site(data[slab], offsets, panels, packed)
         if layout.vectors and any(layout.vectors[layer]):
             found = dict(output_vectors(base, weights, layer))
             for place, indices in zip(spec.places(), layout.vector_panels[layer].tolist(), strict=True):
                 _pack_vectors(data[slab], offsets, indices, found.get(place, ()))
+    if layout.ends is not None:
+        head = pack(weights[spec.num_layers, HEAD], weights.dtype)
+        _pack_head(data, layout, head, VocabBlocks.of(spec))
     return PackedAdapter(layout, torch.from_numpy(data))
 
 
@@ -96,6 +100,20 @@ def _pack_site(row: Bytes, offsets: list[int], panels: SitePanels, modules: list
             _write_panels(row, offsets, panels.a, first, module.a)
             _write_panels(row, offsets, slice_panels, 0, module.b)
             first = last
+
+
+def _pack_head(data: Bytes, layout: AdapterLayout, head: "_Module", blocks: VocabBlocks) -> None:
+    """Pack A of the head into slab 0, and a block of B's columns into each; columns that a block does not own are 0."""
+    assert layout.ends is not None
+    for slab, (head_a, head_b) in enumerate(layout.ends.panels):
+        offsets = layout.packed_offsets[layout.num_layers + slab].tolist()
+        if head_a.total_rank:
+            _write_panels(data[slab], offsets, head_a.a, 0, head.a)
+        _target(data[slab], offsets[head_b.scale], (head.rank,), np.dtype("<f4"))[:] = head.factors
+        block, owned = np.zeros((head.rank, blocks.width), dtype=head.b.dtype), blocks.owned(slab)
+        first = owned.start - blocks.start(slab)
+        block[:, first : first + len(owned)] = head.b[:, owned.start : owned.stop]
+        _write_panels(data[slab], offsets, head_b.b[0], 0, block)
 
 
 def _pack_vectors(row: Bytes, offsets: list[int], indices: list[int], vectors: Sequence[Tensor]) -> None:

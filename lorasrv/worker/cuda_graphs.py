@@ -170,7 +170,7 @@ class GraphedSteps:
         """Return the smallest bucket that a step fits; None if there is none."""
         if any(s.prompt_rows or s.num_guessed_tokens or s.num_observed for s in rows.scheduled):
             return None
-        if any(adapter.layout.vectors for adapter in rows.adapters):
+        if any(adapter.layout.vectors or adapter.layout.ends for adapter in rows.adapters):
             return None
         count = len(rows.query_lens)
         is_mixed = len(rows.token_ids) > count

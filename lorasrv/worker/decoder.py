@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorasrv.models.lora_sites import place_widths, site_dims
+from lorasrv.models.lora_sites import HEAD_A, HEAD_B, VocabBlocks, place_widths, site_dims
 from lorasrv.models.quantization import Linear
 from lorasrv.models.spec import RopeSpec
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
-from sgmv_kernels.ops import Angles, Ops, ProgramShape, StepTables
+from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
 
 STATE_ROWS = 64
 
@@ -131,6 +131,8 @@ class Decoder:
         # What the head read last: its addresses are in recordings and graphs, which round their rows up.
         num_states = -(-limits.max_samples // STATE_ROWS) * STATE_ROWS
         self._states = torch.zeros((num_states, spec.hidden_size), dtype=self._dtype, device=memory.device)
+        # The same of a pass of more such rows.
+        self._wide = self._states
         self._angles = [
             rope_tables(rope, 0 if slopes else spec.head_dim, limits.max_model_len, memory.device) for rope in ropes
         ]
@@ -149,7 +151,11 @@ class Decoder:
         """
         x, angles = self._inputs(batch)
         run = self._layers if self._program is None else self._program.run
-        return run(x, angles, batch.tables)
+        logits = run(x, angles, batch.tables)
+        if batch.head is not None:
+            count = len(logits)
+            self._add_heads_(logits, self._states[:count] if count <= len(self._states) else self._wide, batch.head)
+        return self._capped(logits)
 
     @property
     def states(self) -> Tensor:
@@ -162,7 +168,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
-        return self._logits(states)
+        return self._capped(self._weights.head(states).float())
 
     def kernel_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""
@@ -197,7 +203,9 @@ class Decoder:
         return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
 
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
-        """Compute logits from embedded tokens [T, H] by calls of `ops` and of linears, and no other arithmetic."""
+        """Compute logits, not capped, from embedded tokens [T, H] by calls of `ops` and of linears, and no other
+        arithmetic.
+        """
         delta = None
         for layer in self._computed:
             weights = self._weights.layers[layer]
@@ -215,12 +223,22 @@ class Decoder:
         last = self._spec.num_layers - 1
         normed = self._norm(x, delta, self._weights.final_norm, last, "final_norm", tables)
         count = len(tables.sample_rows)
-        out = self._states[:count] if count <= len(self._states) else x.new_empty((count, x.shape[1]))
-        return self._logits(self._ops.take_rows(normed, tables.sample_rows, out))
+        if count <= len(self._states):
+            out = self._states[:count]
+        else:
+            out = self._wide = x.new_empty((count, x.shape[1]))
+        return self._weights.head(self._ops.take_rows(normed, tables.sample_rows, out)).float()
 
-    def _logits(self, states: Tensor) -> Tensor:
-        logits = self._weights.head(states).float()
-        if self._spec.final_softcap is not None:
+    def _add_heads_(self, logits: Tensor, states: Tensor, plan: SgmvPlan) -> None:
+        """Add the deltas of adapters of the head to logits [S, V], block by block of the vocabulary."""
+        v = self._ops.shrink(states, self._memory.slabs[0], plan, 0, HEAD_A)
+        blocks = VocabBlocks.of(self._spec)
+        for i, slab in enumerate(self._memory.slabs):
+            columns = logits[:, blocks.start(i) : blocks.start(i) + blocks.width]
+            self._ops.expand_(columns, v, slab, plan, i, HEAD_B)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self._spec.final_softcap is not None and len(logits):
             self._ops.softcap_(logits, self._spec.final_softcap)
         return logits
 

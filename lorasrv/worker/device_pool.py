@@ -65,6 +65,11 @@ class DevicePool:
         """Return the device of the buffer."""
         return self._slabs.device
 
+    @property
+    def slabs(self) -> list[Tensor]:
+        """Return the slabs of the pool, each uint8 [bytes]."""
+        return list(self._slabs[:, : self.num_pages * self.page_bytes])
+
     def slab(self, layer: int) -> Tensor:
         """Return a layer's slab of the pool: uint8 [bytes]."""
         return self._slabs[self._slab_of[layer], : self.num_pages * self.page_bytes]

@@ -14,7 +14,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.launched_step import LaunchedStep
-from sgmv_kernels.backend import PageMasses
+from sgmv_kernels.backend import PageMasses, SgmvPlan
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents, depths_of
 from sgmv_kernels.metadata.h2d import upload
@@ -38,6 +38,8 @@ class ForwardBatch:
     asked: tuple[ScheduledRequest, ...] = ()
     # Those whose last tokens are observed, one after another in the rows of `tables.masses`.
     observed: tuple[ScheduledRequest, ...] = ()
+    # Rows of `tables.sample_rows` whose adapters change the head; None if none does.
+    head: SgmvPlan | None = None
 
     def masses(self) -> Mapping[RequestId, Sequence[Sequence[float]]]:
         """Return the attention that each page gets of the observed tokens of each request."""
@@ -141,7 +143,20 @@ def build_batch(
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
         observed=tuple(s for s in rows.scheduled if s.num_observed),
+        head=_head_plan(rows, adapter_dtype, ops),
     )
+
+
+def _head_plan(rows: StepRows, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
+    """Return which rows that have logits have an adapter of the head."""
+    found = {i: adapter.ends for i, adapter in enumerate(rows.adapters) if adapter.ends is not None}
+    if not found:
+        return None
+    # The last place is that of `BASE`, too.
+    index = np.full(len(rows.adapters) + 1, BASE, dtype=np.int32)
+    index[list(found)] = np.arange(len(found))
+    segments = build_segments(index[rows.row_adapters[rows.logit_rows]])
+    return ops.plan_sgmv(segments, list(found.values()), adapter_dtype) if (segments.adapters != BASE).any() else None
 
 
 def _masses(rows: StepRows, device: torch.device) -> PageMasses | None:

@@ -130,7 +130,8 @@ def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -
 def expand_cpu_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
     """See `ops.Ops.expand_`."""
     whole = v.sum(0)
-    _launch({PHASES: EXPAND, V: whole.data_ptr(), V_WIDTH: whole.shape[-1]}, y, y, slab, plan, layer, site)
+    own = {PHASES: EXPAND, V: whole.data_ptr(), V_WIDTH: whole.shape[-1], Y_WIDTH: y.stride(0)}
+    _launch(own, y, y, slab, plan, layer, site)
 
 
 def sgmv_cpu_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:

@@ -11,6 +11,9 @@ and behind those of all sites, for each *place*, an output of the layer that an 
     gain    fp32 [width]        factor of every number of the output, where the adapter has one
     shift   fp32 [width]        what is added to it then, where the adapter has one
 
+and behind those of a slab's layers, where the adapter changes what lies outside the layers, the panels of its *ends*: a
+layout of its own with one layer a slab, so that a vocabulary's matrices are cut into as many blocks as there are slabs.
+
 A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 codes, every rank row of A and of B with
 a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
 
@@ -100,6 +103,7 @@ class AdapterLayout:
         slabs: the pool's slab of each layer, counted from 0; empty where each layer has its own.
         places: widths of the outputs of a layer that may have vectors, the same for all adapters that have any.
         vectors: `vectors[layer][place]`; empty for an adapter without.
+        ends: layout of the panels outside the layers, one layer a slab; None for an adapter without.
     """
 
     sites: tuple[SiteDims, ...]
@@ -108,6 +112,7 @@ class AdapterLayout:
     slabs: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
     vectors: tuple[LayerVectors, ...] = ()
+    ends: "AdapterLayout | None" = None
 
     @property
     def num_layers(self) -> int:
@@ -125,12 +130,13 @@ class AdapterLayout:
 
     @cached_property
     def panel_bytes(self) -> tuple[Bytes, ...]:
-        """Return the aligned size of every panel, one array for each layer."""
+        """Return the aligned size of every panel, one array for each layer, then for each layer of `ends`."""
         vectors = self.vectors or ((),) * self.num_layers
-        return tuple(
+        own = tuple(
             _layer_panel_bytes(self.sites, layer, self.itemsize, self.places, kinds)
             for layer, kinds in zip(self.ranks, vectors, strict=True)
         )
+        return own if self.ends is None else own + self.ends.panel_bytes
 
     @cached_property
     def vector_panels(self) -> Int32:
@@ -147,9 +153,10 @@ class AdapterLayout:
 
     @cached_property
     def layers_of_slabs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of each slab."""
+        """Return the layers of each slab; those of `ends` count on behind the others."""
         layers: dict[int, list[int]] = {}
-        for layer, slab in enumerate(self.slabs or range(self.num_layers)):
+        ends = () if self.ends is None else range(self.ends.num_layers)
+        for layer, slab in enumerate((*(self.slabs or range(self.num_layers)), *ends)):
             layers.setdefault(slab, []).append(layer)
         return tuple(tuple(layers[slab]) for slab in sorted(layers))
 
@@ -213,7 +220,7 @@ class AdapterLayout:
                     return None
                 known[key] = np.split(placed, np.cumsum([len(each) for each in sizes])[:-1])
             offsets.update(zip(layers, known[key], strict=True))
-        return tuple(offsets[layer] for layer in range(self.num_layers))
+        return tuple(offsets[layer] for layer in range(len(self.panel_bytes)))
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,7 @@ class PlacedAdapter:
     layout: AdapterLayout
     runs: tuple[Run, ...]
     page_bytes: int
-    # [layer][panel], bytes from the start of that layer's slab.
+    # [layer][panel], bytes from the start of that layer's slab; layers of `ends` behind the others.
     offsets: tuple[Bytes, ...]
 
     @property
@@ -248,17 +255,23 @@ class PlacedAdapter:
         """Return [L], the index in `panels` where each layer's offsets begin."""
         sizes = np.array([len(offsets) for offsets in self._distinct.values()])
         starts = dict(zip(self._distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
-        return np.array([starts[id(offsets)] for offsets in self.offsets], dtype=np.int32)
+        return np.array([starts[id(offsets)] for offsets in self.offsets[: self.layout.num_layers]], dtype=np.int32)
 
     @cached_property
     def vectors(self) -> Int32:
         """Return [L, places, 2]: offsets of gain and shift in units of `ALIGNMENT_BYTES`, or `NO_VECTOR`."""
         panels = self.layout.vector_panels
         vectors: Int32 = np.full(panels.shape, NO_VECTOR, dtype=np.int32)
-        for own, at, offsets in zip(vectors, panels, self.offsets, strict=bool(len(panels))):
+        for own, at, offsets in zip(vectors, panels, self.offsets, strict=False):
             has_one = at != NO_VECTOR
             own[has_one] = offsets[at[has_one]] // ALIGNMENT_BYTES
         return vectors
+
+    @cached_property
+    def ends(self) -> "PlacedAdapter | None":
+        """Return the places of the panels outside the layers; None if there are none."""
+        ends, offsets = self.layout.ends, self.offsets[self.layout.num_layers :]
+        return None if ends is None else PlacedAdapter(ends, self.runs, self.page_bytes, offsets)
 
     @cached_property
     def extent(self) -> tuple[int, int]:

@@ -106,6 +106,7 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         tables.panels_at,
         v.shape[1],
         v.shape[2],
+        ROW=y.stride(0),
         N0=n0,
         N1=n1,
         N2=n2,
@@ -265,6 +266,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     panels_at,
     num_rows,
     rank_stride,
+    ROW: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -310,7 +312,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     plane = tl.arange(0, PLANES_PAD)
     plane_ok = plane < PLANES
     v_rows = v + (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)[:, :, None] * rank_stride + rank_at
-    target = y + rows[:, None] * (N0 + N1 + N2) + (column_at + column)[None, :]
+    target = y + rows[:, None] * ROW + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
     # A loop of one turn is none, and all its loads go out at once.

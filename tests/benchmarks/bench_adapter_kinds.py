@@ -1,4 +1,5 @@
-"""Time steps of adapters that hold more than LoRA: DoRA's magnitudes, norms of their own; loads, and bytes in the pool.
+"""Time steps of adapters that hold more than LoRA of the layers: DoRA's magnitudes, norms of their own, the head's LoRA;
+loads, and bytes in the pool.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48]
 
@@ -24,16 +25,24 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
 
 RANK, ROWS = 16, (1, 16)
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS = {
     "plain": {},
     "norms": {"modules_to_save": ["norm"]},
     "DoRA": {"use_dora": True},
     "DoRA and norms": {"use_dora": True, "modules_to_save": ["norm"]},
+    "head": {"target_modules": [*LINEARS, "lm_head"]},
 }
 
 
 def slug(kind: str) -> str:
     return kind.lower().replace(" ", "-")
+
+
+def matrices(stem: str, n_in: int, n_out: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random A and B of one module."""
+    a, b = torch.randn(RANK, n_in, generator=random), torch.randn(n_out, RANK, generator=random)
+    return {f"{stem}.lora_A.weight": a.mul_(0.05).bfloat16(), f"{stem}.lora_B.weight": b.mul_(0.01).bfloat16()}
 
 
 def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
@@ -42,8 +51,7 @@ def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
     for layer in range(base.num_layers):
         for module, (n_in, n_out) in base.modules.items():
             stem = f"base_model.model.{base.layer_prefix}{layer}.{module}"
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, n_in, generator=random).mul_(0.05).bfloat16()
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(n_out, RANK, generator=random).mul_(0.01).bfloat16()
+            tensors |= matrices(stem, n_in, n_out, random)
             if "use_dora" in KINDS[kind]:
                 tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(n_out, generator=random) + 1
         if "modules_to_save" in KINDS[kind]:
@@ -52,10 +60,12 @@ def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
                 tensors[f"{stem}.weight"] = torch.rand(width, generator=random) + 0.5
     if "modules_to_save" in KINDS[kind]:
         tensors[f"base_model.model.{base.final_norm}.weight"] = torch.rand(base.hidden_size, generator=random) + 0.5
+    if "lm_head" in KINDS[kind].get("target_modules", ()):
+        tensors |= matrices("base_model.model.lm_head", *base.ends["lm_head"], random)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, **KINDS[kind]}
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "target_modules": LINEARS}
+    (folder / "adapter_config.json").write_text(json.dumps(config | KINDS[kind]))
 
 
 def step_seconds(llm: LLM, names: list[str], tokens: int) -> float:

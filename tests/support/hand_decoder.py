@@ -1,5 +1,6 @@
 """A decoder without a scheduler: its steps, pages and adapters are laid out by hand."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ class HandDecoder:
         kernels: str,
         dtype: torch.dtype = torch.float32,
         weights: str = "none",
+        in_runs: int = 1,
     ) -> None:
         checkpoint = open_checkpoint(str(directory))
         self.ops = Ops(torch.device("cpu"), kernels)
@@ -57,9 +59,13 @@ class HandDecoder:
             for name, folder in adapters.items():
                 key = register(registered, name, folder)
                 layout = adapter_layout(spec, registered.spec(key), dtype.itemsize)
-                count = layout.num_pages(self.memory.page_bytes)
+                # Room for what the ends of runs leave over.
+                count = layout.num_pages(self.memory.page_bytes) + 4 * (in_runs - 1)
                 end -= count
-                placed = layout.place([(end, count)], self.memory.page_bytes)
+                bounds = [end + count * i // in_runs for i in range(in_runs + 1)]
+                runs = [(first, last - first) for first, last in itertools.pairwise(bounds)]
+                placed = layout.place(runs, self.memory.page_bytes)
+                assert placed is not None
                 packed = pack_adapter(self.weights, layout, registered.load(key), dtype)
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 
-def peft_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 1.0, **lora: Any) -> torch.nn.Module:
+def peft_adapter(
+    model: Path,
+    folder: Path,
+    *,
+    seed: int = 0,
+    strength: float = 1.0,
+    save_embedding_layers: bool | str = "auto",
+    **lora: Any,
+) -> torch.nn.Module:
     """Write an adapter of a Hugging Face folder as PEFT saves it; returns PEFT's model, to ask for logits.
 
     A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; rank 4 on all linears without any.
@@ -18,8 +26,9 @@ def peft_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 
     fields = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with warnings.catch_warnings():
-        # That biases cannot be merged, or are no matrices.
-        warnings.filterwarnings("ignore", message=".*(lora_bias=True|bias='|invalid shape)")
+        # That biases cannot be merged, or are no matrices; that a tied head may have its own LoRA, and ends are saved.
+        told = "lora_bias=True|bias='|invalid shape|ensure_weight_tying|save_embedding_layers"
+        warnings.filterwarnings("ignore", message=f".*({told})")
         torch.manual_seed(seed)
         adapted = get_peft_model(base, LoraConfig(**fields)).eval()
         with torch.no_grad():
@@ -30,5 +39,5 @@ def peft_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 
                 if is_extra and parameter.requires_grad:
                     # Trained: as they begin, they change nothing.
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     return adapted

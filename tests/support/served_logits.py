@@ -15,8 +15,9 @@ from lorasrv.worker.model_runner import ModelRunner
 class ServedLogits:
     """An engine that keeps the logits of every row that it samples from."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.llm = LLM(str(directory), engine_config(directory, kernels="numba", pool_bytes=16 << 20))
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        config = {"kernels": "numba", "pool_bytes": 16 << 20} | options
+        self.llm = LLM(str(directory), engine_config(directory, **config))
         self.close = self.llm.close
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.batches: list[int] = []
@@ -26,8 +27,9 @@ class ServedLogits:
         def recorded(runner: ModelRunner, step: Any, last: Any) -> Any:
             logits, sampled, *others = compute(runner, step, last)
             self.batches.append(len({s.adapter_key for s in sampled}))
-            for row, request in zip(logits, sampled, strict=True):
-                self.rows.setdefault(request.request_id, []).append(row.clone())
+            counts = [request.num_logit_rows for request in sampled]
+            for rows, request in zip(logits[: sum(counts)].split(counts), sampled, strict=True):
+                self.rows.setdefault(request.request_id, []).append(rows[-1].clone())
             return logits, sampled, *others
 
         monkeypatch.setattr(ModelRunner, "_logits", recorded)

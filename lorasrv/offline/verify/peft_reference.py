@@ -46,7 +46,7 @@ class PeftReference:
         base = _base(job, checkpoint.spec)
         _fill(base, checkpoint, weights, progress)
         with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
-            _write_adapter(Path(folder), job, adapter, WRAPPER + self._layers)
+            _write_adapter(Path(folder), job, adapter, checkpoint.spec)
             # PEFT writes the file's biases over the base's, for good.
             biases = {name: p for name, p in base.named_parameters() if name.endswith(".bias")}
             own = {name: bias.detach().clone() for name, bias in biases.items()}
@@ -126,22 +126,26 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
         raise CannotVerify(f"the {spec.family} model of transformers lacks {missing[0]}, which this base has")
 
 
-def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, prefix: str) -> None:
-    """Write the adapter for PEFT, whose tensors begin with `prefix`: the stored file itself, unless PEFT would ignore
-    its tensor names or its form is int8; then the matrices that the codes stand for.
+def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, spec: ModelSpec) -> None:
+    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names or its form is
+    int8; then the matrices that the codes stand for.
 
     The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
     expressions, which may take exponential time to match; here they are the modules that have weights.
     """
     config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
-    config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})
+    modules = {
+        m: f"{spec.names.layers}{m.layer}.{m.module}" if m.layer < spec.num_layers else m.module
+        for m in adapter.spec.modules
+    }
+    config["target_modules"] = sorted(modules.values())
     saved = adapter.spec.saved
     norms = [s.parameter.removesuffix(".weight") for s in saved if s.parameter.endswith(".weight")]
     config["modules_to_save"] = norms or None
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
-    for m in adapter.spec.modules:
-        stem = f"{prefix}{m.layer}.{m.module}"
+    for m, module in modules.items():
+        stem = WRAPPER + module
         names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
         names |= {m.magnitude: f"{stem}.lora_magnitude_vector"} if m.magnitude else {}
         names |= {m.b_bias: f"{stem}.lora_B.bias"} if m.b_bias else {}

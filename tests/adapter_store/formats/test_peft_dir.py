@@ -276,7 +276,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
             | {f"base_model.model.model.embed_tokens.lora_embedding_{half}": torch.ones(16, 16) for half in "AB"},
             r=16, lora_alpha=16, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"]
         ),
-        refused("train again without embed_tokens and lm_head", "unsupported_embedding", "partial_adapter")
+        refused("train again without embed_tokens", "unsupported_embedding", "partial_adapter")
     ),
     # Before safetensors were the default.
     "old peft": (

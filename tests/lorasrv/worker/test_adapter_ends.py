@@ -1,0 +1,234 @@
+"""Adapters of the head through the whole engine: logits and answers are PEFT's, beside plain adapters and the base."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_decoder import HandDecoder
+from peft_adapters import peft_adapter
+from served_logits import ServedLogits, last_logits
+from tiny_engine import BLOCK
+
+from adapter_store.errors import AdapterInvalid
+from adapter_store.formats.int8_codes import CodedTensors
+from adapter_store.formats.weights import LoraTensors
+from lorasrv.models.lora_sites import VocabBlocks
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.scheduler_output import PlannedDrafts
+from sgmv_kernels.ops import Ops
+
+QV = ["q_proj", "v_proj"]
+HEADS: dict[str, dict[str, Any]] = {
+    "head": {"r": 3, "lora_alpha": 5, "target_modules": ["lm_head"]},
+    "all": {"r": 20, "lora_alpha": 9, "use_rslora": True, "target_modules": [*QV, "lm_head"]},
+    "patterns": {
+        "r": 2, "target_modules": ["up_proj", "lm_head"],
+        "rank_pattern": {"lm_head": 5}, "alpha_pattern": {"lm_head": 15},
+    },
+    "dora": {"r": 4, "target_modules": QV, "use_dora": True},
+    "plain": {"r": 4, "target_modules": QV},
+}  # fmt: skip
+PROMPT = list(range(20, 45))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedLogits]]:
+    with ExitStack() as stack:
+        yield lambda directory, **options: stack.enter_context(closing(ServedLogits(directory, monkeypatch, **options)))
+
+
+class Oracles:
+    """PEFT's models of adapters that an engine serves, and the base."""
+
+    def __init__(self, directory: Path, folder: Path, adapters: dict[str, dict[str, Any]]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        self.models: dict[str | None, torch.nn.Module] = {None: base.eval()}
+        self.folders = {name: folder / name for name in adapters}
+        for i, (name, config) in enumerate(adapters.items()):
+            kept = {"save_embedding_layers": False} | config
+            self.models[name] = peft_adapter(directory, self.folders[name], seed=i, **kept)
+
+    def check(self, name: str | None, got: torch.Tensor, prompt: list[int]) -> None:
+        want = last_logits(self.models[name], prompt)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda text: f"{name}: {text}")
+
+    def answer(self, name: str | None, prompt: list[int], count: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(last_logits(self.models[name], ids).argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", pytest.param("mpt", marks=pytest.mark.long)])
+def test_heads_in_one_batch_are_pefts(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, family: str) -> None:
+    """Untied and tied bases, with and without a bound of the logits."""
+    directory = tiny_hf_checkpoints[family]()
+    targets = {"q_proj": "Wqkv", "v_proj": "out_proj"} if family == "mpt" else {}
+    adapters = {
+        name: config | {"target_modules": [targets.get(own, own) for own in config["target_modules"]]}
+        for name, config in HEADS.items()
+    }
+    oracles, served = Oracles(directory, tmp_path, adapters), serve(directory)
+    for name, folder in oracles.folders.items():
+        served.llm.add_adapter(name, folder)
+    names = [*oracles.models, *reversed(oracles.models)]
+    logits = served.first_logits([PROMPT[i:] for i in range(len(names))], names)
+    for i, (name, got) in enumerate(zip(names, logits, strict=True)):
+        oracles.check(name, got, PROMPT[i:])
+    assert max(served.batches) >= len(HEADS), "the batch was not mixed"
+    bare = [last_logits(oracles.models[None], PROMPT), *(last_logits(oracles.models[n], PROMPT) for n in HEADS)]
+    assert all((own - bare[0]).abs().max() > 0.02 for own in bare[1:]), "an adapter changes nothing"
+    answers = served.llm.generate([PROMPT] * len(names), GREEDY, names)
+    for name, answer in zip(names, answers, strict=True):
+        assert list(answer.token_ids) == oracles.answer(name, PROMPT, GREEDY.max_tokens), name
+
+
+def test_prompt_logprobs_of_more_rows_than_answers(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any) -> None:
+    """Rows that the decoder keeps no room for, either."""
+    directory = tiny_hf_checkpoints["gemma2"]()
+    oracles = Oracles(directory, tmp_path, {"head": HEADS["head"]})
+    served = serve(directory, max_num_seqs=2)
+    served.llm.add_adapter("head", oracles.folders["head"])
+    prompts = [[3 + (5 * i) % 300 for i in range(n)] for n in (100, 40)]
+    asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    names = ["head", None]
+    for name, prompt, answer in zip(names, prompts, served.llm.generate(prompts, asked, names), strict=True):
+        with torch.no_grad():
+            logits = oracles.models[name](torch.tensor([prompt])).logits[0]
+        want = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+        got = [one.logprob for one in answer.prompt_logprobs[1:]]
+        torch.testing.assert_close(torch.tensor(got), want, rtol=1e-3, atol=2e-3)
+
+
+def test_int8_heads_are_pefts_with_the_matrices_of_the_codes(
+    tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any
+) -> None:
+    oracles, served = Oracles(tiny_hf_checkpoints["llama"](), tmp_path, HEADS), serve(tiny_hf_checkpoints["llama"]())
+    names = ["head", "all"]
+    for name in names:
+        served.llm.add_adapter(name, oracles.folders[name], stored="int8", allow_drift=True)
+        for module in oracles.models[name].modules():
+            if getattr(module, "lora_A", None):
+                a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+                codes = CodedTensors(LoraTensors(len(a), 1.0, a.numpy(), b.numpy()), "F32").dequantized()
+                for weight, replaced in zip((a, b), codes, strict=True):
+                    weight.copy_(torch.from_numpy(replaced))
+    for name, got in zip(names, served.first_logits([PROMPT] * 2, names), strict=True):
+        oracles.check(name, got, PROMPT)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba", pytest.param("triton", marks=pytest.mark.long)])
+def test_every_set_of_kernels(tiny_hf_checkpoints: Any, tmp_path: Path, kernels: str) -> None:
+    """A vocabulary that no block divides; panels in several runs of pages."""
+    directory = tiny_hf_checkpoints["llama"](vocab_size=397)
+    oracles = Oracles(directory, tmp_path, HEADS)
+    served = HandDecoder(directory, oracles.folders, tmp_path / "store", kernels, in_runs=2)
+    shares = [(name, PROMPT[i:], 0, tuple(range(i * 10, i * 10 + 10))) for i, name in enumerate(oracles.models)]
+    for i, got in served.logits(shares).items():
+        oracles.check(shares[i][0], got, shares[i][1])
+
+
+def test_drafts_are_verified_with_the_adapters_own_head(tiny_hf_checkpoints: Any, tmp_path: Path) -> None:
+    """Logits of every row that a draft ends in, and of the base's beside them."""
+    directory = tiny_hf_checkpoints["llama"]()
+    oracles = Oracles(directory, tmp_path, {"head": HEADS["head"]})
+    served = HandDecoder(directory, oracles.folders, tmp_path / "store", "numba", weights="none")
+    drafts = (7, 300, 12)
+    shares = []
+    for i, name in enumerate(oracles.models):
+        share = served.share(name, PROMPT, 0, tuple(range(i * 10, i * 10 + 10)))
+        shares.append(replace(share, token_ids=(*PROMPT, *drafts), drafts=PlannedDrafts(drafts)))
+    for name, rows in zip(oracles.models, served.run(shares), strict=True):
+        assert len(rows) == len(drafts) + 1
+        for i, got in enumerate(rows):
+            oracles.check(name, got, [*PROMPT, *drafts[:i]])
+
+
+def test_beams_see_the_head(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    oracles, served = Oracles(directory, tmp_path, {"head": HEADS["head"]}), serve(directory)
+    served.llm.add_adapter("head", oracles.folders["head"])
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(GREEDY.max_tokens):
+        longer = []
+        for score, ids in beams:
+            best = last_logits(oracles.models["head"], PROMPT + ids).log_softmax(-1).topk(2)
+            longer += [(score + s, [*ids, token]) for s, token in zip(*map(torch.Tensor.tolist, best), strict=True)]
+        beams = sorted(longer, reverse=True)[:2]
+    [found] = served.llm.beam_search([PROMPT], GREEDY, BeamOptions(2), ["head"])
+    assert [list(answer.token_ids) for answer in found] == [ids for _, ids in beams]
+
+
+def test_heads_come_back_after_eviction(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    oracles, served = Oracles(directory, tmp_path, HEADS), serve(directory, pool_bytes=12 * BLOCK)
+    for name, folder in oracles.folders.items():
+        served.llm.add_adapter(name, folder)
+    for name in [*HEADS, *HEADS]:
+        [got] = served.first_logits([PROMPT], [name])
+        oracles.check(name, got, PROMPT)
+    assert served.llm.engine.metrics.snapshot().adapter_evictions_total > len(HEADS)
+
+
+def test_steps_without_such_an_adapter_do_nothing_for_it(
+    tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    oracles, served = Oracles(directory, tmp_path, HEADS), serve(directory)
+    for name, folder in oracles.folders.items():
+        served.llm.add_adapter(name, folder)
+    calls: list[int] = []
+    expand = Ops.expand_
+    monkeypatch.setattr(Ops, "expand_", lambda self, y, *rest: (calls.append(len(y)), expand(self, y, *rest)))
+    served.first_logits([PROMPT] * 3, ["plain", "dora", None])
+    assert not calls
+    served.first_logits([PROMPT] * 3, ["plain", "head", None])
+    assert calls
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(49152, 30), (128256, 32), (397, 3), (384, 4), (64, 5), (7, 3)])
+def test_blocks_hold_every_token_once(vocab: int, count: int) -> None:
+    blocks = VocabBlocks(vocab, count)
+    owned = [token for block in range(count) for token in blocks.owned(block)]
+    assert owned == list(range(vocab))
+    for block in range(count):
+        first = blocks.start(block)
+        assert first >= 0
+        assert first + blocks.width <= vocab
+        assert all(first <= token < first + blocks.width for token in blocks.owned(block))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "DoRA": ({"use_dora": True}, "unsupported_embedding", "DoRA or lora_bias of the head"),
+    "lora_bias": ({"lora_bias": True, "init_lora_weights": True}, "unsupported_embedding", "DoRA or lora_bias"),
+    "the base's copy": ({"save_embedding_layers": True}, "unsupported_modules_to_save", "save_embedding_layers=False"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, case: str) -> None:
+    config, code, says = REFUSED[case]
+    directory = tiny_hf_checkpoints["llama"]()
+    Oracles(directory, tmp_path, {"x": {"r": 3, "target_modules": ["q_proj", "lm_head"]} | config})
+    with pytest.raises(AdapterInvalid, match=says) as refused:
+        serve(directory).llm.add_adapter("x", tmp_path / "x")
+    assert code in {problem.code for problem in refused.value.problems}
+
+
+def test_a_head_that_peft_ties_to_the_embedding_is_refused(
+    tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any
+) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    Oracles(directory, tmp_path, {"x": {"r": 3, "target_modules": ["lm_head"]}})
+    config = tmp_path / "x" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"ensure_weight_tying": True}))
+    with pytest.raises(AdapterInvalid, match="ties the LoRA of lm_head"):
+        serve(directory).llm.add_adapter("x", tmp_path / "x")
