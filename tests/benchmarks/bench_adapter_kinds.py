@@ -1,4 +1,4 @@
-"""Time steps of adapters that hold more than LoRA of the layers: DoRA's magnitudes, norms of their own, the head's LoRA;
+"""Time steps of adapters that hold more than LoRA of layers: DoRA's magnitudes, norms of their own, LoRA of the head;
 loads, and bytes in the pool.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48]
