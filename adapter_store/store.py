@@ -3,6 +3,7 @@
     root/lock              held while a server uses the store
     root/index.sqlite3     ids, versions, aliases, contents (`registry/index.py`)
     root/blobs, root/tmp   weights by digest (`storage/blobs.py`)
+    root/snapshots         keys and values of fixed prompts, which can always be computed again (`storage/snapshots.py`)
 
 Weights are read and hashed outside the lock. The index changes under it, in one transaction that makes the whole
 change visible at once. Resolving a name reads a dictionary and never waits for a disk.
@@ -46,6 +47,7 @@ from adapter_store.storage.pending_uploads import ANONYMOUS_UPLOADER, PendingUpl
 from adapter_store.storage.quarantine import Quarantine
 from adapter_store.storage.refcounts import CompositionHold, ContentHold, ContentRefcounts
 from adapter_store.storage.root_lock import lock_root, opening_errors
+from adapter_store.storage.snapshots import SnapshotFiles, owner_of
 from adapter_store.validation.validate import max_adapter_bytes
 
 IfMatch = Collection[str] | None
@@ -111,6 +113,7 @@ class AdapterStore:
             bind_base(self._index, BaseIdentity.of(base, base_sample), self._content_reader.spec, accept_base_change)
             self.collect()
             self._blobs.sweep(self._index.referenced_digests())
+            self.snapshots = SnapshotFiles(root, self._owners)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -381,6 +384,7 @@ class AdapterStore:
                 raise VersionInUse(record.adapter_id, aliases)
             left, unnamed = self._index.delete_versions(record, versions)
             self._names.replace(record.adapter_id, left)
+            self.snapshots.remove_versions(record.adapter_id, versions)
             # The deletion is committed, whether or not the weights can be removed now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
@@ -454,6 +458,9 @@ class AdapterStore:
         with self._lock:
             self._check_open()
             return self._index.referenced_digests()
+
+    def _owners(self) -> set[str]:
+        return {owner_of(name, v.version) for name, record in self._names.records.items() for v in record.versions}
 
     def spec(self, key: AdapterKey) -> AdapterSpec:
         """Return the spec of a content, or of a sum, read from the header of its weights and checked against the base

@@ -140,6 +140,8 @@ class MemoryOptions:
     max_lora_rank: int = 256
     swap_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
+    # Of fixed prompts on the disk, with the adapters.
+    snapshot_bytes: int = 1 << 30
     # Splits the pool permanently, as other servers do; None shares all of it.
     adapter_pool_fraction: float | None = None
 
@@ -155,6 +157,8 @@ class MemoryOptions:
         _positive("--max-lora-rank", self.max_lora_rank)
         if self.swap_bytes < 0:
             raise ConfigError(f"--swap-bytes must not be negative, not {self.swap_bytes}; 0 turns swapping off")
+        if self.snapshot_bytes < 0:
+            raise ConfigError(f"--snapshot-bytes must not be negative, not {self.snapshot_bytes}; 0 keeps no snapshots")
         if self.adapter_pool_fraction is not None and not 0.0 < self.adapter_pool_fraction < 1.0:
             raise ConfigError(f"--adapter-pool-fraction must be above 0 and below 1, not {self.adapter_pool_fraction}")
 

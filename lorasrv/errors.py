@@ -148,6 +148,10 @@ class EngineOverloaded(RetryLater):
     """The queue has no place for the request now."""
 
 
+class SnapshotFailure(LorasrvError):
+    """Report that a snapshot of a persona's prompt was not made, and why."""
+
+
 class VerificationUnavailable(LorasrvError):
     """Report that adapters cannot be verified here. The message says which package, or how much memory, is missing."""
 

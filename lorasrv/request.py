@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.kv_policy import MAX_TOKENS, KvPolicy
 from lorasrv.outputs import (
     AdapterTier,
@@ -167,6 +168,8 @@ class Request:
     refusal: Refusal | None = None
     retry_after_s: float | None = None
     constraint_state: ConstraintState | None = None
+    # Snapshot that it waits for while that is being restored.
+    snapshot: SnapshotName | None = None
     # Those known so far, if asked for; not computed again after a preemption.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -367,6 +370,21 @@ def is_salted(cache_salt: str, salt: str | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedPrefix:
+    """Describe the beginning of a prompt that is a persona's own: the same whoever sends the request.
+
+    Its whole pages are shared by all requests with this salt, whatever their own. So no request may have it whose
+    client has written any of these tokens, or chosen them.
+    """
+
+    # The version that its snapshots go with (`adapter_store.storage.snapshots`).
+    owner: str
+    # No salt of a client, a key or a persona's request equals it.
+    salt: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """Carry a request to the engine: frozen, no tensors."""
 
@@ -382,6 +400,8 @@ class EngineCoreRequest:
     on_cold: OnCold = OnCold.WAIT
     # Requests share prefix pages only with requests of the same salt.
     cache_salt: str = ""
+    # None if all tokens are under that salt.
+    prefix: FixedPrefix | None = None
     # First choice of the same prompt, whose pages this one shares.
     fork_of: RequestId | None = None
     # Account that the request counts on, whatever version the name means; "" is the base.

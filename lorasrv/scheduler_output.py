@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import Facts, SnapshotName
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.outputs import RequestId
 from lorasrv.request import Account, ConstraintState, Request
@@ -68,6 +69,30 @@ class DropSwap:
     request_id: RequestId
 
 
+class SnapshotFile(NamedTuple):
+    """Describe the file of a snapshot of a prefix."""
+
+    name: SnapshotName
+    facts: Facts
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOrders:
+    """List what is to be done with snapshots of prefixes beside the step."""
+
+    # Read to host memory.
+    loads: tuple[SnapshotFile, ...] = ()
+    # Copy from host memory: the place of each page in the snapshot, and the page, which nothing reads before it is
+    # done.
+    copies: tuple[tuple[SnapshotName, tuple[tuple[int, int], ...]], ...] = ()
+    # Host copies that are not needed any more.
+    cancels: tuple[SnapshotName, ...] = ()
+    # Write these pages to the disk; they are read before the step computes.
+    saves: tuple[tuple[SnapshotFile, tuple[int, ...]], ...] = ()
+
+
+NO_SNAPSHOTS = SnapshotOrders()
 PageOp = CopyPages | SwapOut | SwapIn | DropSwap
 
 
@@ -314,6 +339,7 @@ class SchedulerOutput:
     number: int = 0
     # Whether it holds up requests if another step is planned before it is collected.
     is_awaited: bool = False
+    snapshots: SnapshotOrders = NO_SNAPSHOTS
 
     @property
     def num_tokens(self) -> int:
@@ -349,4 +375,4 @@ class SchedulerOutput:
 
     def only(self, shares: Sequence[ScheduledRequest]) -> "SchedulerOutput":
         """Return the step with these shares and without page operations and orders, which the whole step has."""
-        return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders())
+        return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders(), snapshots=NO_SNAPSHOTS)

@@ -30,7 +30,7 @@ REGISTRATION_S = 600.0
 NUM_LOCKS = 64
 PROBE_BYTES = 16 << 20
 """Room that an upload may need; a disk with less is called full."""
-_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -94,7 +94,7 @@ class BlobUpload:
         self._hasher = hashlib.sha256()
         self._path = directory.new_temporary_path()
         with disk_errors("starting an upload"):
-            self._fd: int | None = os.open(self._path, _NEW_FILE, 0o600)
+            self._fd: int | None = os.open(self._path, NEW_FILE, 0o600)
         directory.upload_started(self._path, digest, length)
 
     @property
@@ -123,7 +123,7 @@ class BlobUpload:
                 raise BlobLengthMismatch(self.length, self._received + view.nbytes)
             try:
                 with disk_errors("writing an upload"):
-                    _write_all(fd, view)
+                    write_all(fd, view)
             except Exception:
                 self.abort()
                 raise
@@ -176,7 +176,7 @@ class BlobUpload:
             os.close(fd)
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def write_all(fd: int, view: memoryview) -> None:
     view = view.cast("B")
     while view:
         view = view[os.write(fd, view) :]
@@ -206,7 +206,7 @@ class BlobDirectory:
         """Return whether uploads can be written: a file of `PROBE_BYTES` gets room on the disk."""
         path = self.new_temporary_path()
         try:
-            fd = os.open(path, _NEW_FILE, 0o600)
+            fd = os.open(path, NEW_FILE, 0o600)
             try:
                 os.posix_fallocate(fd, 0, PROBE_BYTES)
             finally:

@@ -80,13 +80,8 @@ _Seconds = Annotated[float, Field(gt=0, le=86400)]
 _NO_LIMIT = "no limit"
 _SECRET = re.compile(r"[!-~]{8,512}")
 _SIZES = (
-    "store_bytes",
-    "pool_bytes",
-    "host_cache_bytes",
-    "swap_bytes",
-    "corpus_bytes",
-    "resident_bytes_per_adapter",
-    "resident_bytes_per_key",
+    *("store_bytes", "pool_bytes", "host_cache_bytes", "swap_bytes", "snapshot_bytes", "corpus_bytes"),
+    *("resident_bytes_per_adapter", "resident_bytes_per_key"),
 )
 
 
@@ -196,6 +191,9 @@ class ServerSettings(BaseModel):
     enable_prefix_caching: Annotated[bool, _memory("Reuse the KV cache of prompts with a common prefix")] = (
         _MEMORY.enable_prefix_caching
     )
+    snapshot_bytes: Annotated[
+        ByteSize, _memory("Size of the snapshots of personas' prompts on the disk; 0 keeps none", default="1GiB")
+    ] = ByteSize(_MEMORY.snapshot_bytes)
     adapter_pool_fraction: Annotated[
         float | None, _memory("Fraction of the pool that only adapters use", default="one pool for both")
     ] = _MEMORY.adapter_pool_fraction

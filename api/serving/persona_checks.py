@@ -17,7 +17,7 @@ from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
 from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, unknown_placeholders
 from api.schemas.speculation import speculation_params
 from api.serving.chat import plan_chat
-from api.serving.personas import StoredPersona, apply_to_body
+from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import check_token_ids
@@ -30,8 +30,6 @@ CONTEXT_SHARE = 4
 """A persona's prompt may take one part in so many of the context."""
 INVALID = "invalid_defaults"
 _TURN = {"role": "user", "content": "Hello"}
-_PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs")
-_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _DATE = re.compile(r"\b(?:19|20)\d\d-\d\d?-\d\d?\b|\b\d\d?\.\d\d?\.(?:19|20)\d\d\b")
 
 
@@ -160,14 +158,14 @@ class _Check:
 
     def _prompt(self, defaults: Defaults) -> None:
         """Render the prompt as a request would."""
-        fields = {name: getattr(defaults, name) for name in (*_PROMPT_FIELDS, *_TOOL_FIELDS)}
-        if not any(value for name, value in fields.items() if name != "name"):
+        fields = {name: getattr(defaults, name) for name in PROMPT_FIELDS}
+        stored = StoredPersona(AdapterRef(AdapterId("persona"), 0, None), "", Defaults(**fields), "")
+        if not stored.has_prompt:
             return
         if self._engine.chat_template is None:
             self.problems.add(INVALID, "system", "this base has no chat template: only sampling fields and stops apply")
             return
         asked = ChatBody.model_validate({"messages": [_TURN]})
-        stored = StoredPersona(AdapterRef(AdapterId("persona"), 0, None), "", Defaults(**fields), "")
         with self.faults_of("system"):
             body, _ = apply_to_body(asked, stored, may_read=True)
             plan = plan_chat(body, self._engine)

@@ -37,6 +37,8 @@ _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
+PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
+"""Fields that the prompt depends on."""
 # Names of TGI, where they differ.
 _TGI_NAMES = {"max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
 _TGI_FILTERS = ("top_p", "top_k", "min_p", "typical_p")
@@ -54,6 +56,11 @@ class StoredPersona:
     text: str
     defaults: Defaults
     owner: str
+
+    @property
+    def has_prompt(self) -> bool:
+        """Return whether anything of it is part of prompts."""
+        return any(getattr(self.defaults, name) for name in PROMPT_FIELDS if name != "name")
 
     @cached_property
     def names_user(self) -> bool:
@@ -80,7 +87,8 @@ class AppliedPersona:
     `prompt_key` tells all that its part of the prompt (texts, tools, template variables), and what stands before it,
     depend on; "" if it has none. `is_hidden`: the caller may not read that part. `messages` are the whole conversation,
     empty if the persona has no texts in it; the first `num_fixed` stay when turns are dropped, and `num_added` are not
-    the client's. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
+    the client's. `is_whole`: the prompt begins with all of the persona's, and but for the user's name the client wrote
+    nothing of it. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
     """
 
     ref: AdapterRef
@@ -90,6 +98,7 @@ class AppliedPersona:
     messages: tuple[Message, ...] = ()
     num_fixed: int = 0
     num_added: int = 0
+    is_whole: bool = False
     token_fields: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -207,6 +216,8 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
         variables = [shown.tools if shown.uses_tools else None, shown.chat_template_kwargs]
         has_own = any(name in update for name in _IN_TEMPLATE)
         applied = _told(stored, body.messages, body.user, variables, has_own, may_read)
+        says_none = all(getattr(body, name) is None for name in _IN_TEMPLATE)
+        applied = replace(applied, is_whole=applied.is_whole and says_none)
         if applied.is_hidden and body.prompt_logprobs is not None:
             raise InvalidRequest("{param} would show the persona's hidden prompt", param="prompt_logprobs")
     merged = body.model_copy(update=update | ({"messages": list(applied.messages)} if applied.messages else {}))
@@ -349,9 +360,18 @@ def _told(
     facts = json.dumps([ref.persona, applied, user, before, *variables], sort_keys=True)
     key = hashlib.sha256(facts.encode()).hexdigest()
     if not applied:
-        return AppliedPersona(ref, (), key, not may_read)
+        return AppliedPersona(ref, (), key, not may_read, is_whole=not own_system)
     messages = (*told, *rest)
-    return AppliedPersona(ref, tuple(applied), key, not may_read, messages, len(told), len(messages) - len(given))
+    return AppliedPersona(
+        ref,
+        tuple(applied),
+        key,
+        not may_read,
+        messages,
+        len(told),
+        len(messages) - len(given),
+        is_whole=not own_system,
+    )
 
 
 def message(role: str, content: str) -> Message:

@@ -22,6 +22,7 @@ from api.auth.rate_limits import RateLimiter
 from api.config.settings import ServerSettings
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.admission import AdmissionController
+from api.serving.fixed_prefixes import FixedPrefixes
 from api.serving.model_list import ModelList, adapter_card, base_card
 from api.serving.personas import Personas
 from api.serving.store_view import ScopedStore, ScopedStores
@@ -97,6 +98,7 @@ class Services:
     ledger: Ledger
     views: ScopedStores
     personas: Personas
+    prefixes: FixedPrefixes
     long_texts: FairLock
 
     @classmethod
@@ -110,6 +112,7 @@ class Services:
     ) -> "Services":
         """Create the services of a server that starts now."""
         started_s = int(time.time())
+        personas = Personas(store)
         base = base_card(
             settings.served_model_name or engine.model_name,
             started_s,
@@ -130,7 +133,8 @@ class Services:
             StoreProbe(store),
             Ledger(engine, store, store.root),
             ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
-            Personas(store),
+            personas,
+            FixedPrefixes(engine, personas),
             FairLock("long texts", MAX_LONG_TEXTS),
         )
 

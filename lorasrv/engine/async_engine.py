@@ -25,13 +25,16 @@ from lorasrv.engine.messages import (
     AddRequests,
     DescribePool,
     EndRequest,
+    FindSnapshot,
     ForgetAnswers,
     GetAdapterTier,
     ListResidents,
+    MakeSnapshot,
     Message,
     PinAdapter,
     SetLimits,
     Shutdown,
+    SnapshotStatus,
     UnpinAdapter,
     UtilityCall,
     UtilityRequest,
@@ -47,7 +50,7 @@ from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver, Reque
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestOutput
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, FixedPrefix
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.structured_output.compiler import GrammarCompiler
@@ -55,6 +58,7 @@ from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.disk_threads import DiskReadStats
+from lorasrv.worker.snapshot_loader import SnapshotLoader
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
@@ -90,7 +94,7 @@ class AsyncEngine:
             write = model.parts.executor.write_adapter
             wake = lambda: self._inbox.put(Wake())  # noqa: E731
             self._loader = ThreadedLoader(model.parts.source, write, wake, options.load_timeout_s)
-        self._engine = EngineCore(model.parts, self._loader)
+        self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options))
         self.input_processor = model.input_processor(
             self._engine.poison, options.queue_timeout_s, options.load_timeout_s
         )
@@ -127,6 +131,21 @@ class AsyncEngine:
             return cls(built, checkpoint.name, config.scheduler, observers)
         finally:
             checkpoint.close()
+
+    def _snapshot_loader(self, model: BuiltModel, options: SchedulerOptions) -> SnapshotLoader | None:
+        if model.snapshots is None:
+            return None
+        executor, block_bytes = model.parts.executor, model.parts.memory.layout.block_bytes
+        wake = lambda: self._inbox.put(Wake())  # noqa: E731
+        return SnapshotLoader(
+            model.snapshots,
+            block_bytes,
+            model.max_snapshot_bytes,
+            executor.read_pages,
+            executor.write_pages,
+            wake,
+            options.load_timeout_s,
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -302,6 +321,29 @@ class AsyncEngine:
             EngineDead: the engine does not run.
         """
         await self._call_utility(ForgetAnswers(adapter, salt))
+
+    async def make_snapshot(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: tuple[int, ...]
+    ) -> SnapshotStatus:
+        """Keep the pages of a prefix on the disk, as soon as a request has computed them.
+
+        Raises:
+            SnapshotFailure: they cannot be kept.
+            EngineDead: the engine does not run.
+        """
+        status: SnapshotStatus = await self._call_utility(MakeSnapshot(adapter, prefix, token_ids))
+        return status
+
+    async def find_snapshot(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: tuple[int, ...]
+    ) -> SnapshotStatus | None:
+        """Return the snapshot of a prefix; None if there is none.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        status: SnapshotStatus | None = await self._call_utility(FindSnapshot(adapter, prefix, token_ids))
+        return status
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
         """Return where an adapter is now.

@@ -15,9 +15,11 @@ from adapter_store.spec import AdapterKey
 from lorasrv.engine.messages import (
     AdapterStatus,
     DescribePool,
+    FindSnapshot,
     ForgetAnswers,
     GetAdapterTier,
     ListResidents,
+    MakeSnapshot,
     PinAdapter,
     SetLimits,
     UnpinAdapter,
@@ -27,6 +29,7 @@ from lorasrv.engine.messages import (
 )
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.engine.pool_snapshot import describe_pool
+from lorasrv.engine.snapshot_keeper import SnapshotKeeper
 from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
 from lorasrv.engine.watchdog import Heartbeat
@@ -43,6 +46,7 @@ from lorasrv.scheduler_output import AdapterOrders, DropSwap, PageOp, SchedulerO
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.executor import Executor, StepHandle
+from lorasrv.worker.snapshot_loader import SnapshotLoader
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
@@ -94,11 +98,14 @@ class _LoadCounters:
 class EngineCore:
     """Run one model on one pool, batch after batch."""
 
-    def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
+    def __init__(
+        self, parts: EngineParts, loader: Loader | None, snapshot_loader: SnapshotLoader | None = None
+    ) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
         self._memory = parts.memory
         self._loader = loader
+        self._snapshots = SnapshotKeeper(parts.memory.snapshots, snapshot_loader, self._complete_call)
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
         executor = self._executor = parts.executor
@@ -183,6 +190,8 @@ class EngineCore:
             case ForgetAnswers():
                 self._scheduler.forget_answers(request.adapter, request.salt)
                 self._complete_call(number, None)
+            case MakeSnapshot() | FindSnapshot():
+                self._snapshots.call(number, request)
 
     def take_utility_results(self) -> list[UtilityResult]:
         """Return the results of utility calls since the last call."""
@@ -210,6 +219,7 @@ class EngineCore:
         with self.profile.span("pages"):
             step = self._apply_page_ops(step)
             self._send_orders(step.orders)
+            self._snapshots.send(step.snapshots)
         if step.scheduled:
             self._submit(step)
         else:
@@ -233,9 +243,10 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop the loader."""
+        """Stop the loaders."""
         if self._loader is not None:
             self._loader.close()
+        self._snapshots.close()
 
     def _submit(self, step: SchedulerOutput) -> None:
         most = self.retrier.most_tokens
@@ -307,6 +318,7 @@ class EngineCore:
 
     # Adapter loads and pages.
     def _take_reports(self) -> None:
+        self._snapshots.take_reports()
         for report in self._loader.poll() if self._loader is not None else ():
             match report.done:
                 case Done.LOADED:
@@ -414,6 +426,7 @@ class EngineCore:
     def cancel_utility_call(self, number: int) -> None:
         """Drop a utility call whose caller does not wait any more."""
         self._residency_calls.pop(number, None)
+        self._snapshots.cancel(number)
 
     # Statistics.
     def _finish_step(self, step: SchedulerOutput, *, made_progress: bool) -> None:
@@ -477,4 +490,9 @@ class EngineCore:
             host_cache_evictions_total=host.evictions if host else 0,
             swap_bytes=memory.swap.nbytes,
             late_kernels_total=self._executor.num_late_kernels,
+            snapshot_bytes=memory.snapshots.num_bytes,
+            snapshots_made_total=memory.snapshots.counters.made,
+            snapshots_restored_total=memory.snapshots.counters.restored,
+            snapshot_bytes_restored_total=memory.snapshots.counters.restored_bytes,
+            snapshots_refused_total=dict(memory.snapshots.counters.refused),
         )

@@ -9,6 +9,7 @@ import torch
 
 from adapter_store.formats.weights import HeadArrays
 from adapter_store.host_cache import HostCache
+from adapter_store.storage.snapshots import SnapshotFiles
 from adapter_store.store import AdapterStore
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
 from lorasrv.engine.core import EngineParts
@@ -38,6 +39,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads, read_heads
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.host_memory import free_bytes
+from lorasrv.worker.kv_identity import kv_identity
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
 from lorasrv.worker.weights import load_weights, silent
 from sgmv_kernels.formats.fp8 import multiplies_fp8
@@ -67,6 +69,9 @@ class BuiltModel:
     chat_template: ChatTemplate | None
     # Whether a request's result is the same alone and in any batch, to the bit.
     is_batch_invariant: bool
+    # Those of the store; None without one.
+    snapshots: SnapshotFiles | None = None
+    max_snapshot_bytes: int = 0
 
     def input_processor(
         self, poison: PoisonGuard, queue_timeout_s: float | None = None, load_timeout_s: float | None = None
@@ -140,7 +145,17 @@ def build(
         draft_model = DraftModel(draft, draft_pool)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), weights, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption_mode, is_on_host)
+    snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
+    sizes = (geometry.page_size, geometry.page_bytes, geometry.num_slabs, geometry.draft_bytes)
+    identity = kv_identity(weights, fmt, config.model, ops, kv_format, sizes, draft)
+    memory = MemoryManager.make(
+        geometry,
+        config.memory,
+        config.scheduler.preemption_mode,
+        is_on_host,
+        facts=identity if snapshots is not None else None,
+        stored=snapshots.sizes() if snapshots is not None else {},
+    )
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     models = model_names(config.speculation)
@@ -185,7 +200,9 @@ def build(
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
-    return BuiltModel(parts, spec, served, tokenizer, template, is_batch_invariant)
+    return BuiltModel(
+        parts, spec, served, tokenizer, template, is_batch_invariant, snapshots, config.memory.snapshot_bytes
+    )
 
 
 def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:

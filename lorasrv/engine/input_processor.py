@@ -22,7 +22,7 @@ from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
-from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
+from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
 from lorasrv.speculation_params import (
     ANY_SPECULATION,
@@ -60,6 +60,7 @@ class RequestOptions(TypedDict, total=False):
     beams: BeamOptions | None
     speculation: SpeculationParams
     kv_policy: KvPolicy | None
+    prefix: FixedPrefix | None
 
 
 class AdapterFacts(Protocol):
@@ -151,6 +152,7 @@ class InputProcessor:
         beams: BeamOptions | None = None,
         speculation: SpeculationParams = ANY_SPECULATION,
         kv_policy: KvPolicy | None = None,
+        prefix: FixedPrefix | None = None,
     ) -> EngineCoreRequest:
         """Return the message for `EngineCore.add_request`.
 
@@ -195,6 +197,7 @@ class InputProcessor:
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
+            prefix=prefix,
             adapter_id=adapter_id or (adapter or ""),
             charged_key=charged_key,
             priority=priority,

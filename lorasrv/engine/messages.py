@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
 from lorasrv.outputs import AdapterTier, RequestId
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, FixedPrefix
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
@@ -68,9 +68,44 @@ class ForgetAnswers:
     salt: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MakeSnapshot:
+    """Keep the pages of a prefix on the disk. The result is a `SnapshotStatus` once they are there."""
+
+    adapter: AdapterKey | None
+    prefix: FixedPrefix
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindSnapshot:
+    """Ask for the snapshot of a prefix. The result is a `SnapshotStatus`; None if there is none."""
+
+    adapter: AdapterKey | None
+    prefix: FixedPrefix
+    token_ids: tuple[int, ...]
+
+
 UtilityRequest = (
-    DescribePool | ListResidents | GetAdapterTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits | ForgetAnswers
+    DescribePool
+    | ListResidents
+    | GetAdapterTier
+    | WarmAdapter
+    | PinAdapter
+    | UnpinAdapter
+    | SetLimits
+    | ForgetAnswers
+    | MakeSnapshot
+    | FindSnapshot
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStatus:
+    """Describe a snapshot on the disk."""
+
+    tokens: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,8 @@ class CostModel:
     copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
     # A byte between the pool and the swap space.
     page_copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
+    # A byte of a snapshot, from disk through host memory to the pool, verified.
+    restore: Rate = field(default_factory=lambda: Rate(1 / 0.4e9))
     # A token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))
     # A whole step.
@@ -223,6 +225,10 @@ class CostModel:
     def recompute_s(self, num_tokens: int) -> float:
         """Estimate the seconds to compute so many tokens again."""
         return num_tokens * self.token.seconds
+
+    def restore_s(self, nbytes: int) -> float:
+        """Estimate the seconds to restore a snapshot of `nbytes` bytes."""
+        return nbytes * self.restore.seconds
 
     def swap_s(self, nbytes: int) -> float:
         """Estimate the seconds to swap `nbytes` bytes out and in again."""

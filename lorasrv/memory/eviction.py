@@ -260,8 +260,9 @@ class Evictor:
         pool = self._adapters.pool
         if pool.num_free < pages + keep_free:
             return False
-        movable, fixed = (self._manager.runs_in(s) for s in (AdapterState.RESIDENT, AdapterState.COPYING))
-        moves = compact(pool, pages, movable, fixed)
+        movable, copying = (self._manager.runs_in(s) for s in (AdapterState.RESIDENT, AdapterState.COPYING))
+        filling = dict.fromkeys((page, 1) for page in self._kv.filling() if pool is self._pool)
+        moves = compact(pool, pages, movable, {**copying, **filling})
         if moves is None or not moves.pages:
             return False
         self._follow(moves)

@@ -10,11 +10,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache, page_hash, root_hash
 from lorasrv.outputs import RequestId
+from lorasrv.request import FixedPrefix
 from lorasrv.scheduler_output import PageCopy
 
 
@@ -31,6 +33,9 @@ class _Table:
     # Keys of its first whole pages, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
+    # Number of first pages under that root; those behind them are under `own_root`, too.
+    num_fixed: int = 0
+    own_root: bytes = b""
     # Number of them that were offered to the prefix cache.
     num_kept: int = 0
 
@@ -44,6 +49,7 @@ class KVCacheManager:
         self._prefixes = prefixes
         self.page_size = page_size
         self._tables: dict[RequestId, _Table] = {}
+        self._filling: dict[SnapshotName, tuple[int, ...]] = {}
         self.num_copies = 0
 
     @property
@@ -62,14 +68,19 @@ class KVCacheManager:
         salt: str,
         policy: KvPolicy | None = None,
         holes: Collection[int] = (),
+        prefix: FixedPrefix | None = None,
     ) -> None:
         """Create an empty table for a request.
 
         Args:
             holes: places that need no page.
+            prefix: what its prompt begins with under another salt.
         """
         assert request_id not in self._tables, f"request {request_id} has a table"
-        self._tables[request_id] = _Table([], adapter, policy, set(holes), root=root_hash(adapter, salt))
+        table = self._tables[request_id] = _Table([], adapter, policy, set(holes), root=root_hash(adapter, salt))
+        if prefix is not None and prefix.num_tokens >= self.page_size:
+            table.num_fixed, table.own_root = prefix.num_tokens // self.page_size, table.root
+            table.root = root_hash(adapter, prefix.salt)
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
         """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
@@ -214,6 +225,38 @@ class KVCacheManager:
         """Yield every page id that a table holds, for `PagePool.check_integrity`."""
         for table in self._tables.values():
             yield from _real(table.pages)
+        yield from self.filling()
+
+    # Pages that are filled beside the steps.
+
+    def begin_fill(self, name: SnapshotName, count: int) -> tuple[int, ...] | None:
+        """Take free pages for a snapshot, which stay where they are until `end_fill`; None if there are too few."""
+        assert name not in self._filling, f"snapshot {name} is being copied"
+        pages = self._pool.allocate_singles(count)
+        if pages is not None:
+            self._filling[name] = tuple(pages)
+        return None if pages is None else self._filling[name]
+
+    def end_fill(
+        self, name: SnapshotName, hashes: Sequence[bytes], adapter: AdapterKey | None, *, is_resident: bool
+    ) -> None:
+        """Pass the pages of a snapshot to the prefix cache, or give them back.
+
+        Args:
+            hashes: of the pages; empty: they were not filled.
+            is_resident: whether the adapter is.
+        """
+        pages = self._filling.pop(name)
+        for digest, page in zip(hashes, pages, strict=False):
+            assert self._prefixes is not None
+            self._prefixes.insert(digest, page, adapter, is_resident=is_resident)
+        for page in reversed(pages):
+            self._release_page(page)
+
+    def filling(self) -> Iterator[int]:
+        """Yield the pages that are being filled."""
+        for pages in self._filling.values():
+            yield from pages
 
     def _shared(self, table: _Table, num_computed: int) -> range:
         """Return the places of pages that the request will write into and other tables hold: at most the one it is
@@ -231,6 +274,8 @@ class KVCacheManager:
         while len(table.hashes) <= number:
             first = len(table.hashes) * self.page_size
             parent = table.hashes[-1] if table.hashes else table.root
+            if table.num_fixed == len(table.hashes):
+                parent += table.own_root
             salt = b"" if table.policy is None else table.policy.salt(len(table.hashes))
             table.hashes.append(page_hash(parent + salt, token_ids[first : first + self.page_size]))
         return table.hashes[number]

@@ -4,10 +4,12 @@ One pool for keys, values and adapters; or, for comparison, one that is split in
 """
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import Facts, SnapshotName
 from lorasrv.config import MemoryOptions
 from lorasrv.memory.adapter_cache import AdapterCache
 from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
@@ -16,6 +18,7 @@ from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
+from lorasrv.memory.snapshots import SnapshotManager
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 NO_ROOM_RETRY_S = 5.0
@@ -71,6 +74,7 @@ class MemoryManager:
     adapter_manager: AdapterManager
     evictor: Evictor
     swap: SwapSpace
+    snapshots: SnapshotManager
     costs: CostModel
     clock: Callable[[], float]
 
@@ -84,6 +88,8 @@ class MemoryManager:
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
         adapter_floor: float | None = None,
+        facts: Facts | None = None,
+        stored: Mapping[SnapshotName, int] = MappingProxyType({}),
     ) -> "MemoryManager":
         """Create empty accounts.
 
@@ -92,6 +98,7 @@ class MemoryManager:
             is_on_host: whether the host cache has an adapter, which makes its eviction cheaper.
             costs: rates of this machine, if they are known already.
             adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
+            facts, stored: as `SnapshotManager` takes them.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
@@ -109,7 +116,22 @@ class MemoryManager:
         floor = int((ADAPTER_FLOOR if adapter_floor is None else adapter_floor) * layout.num_pages)
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
         swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
-        return cls(layout, kv_pool, adapter_pool, prefixes, kv, adapters, adapter_manager, evictor, swap, costs, clock)
+        block = layout.block_bytes
+        snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block)
+        return cls(
+            layout,
+            kv_pool,
+            adapter_pool,
+            prefixes,
+            kv,
+            adapters,
+            adapter_manager,
+            evictor,
+            swap,
+            snapshots,
+            costs,
+            clock,
+        )
 
     @property
     def pools(self) -> tuple[PagePool, ...]:

@@ -40,6 +40,15 @@ def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
+def page_hashes(root: bytes, token_ids: Sequence[int], page_size: int) -> tuple[bytes, ...]:
+    """Return the keys of the whole pages of `token_ids` that follow a root."""
+    hashes, parent = list[bytes](), root
+    for end in range(page_size, len(token_ids) + 1, page_size):
+        parent = page_hash(parent, token_ids[end - page_size : end])
+        hashes.append(parent)
+    return tuple(hashes)
+
+
 @dataclass(slots=True)
 class _Entry:
     digest: bytes
@@ -107,8 +116,16 @@ class PrefixCache:
             entry.uses = min(entry.uses + 1, MAX_COUNTED_USES)
         return page
 
-    def insert(self, digest: bytes, page: int, adapter: AdapterKey | None) -> bool:
-        """Take a reference to a full page; return False if another page of the same content is in the cache."""
+    def page_of(self, digest: bytes) -> int | None:
+        """Return the page of this hash, which is not used; None if there is none."""
+        return self._pages.get(digest)
+
+    def insert(self, digest: bytes, page: int, adapter: AdapterKey | None, *, is_resident: bool = True) -> bool:
+        """Take a reference to a full page; return False if another page of the same content is in the cache.
+
+        Args:
+            is_resident: whether its adapter is.
+        """
         if digest in self._pages:
             return False
         assert page not in self._entries, f"page {page} is in the cache under another hash"
@@ -118,6 +135,8 @@ class PrefixCache:
         self._count_insertion()
         if adapter is not None:
             self._by_adapter.setdefault(adapter, set()).add(page)
+            if not is_resident:
+                self._absent.add(adapter)
         return True
 
     def release(self, page: int) -> None:

@@ -10,7 +10,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager
-from lorasrv.request import Request, RequestStatus
+from lorasrv.request import FixedPrefix, Request, RequestStatus
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 
 
@@ -44,7 +44,8 @@ class RequestAllocator:
             False, and nothing held, if this level does not free so many.
         """
         rid, key = request.request_id, request.adapter_key
-        self._kv.open(rid, key, request.message.cache_salt, request.message.kv_policy, request.swapped_holes)
+        message = request.message
+        self._kv.open(rid, key, message.cache_salt, message.kv_policy, request.swapped_holes, _prefix(request))
         if key is not None:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
@@ -149,7 +150,7 @@ class RequestAllocator:
         if request.status is not RequestStatus.RUNNING:
             return
         self._kv.free(rid)
-        self._kv.open(rid, request.adapter_key, request.message.cache_salt)
+        self._kv.open(rid, request.adapter_key, request.message.cache_salt, prefix=_prefix(request))
         if parent.status is RequestStatus.RUNNING:
             request.num_computed_tokens = parent.num_computed_tokens
             self._kv.fork(parent.request_id, rid, parent.num_computed_tokens)
@@ -219,6 +220,11 @@ class RequestAllocator:
     def _free_swap(self, request: Request) -> None:
         self._swap.free(request.request_id)
         request.num_swapped_pages, request.swapped_holes = 0, frozenset()
+
+
+def _prefix(request: Request) -> FixedPrefix | None:
+    """Return the persona's own beginning of a prompt; none under a policy, as what is kept is then the request's."""
+    return request.message.prefix if request.message.kv_policy is None else None
 
 
 def _forget(request: Request) -> None:

@@ -75,6 +75,12 @@ class EngineStats:
     swap_bytes: int = 0
     # Kernels of a GPU that steps have waited for though they were warmed up.
     late_kernels_total: int = 0
+    snapshot_bytes: int = 0
+    snapshots_made_total: int = 0
+    snapshots_restored_total: int = 0
+    snapshot_bytes_restored_total: int = 0
+    # By reason.
+    snapshots_refused_total: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import Limits
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
@@ -49,6 +50,11 @@ class Blocker(NamedTuple):
     def of_prompt(cls, first: RequestId) -> "Blocker":
         """Return the prompt of a first choice, which further choices share."""
         return cls("prompt", first)
+
+    @classmethod
+    def of_snapshot(cls, name: SnapshotName) -> "Blocker":
+        """Return a snapshot that is being restored, which requests begin with."""
+        return cls("snapshot", name.file)
 
     @property
     def is_of_key(self) -> bool:

@@ -148,6 +148,7 @@ class Scheduler:
         if message.adapter_key is not None:
             self._find_adapter(request, message.adapter_key)
         self._set_status(request, RequestStatus.WAITING)
+        self._memory.snapshots.on_arrival(request)
         if request.adapter_key is not None:
             self._adapter_manager.add_request(request.adapter_key)
             if request.tier is not AdapterTier.RESIDENT:
@@ -192,7 +193,6 @@ class Scheduler:
             self.fail(request.request_id, error, refusal)
 
     # Steps.
-
     def schedule(self, *, ahead: bool = False) -> SchedulerOutput:
         """Choose the tokens of the next step and take the pages they need.
 
@@ -207,7 +207,9 @@ class Scheduler:
         self._allocator.record_moves()  # of a step whose planning failed
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
-        self._queue.begin_step(self._clock(), self.quotas.take_relieved())
+        self._memory.snapshots.place(self.num_running)
+        restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
+        self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
         self.quotas.begin_step()
         self._adapter_manager.begin_step()
         self._finish_missed()
@@ -237,6 +239,7 @@ class Scheduler:
             wake_s=self._wake_s(planned),
             page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
             orders=self._adapter_manager.take_orders(),
+            snapshots=self._memory.snapshots.take_orders(),
             number=self._num_steps,
             is_awaited=runs_ahead and any(s.samples and r.needs_text for s, r in zip(scheduled, chosen, strict=True)),
         )
@@ -391,7 +394,6 @@ class Scheduler:
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
-
     def _refuse_if_unfit(self, request: Request) -> bool:
         """Refuse a new request if it must be; return whether it was."""
         if (why := self.quotas.why_unfit(request)) is not None:
@@ -428,7 +430,6 @@ class Scheduler:
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
     # Adapters.
-
     def _find_adapter(self, request: Request, key: AdapterKey) -> None:
         """Note where a new request finds its adapter; continue on the base model if it asks for that."""
         message = request.message
@@ -465,7 +466,6 @@ class Scheduler:
         return None if found is None else found[0]
 
     # Ends.
-
     def _append(
         self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:

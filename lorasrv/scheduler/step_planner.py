@@ -324,7 +324,9 @@ class StepPlanner:
     def _admit_or_block(self, request: Request, state: _PlanState) -> None:
         if state.blocked:
             return
-        if state.budget.lacks_rows(request):
+        if request.snapshot is not None and self._memory.snapshots.is_arriving(request.snapshot):
+            self._queue.lanes.block(request, Blocker.of_snapshot(request.snapshot))
+        elif state.budget.lacks_rows(request):
             self._queue.lanes.block(request, PROMPT_ROWS)
         elif not state.budget.may_take(request):
             state.blocked = True

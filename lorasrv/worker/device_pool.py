@@ -6,6 +6,7 @@ module; views are valid for one step.
 """
 
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +53,7 @@ class DevicePool:
         self._slabs = _zeros((spec.num_slabs, pages * self.page_bytes), device)
         self._pages = self._slabs.view(spec.num_slabs, pages, self.page_bytes)
         self._ring = StagingRing(device) if device.type == "cuda" else None
+        self._copying = threading.Lock()
         self._swapped: dict[RequestId, Tensor] = {}
         self._kv = [KvPages(slab, kv_format, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
 
@@ -115,6 +117,38 @@ class DevicePool:
         ]
         ops.copy_slots(self._kv, np.array(places, dtype=np.int32).reshape(-1, 4))
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a page in all slabs."""
+        return len(self._slabs) * self.page_bytes
+
+    def read_pages(self, pages: Sequence[int]) -> Tensor:
+        """Return pages in host memory: uint8 [P, block bytes]. Between two steps, in their thread."""
+        rows = torch.empty((len(pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
+        for row, page in zip(rows, pages, strict=True):
+            row.copy_(self._pages[:, page])
+        return rows.view(len(pages), self.block_bytes)
+
+    def write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        """Fill pages from host memory.
+
+        May run in another thread than the steps: nothing else uses these pages before it is done.
+
+        Args:
+            rows: uint8 [P, block bytes].
+            copies: a row and its page each.
+        """
+        blocks = rows.view(len(rows), len(self._slabs), self.page_bytes)
+        if self._ring is None:
+            for row, page in copies:
+                self._pages[:, page].copy_(blocks[row])
+            return
+        pieces = [
+            (blocks[row, slab], self._pages[slab, page]) for row, page in copies for slab in range(len(self._slabs))
+        ]
+        with self._copying:
+            self._ring.copy(pieces)
+
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         """Copy an adapter's panels from host memory to their pages, contiguous pieces as one.
 
@@ -127,7 +161,8 @@ class DevicePool:
             for source, target, size in placed.copies(layer)
         ]
         if self._ring is not None:
-            self._ring.copy(pieces)
+            with self._copying:
+                self._ring.copy(pieces)
             return
         for source, target in pieces:
             target.copy_(source)

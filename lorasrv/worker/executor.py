@@ -13,6 +13,7 @@ from lorasrv.scheduler_output import PageOp, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,14 @@ class Executor(Protocol):
     @property
     def write_adapter(self) -> WriteAdapter:
         """Return the function that fills an adapter's pages, for loader threads."""
+
+    @property
+    def read_pages(self) -> ReadPages:
+        """Return the function that reads pages after the steps submitted so far, for the engine's thread."""
+
+    @property
+    def write_pages(self) -> WritePages:
+        """Return the function that fills pages, for loader threads."""
 
     def bind_thread(self) -> None:
         """Prepare the calling thread, which submits steps from then on."""
@@ -90,6 +99,14 @@ class InProcessExecutor:
     @property
     def write_adapter(self) -> WriteAdapter:
         return self.runner.write_adapter
+
+    @property
+    def read_pages(self) -> ReadPages:
+        return self.runner.read_pages
+
+    @property
+    def write_pages(self) -> WritePages:
+        return self.runner.write_pages
 
     def bind_thread(self) -> None:
         self.runner.bind_thread()

@@ -146,6 +146,18 @@ class ModelRunner:
         """Return the function that fills an adapter's pages, for loader threads."""
         return self._memory.write_adapter
 
+    def read_pages(self, pages: tuple[int, ...]) -> Tensor:
+        """Return pages in host memory, with the draft model's: uint8 [P, bytes]. Between two steps, in their thread."""
+        rows = self._memory.read_pages(pages)
+        return rows if self._draft_memory is None else torch.cat((rows, self._draft_memory.read_pages(pages)), dim=1)
+
+    def write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        """Fill pages from what `read_pages` returned, as `DevicePool.write_pages`; for loader threads."""
+        own = self._memory.block_bytes
+        self._memory.write_pages(rows[:, :own], copies)
+        if self._draft_memory is not None:
+            self._draft_memory.write_pages(rows[:, own:], copies)
+
     def bind_thread(self) -> None:
         """Give the calling thread, which will run steps, the number of compute threads that is fastest here."""
         find_best_team(self._ops)

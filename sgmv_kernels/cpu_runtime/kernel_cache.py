@@ -201,6 +201,10 @@ def _version() -> str:
     for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parents[1].glob(pattern)):
         known.update(path.read_bytes())
     known.update(repr(sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))).encode())
-    features = llvm.get_host_cpu_features().flatten()
-    known.update(f"{numba_version()} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features}".encode())
+    known.update(f"{numba_version()} {llvmlite.__version__} {processor()}".encode())
     return known.hexdigest()[:16]
+
+
+def processor() -> str:
+    """Return the name and the features of the processor that kernels are compiled for."""
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"

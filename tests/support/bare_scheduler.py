@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -44,6 +45,8 @@ class Bench:
     page_size: int = PAGE_SIZE
     step_s: float = 1.0
     checks: bool = True
+    facts: dict[str, Any] | None = None
+    stored: dict[SnapshotName, int] = field(default_factory=dict)
     outputs: list[EngineOutput] = field(default_factory=list)
     steps: list[SchedulerOutput] = field(default_factory=list)
 
@@ -55,7 +58,8 @@ class Bench:
         self.copying: set[AdapterKey] = set()
         self.ends_at: dict[str, int] = {}
         is_on_host = self.on_host.__contains__
-        self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now)
+        kept = {"facts": self.facts, "stored": self.stored}
+        self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)

@@ -59,6 +59,7 @@ DEFAULTS: RequestOptions = {
     "beams": None,
     "speculation": ANY_SPECULATION,
     "kv_policy": None,
+    "prefix": None,
 }
 
 

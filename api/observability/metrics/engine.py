@@ -43,6 +43,7 @@ GAUGES = {
     "pool_bytes": "Size of the pool in bytes",
     "host_cache_bytes": "Bytes of adapters in the host cache",
     "swap_bytes": "Bytes of swapped-out KV cache in host memory",
+    "snapshot_bytes": "Bytes of snapshots of personas' prompts on the disk",
     "corpus_bytes": "Bytes of past answers that new ones are drafted from",
     "kv_cache_usage_ratio": "KV pages of running requests, as a share of all pages but those of adapters in use",
 }
@@ -63,6 +64,9 @@ COUNTERS = {
     "copied_pages": "Shared pages copied before a write",
     "prefix_evictions": "Prefix-cache pages evicted",
     "requests_failed": "Requests ended by a failed step",
+    "snapshots_made": "Snapshots of personas' prompts written to the disk",
+    "snapshots_restored": "Snapshots of personas' prompts restored into the prefix cache",
+    "snapshot_bytes_restored": "Bytes of keys and values restored from snapshots",
     "late_kernels": "Kernels of a GPU that were compiled or loaded after the warm-up, while requests waited",
 }
 # Fields that map parts of the cost model to seconds; the metric's name ends in its unit.
@@ -90,7 +94,14 @@ TIERS = {
         {"pool": "adapter_evictions_total", "host": "host_cache_evictions_total"},
     ),
 }
-ELSEWHERE = frozenset({"requests_finished_total", "adapter_load_failures_total", "adapter_load_seconds_total"})
+ELSEWHERE = frozenset(
+    {
+        "requests_finished_total",
+        "adapter_load_failures_total",
+        "adapter_load_seconds_total",
+        "snapshots_refused_total",
+    }
+)
 """Fields of the snapshot that other metrics here show in more detail."""
 
 
@@ -132,6 +143,14 @@ class EngineCollector(Collector):
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)
         yield finished
+        refused = CounterMetricFamily(
+            "lorasrv_snapshots_refused",
+            "Snapshots of personas' prompts that were not made or not restored",
+            labels=["reason"],
+        )
+        for reason, count in snapshot.snapshots_refused_total.items():
+            refused.add_metric([reason], count)
+        yield refused
         yield from self._of_steps()
 
     def _of_steps(self) -> Iterator[Metric]:

@@ -69,6 +69,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "host_cache_bytes": ("2MiB", 2 << 20, "memory.host_cache_bytes"),
     "swap_bytes": ("3KiB", 3072, "memory.swap_bytes"),
     "enable_prefix_caching": ("false", False, "memory.enable_prefix_caching"),
+    "snapshot_bytes": ("5KiB", 5120, "memory.snapshot_bytes"),
     "adapter_pool_fraction": ("0.5", 0.5, "memory.adapter_pool_fraction"),
     "max_num_seqs": ("9", 9, "scheduler.max_num_seqs"),
     "max_num_batched_tokens": ("128", 128, "scheduler.max_num_batched_tokens"),

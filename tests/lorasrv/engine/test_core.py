@@ -163,7 +163,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """Run an engine with the options of the test's `engine` marker, as the `engine` fixture does."""
     clock, make = Clock(), MemoryManager.make
-    monkeypatch.setattr(MemoryManager, "make", lambda *args: make(*args, clock=clock))
+    monkeypatch.setattr(MemoryManager, "make", lambda *args, **known: make(*args, **known, clock=clock))
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
     monkeypatch.setattr("lorasrv.worker.device.ENGINE_THREADS", 1)
     options = marked_options(request, **OPTIONS)

@@ -1,0 +1,186 @@
+"""Snapshots on disk: the keys and values of a version's fixed prompt, as bytes that only this machine can use.
+
+    root/snapshots/<version>-<digest>        complete
+    root/snapshots/<uuid>.part               being written; removed when the store opens
+
+A file is one line of JSON, its head, and the bytes. The head says all that the bytes depend on, and their SHA-256; the
+digest in the name is the head's without that. So a file that is found by its name, read whole and equal in both is
+right, and any other is removed. Order of a write: temporary file, fsync, rename, fsync of the folder.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adapter_store.errors import StoreFull
+from adapter_store.spec import AdapterId
+from adapter_store.storage.blobs import NEW_FILE, disk_errors, fsync_directory, write_all
+
+MAX_HEAD_BYTES = 64 << 10
+_PART = ".part"
+Facts = Mapping[str, Any]
+"""All that the bytes of a snapshot depend on, as plain JSON values."""
+
+
+class SnapshotDamaged(Exception):
+    """Report that a file does not hold what its name says; it was removed."""
+
+
+class SnapshotName(NamedTuple):
+    """Name a snapshot: the version that it goes with, as `owner_of` writes it, and a digest of its facts."""
+
+    owner: str
+    digest: str
+
+    @property
+    def file(self) -> str:
+        """Return the name of its file."""
+        return f"{self.owner}-{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Describe a snapshot that was written."""
+
+    nbytes: int
+    # Those that had to go for it.
+    removed: tuple[SnapshotName, ...] = ()
+
+
+def owner_of(adapter_id: str, version: int) -> str:
+    """Return how file names spell a version, which is never used again for another one."""
+    return f"{hashlib.sha256(adapter_id.encode()).hexdigest()[:32]}.{version}"
+
+
+def digest_of(facts: Facts) -> str:
+    """Return the digest of a snapshot's facts."""
+    return hashlib.sha256(_line(facts)).hexdigest()[:32]
+
+
+class SnapshotFiles:
+    """Manage the folder `snapshots` under the store's root. Any thread may call.
+
+    Args:
+        owners: returns the versions that the store has, as `owner_of` writes them; snapshots of others are removed.
+    """
+
+    def __init__(self, root: Path, owners: Callable[[], Collection[str]]) -> None:
+        self._folder = root / "snapshots"
+        self._owners = owners
+        # Between looking at the folder and changing it.
+        self._lock = threading.Lock()
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._sweep()
+
+    def sizes(self) -> dict[SnapshotName, int]:
+        """Return the bytes of every snapshot, the one used last at the end."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                owner, dash, digest = entry.name.partition("-")
+                if dash and entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, SnapshotName(owner, digest), status.st_size))
+        return {name: nbytes for _, name, nbytes in sorted(found)}
+
+    def read(self, name: SnapshotName, facts: Facts, nbytes: int) -> bytearray:
+        """Return the `nbytes` bytes of a snapshot.
+
+        Raises:
+            SnapshotDamaged: the file holds something else; it is removed.
+            FileNotFoundError: there is none.
+            OSError: the disk failed.
+        """
+        path = self._folder / name.file
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            head = file.readline(MAX_HEAD_BYTES)
+            data = bytearray(nbytes)
+            whole = os.fstat(file.fileno()).st_size == len(head) + nbytes and file.readinto(data) == nbytes
+        if not whole or head != _head(facts, data):
+            self.remove(name)
+            raise SnapshotDamaged(f"{name.file} does not hold what its name says")
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return data
+
+    def write(self, name: SnapshotName, facts: Facts, data: memoryview, max_bytes: int) -> Stored:
+        """Store a snapshot, and remove others of its version, and those not used for longest beyond `max_bytes`.
+
+        Raises:
+            StoreFull, StoreUnusable: the disk refused, or `max_bytes` are fewer; nothing is stored.
+        """
+        head = _head(facts, data)
+        nbytes = len(head) + data.nbytes
+        if nbytes > max_bytes:
+            raise StoreFull(f"a snapshot of {nbytes} bytes is larger than all of them may be, {max_bytes} bytes")
+        temporary = self._folder / f"{uuid.uuid4().hex}{_PART}"
+        removed = self._make_room(name, nbytes, max_bytes)
+        try:
+            with disk_errors("writing a snapshot"):
+                fd = os.open(temporary, NEW_FILE, 0o600)
+                try:
+                    write_all(fd, memoryview(head))
+                    write_all(fd, data)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, self._folder / name.file)
+                fsync_directory(self._folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if name.owner not in self._owners():
+            self.remove(name)
+        return Stored(nbytes, removed)
+
+    def remove(self, name: SnapshotName) -> None:
+        """Remove a snapshot; do nothing if there is none, or the disk refuses."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._folder / name.file)
+
+    def remove_versions(self, adapter_id: AdapterId, versions: frozenset[int]) -> None:
+        """Remove the snapshots of versions that are deleted."""
+        owners = {owner_of(adapter_id, version) for version in versions}
+        with contextlib.suppress(OSError):
+            for name in [name for name in self.sizes() if name.owner in owners]:
+                self.remove(name)
+
+    def _make_room(self, name: SnapshotName, nbytes: int, max_bytes: int) -> tuple[SnapshotName, ...]:
+        with self._lock:
+            sizes = self.sizes()
+            sizes.pop(name, None)
+            doomed = [other for other in sizes if other.owner == name.owner]
+            left = sum(sizes.values()) - sum(sizes[other] for other in doomed)
+            for other in sizes:
+                if left + nbytes > max_bytes and other not in doomed:
+                    doomed.append(other)
+                    left -= sizes[other]
+            for other in doomed:
+                self.remove(other)
+            return tuple(doomed)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process has left, and snapshots of versions that are gone."""
+        for path in self._folder.glob(f"*{_PART}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        owners = self._owners()
+        for name in self.sizes():
+            if name.owner not in owners:
+                self.remove(name)
+
+
+def _head(facts: Facts, data: bytearray | memoryview) -> bytes:
+    return _line({**facts, "sha256": hashlib.sha256(data).hexdigest()})
+
+
+def _line(facts: Facts) -> bytes:
+    return json.dumps(facts, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,100 @@
+"""Find the beginning of a persona's prompt that is the same in all its requests, up to the first `{{user}}` or turn.
+
+It is what two prompts with other names and turns have in common. Its pages are shared by all API keys, and kept on the
+disk, where nothing of a client's is in them; so only requests have it whose client wrote none of it.
+"""
+
+import threading
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.storage.snapshots import owner_of
+from api.schemas.openai import ChatBody
+from api.serving.chat import plan_chat
+from api.serving.personas import PROMPT_FIELDS, AppliedPersona, Personas, StoredPersona, apply_to_body
+from lorasrv.errors import InvalidRequest
+from lorasrv.request import FixedPrefix
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+MAX_CACHED = 256
+_CONVERSATIONS = (("Bo", "Hello"), ("Xi", "9"))
+"""Names and turns without a common beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTokens:
+    """Hold the fixed prefix of a version, and its tokens."""
+
+    prefix: FixedPrefix
+    token_ids: tuple[int, ...]
+
+
+class FixedPrefixes:
+    """Render fixed prefixes, keeping those used last. Safe to use from many threads."""
+
+    def __init__(self, engine: "AsyncEngine", personas: Personas) -> None:
+        self._engine = engine
+        self._personas = personas
+        self._lock = threading.Lock()
+        # By the day too, as templates may write it.
+        self._known: LRUCache[tuple[AdapterId, int, str], PrefixTokens | None] = LRUCache(MAX_CACHED)
+
+    async def of_prompt(self, persona: AppliedPersona | None, prompt: object) -> FixedPrefix | None:
+        """Return what a prompt begins with of its persona's own; None if that is not all that is fixed.
+
+        Raises:
+            AdapterNotFound: the version was deleted.
+        """
+        if persona is None or not persona.is_whole or not isinstance(prompt, list):
+            return None
+        found = await self.of_version(persona.ref)
+        if found is None or tuple(prompt[: found.prefix.num_tokens]) != found.token_ids:
+            return None
+        return found.prefix
+
+    async def of_version(self, ref: AdapterRef) -> PrefixTokens | None:
+        """Return the fixed prefix of a version; None if it has no prompt, or less than a page is fixed.
+
+        Raises:
+            AdapterNotFound: the version was deleted.
+        """
+        key = (ref.adapter_id, ref.version, datetime.now().strftime("%x"))
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+        stored = await self._personas.find(ref)
+        found = await run_in_threadpool(self._render, stored)
+        with self._lock:
+            self._known[key] = found
+        return found
+
+    def _render(self, stored: StoredPersona) -> PrefixTokens | None:
+        if self._engine.chat_template is None or not stored.has_prompt:
+            return None
+        defaults = stored.defaults.model_copy(
+            update={name: None for name in type(stored.defaults).model_fields if name not in PROMPT_FIELDS}
+        )
+        alone = StoredPersona(stored.ref, "", defaults, stored.owner)
+        try:
+            prompts = [self._prompt(alone, user, turn) for user, turn in _CONVERSATIONS]
+        except InvalidRequest:
+            return None
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
+        tokens = tuple(token for token, _ in pairs)
+        if len(tokens) < self._engine.page_size_tokens:
+            return None
+        owner = owner_of(stored.ref.adapter_id, stored.ref.version)
+        return PrefixTokens(FixedPrefix(owner, f"prefix:{stored.ref.persona}", len(tokens)), tokens)
+
+    def _prompt(self, stored: StoredPersona, user: str, turn: str) -> list[int]:
+        asked = ChatBody.model_validate({"messages": [{"role": "user", "content": turn}], "user": user})
+        body, applied = apply_to_body(asked, stored, may_read=True)
+        return plan_chat(body, self._engine, applied).prompt

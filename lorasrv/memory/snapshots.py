@@ -1,0 +1,324 @@
+"""Snapshots: pages of fixed prefixes that are kept on disk. `SnapshotManager` is the only owner of their state.
+
+A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
+adapter's load, gets free pages as soon as the adapter has some, and then its pages are the prefix cache's. Requests
+that begin with it wait meanwhile, all for the same load. If the file is damaged, or no page is free for it, they
+compute their prefix as if there were none.
+
+A snapshot is restored where that is estimated to be faster than computing by `MIN_GAIN`, and made at the third use, or
+when an operator asks for it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import Facts, SnapshotName, digest_of
+from lorasrv.memory.adapter_cache import Need
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
+from lorasrv.memory.cost_model import CostModel
+from lorasrv.memory.eviction import EvictionLevel, Evictor
+from lorasrv.memory.kv_cache_manager import KVCacheManager
+from lorasrv.memory.prefix_cache import PrefixCache, page_hashes, root_hash
+from lorasrv.request import FixedPrefix, Request
+from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
+
+MIN_GAIN = 1.5
+"""Least number of times that restoring is faster than computing."""
+USES = 3
+"""Number of requests with a prefix at which it is kept."""
+MAX_ARRIVING = 8
+"""Most snapshots on their way to the pool; the prefix of a further one is computed."""
+MAX_COUNTED = 4096
+"""Most prefixes whose uses are counted."""
+MAX_WANTED = 8
+"""Most snapshots that wait for their pages to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Hold what is known of a fixed prefix in its requests."""
+
+    file: SnapshotFile
+    adapter: AdapterKey | None
+    # Of its pages.
+    hashes: tuple[bytes, ...]
+
+
+class _State(Enum):
+    LOADING = "loading"
+    ON_HOST = "on host"
+    COPYING = "copying"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """Hold a snapshot on its way to the pool."""
+
+    prefix: _Prefix
+    state: _State = _State.LOADING
+    # Of reading it.
+    seconds: float = 0.0
+    # Places of the pages that are being filled.
+    places: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class SnapshotCounters:
+    """Count events since the start."""
+
+    made: int = 0
+    restored: int = 0
+    restored_bytes: int = 0
+    # By reason, snapshots that were to be restored or made and were not.
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class SnapshotManager:
+    """Own the state of every snapshot. Mutated by the engine thread only.
+
+    Args:
+        facts: all that keys and values depend on beside their prefix; None: nothing is kept or restored.
+        stored: bytes of the snapshots on the disk.
+        page_bytes: of a page in all slabs.
+    """
+
+    def __init__(
+        self,
+        facts: Facts | None,
+        stored: Mapping[SnapshotName, int],
+        kv: KVCacheManager,
+        prefixes: PrefixCache | None,
+        adapters: AdapterManager,
+        evictor: Evictor,
+        costs: CostModel,
+        page_bytes: int,
+    ) -> None:
+        self._facts = None if prefixes is None else facts
+        self._stored = dict(stored)
+        self._kv, self._prefixes = kv, prefixes
+        self._adapters, self._evictor = adapters, evictor
+        self._costs = costs
+        self._page_bytes = page_bytes
+        self._uses: OrderedDict[SnapshotName, int] = OrderedDict()
+        self._arriving: dict[SnapshotName, _Arrival] = {}
+        self._wanted: dict[SnapshotName, _Prefix] = {}
+        self._saving: set[SnapshotName] = set()
+        self._loads: list[SnapshotFile] = []
+        self._cancels: list[SnapshotName] = []
+        self._copies: list[tuple[SnapshotName, tuple[tuple[int, int], ...]]] = []
+        self._ended: list[SnapshotName] = []
+        self.counters = SnapshotCounters()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes on the disk."""
+        return sum(self._stored.values())
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether snapshots are kept."""
+        return self._facts is not None
+
+    def is_arriving(self, name: SnapshotName | None) -> bool:
+        """Return whether a snapshot is on its way to the pool."""
+        return name in self._arriving
+
+    def find(self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Return the tokens and bytes of a prefix's snapshot; None if there is none."""
+        known = self._prefix_of(adapter, prefix, token_ids)
+        if known is None or (nbytes := self._stored.get(known.file.name)) is None:
+            return None
+        return len(known.hashes) * self._kv.page_size, nbytes
+
+    def take_ended(self) -> list[SnapshotName]:
+        """Return the snapshots that no request waits for any more, since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # Restoring.
+
+    def on_arrival(self, request: Request) -> None:
+        """Begin to restore what a new request begins with, or note that it waits for it, if that pays."""
+        message = request.message
+        if message.kv_policy is not None or request.fell_back:
+            return
+        prefix = self._prefix_of(request.adapter_key, message.prefix, message.prompt_token_ids)
+        if prefix is None:
+            return
+        name = prefix.file.name
+        if message.fork_of is None:
+            self._count_use(name, prefix)
+        if name not in self._arriving and name in self._stored and self._should_restore(prefix):
+            self._arriving[name] = _Arrival(prefix)
+            self._loads.append(prefix.file)
+        if name in self._arriving:
+            request.snapshot = name
+
+    def place(self, keep_free: int) -> None:
+        """Take pages for the snapshots in host memory whose adapters have some; drop those that nothing waits for.
+
+        Args:
+            keep_free: pages that are left free.
+        """
+        for arrival in [a for a in self._arriving.values() if a.state is _State.ON_HOST]:
+            adapter = arrival.prefix.adapter
+            if adapter is None or self._adapters.state(adapter) in (AdapterState.COPYING, AdapterState.RESIDENT):
+                self._place(arrival, keep_free)
+            elif self._adapters.need(adapter) is Need.NOTHING:
+                self._drop(arrival, "unneeded")
+
+    def on_loaded(self, name: SnapshotName, seconds: float) -> None:
+        """Note that a snapshot is in host memory."""
+        arrival = self._arriving[name]
+        arrival.state, arrival.seconds = _State.ON_HOST, seconds
+
+    def on_copied(self, name: SnapshotName, seconds: float) -> None:
+        """Note that the pages of a snapshot are filled: they are the prefix cache's now."""
+        arrival = self._arriving[name]
+        copied = len(arrival.places) * self._page_bytes
+        self._costs.restore.observe(arrival.seconds + seconds, self._bytes_of(arrival.prefix))
+        self.counters.restored += 1
+        self.counters.restored_bytes += copied
+        self._end(arrival, tuple(arrival.prefix.hashes[place] for place in arrival.places))
+
+    def on_load_failed(self, name: SnapshotName, reason: str, *, is_gone: bool) -> None:
+        """Note that a snapshot could not be read or copied.
+
+        Args:
+            reason: a word, for counting.
+            is_gone: whether it is not on the disk any more.
+        """
+        if is_gone:
+            self._stored.pop(name, None)
+        self.counters.refused[reason] += 1
+        self._end(self._arriving[name], ())
+
+    # Making.
+
+    def want(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: Sequence[int]
+    ) -> tuple[SnapshotName, int] | None:
+        """Make a snapshot of a prefix as soon as its pages are in the prefix cache; do nothing if there is one.
+
+        Returns: its name and tokens; None if nothing is kept, or the prefix has no whole page.
+        """
+        known = self._prefix_of(adapter, prefix, token_ids)
+        if known is None:
+            return None
+        self._want(known)
+        return known.file.name, len(known.hashes) * self._kv.page_size
+
+    def on_saved(self, name: SnapshotName, nbytes: int, removed: Sequence[SnapshotName]) -> None:
+        """Note that a snapshot is on the disk, and that others had to go for it."""
+        self._saving.discard(name)
+        self._stored[name] = nbytes
+        for other in removed:
+            self._stored.pop(other, None)
+        self.counters.made += 1
+
+    def on_save_failed(self, name: SnapshotName, reason: str) -> None:
+        """Note that a snapshot could not be written, for a reason in a word."""
+        self._saving.discard(name)
+        self.counters.refused[reason] += 1
+
+    def take_orders(self) -> SnapshotOrders:
+        """Return what is to be done since the last call, at the end of a plan: pages to be saved are not taken any
+        more before they are read. Cancels come before loads, loads before copies.
+        """
+        loads, cancels, copies = self._loads, self._cancels, self._copies
+        self._loads, self._cancels, self._copies = [], [], []
+        return SnapshotOrders(tuple(loads), tuple(copies), tuple(cancels), tuple(self._saves()))
+
+    def _saves(self) -> list[tuple[SnapshotFile, tuple[int, ...]]]:
+        saves = []
+        for name, prefix in list(self._wanted.items()):
+            assert self._prefixes is not None
+            if (pages := _all_pages(prefix.hashes, self._prefixes.page_of)) is not None:
+                del self._wanted[name]
+                self._saving.add(name)
+                saves.append((prefix.file, pages))
+        return saves
+
+    def _count_use(self, name: SnapshotName, prefix: _Prefix) -> None:
+        uses = self._uses.pop(name, 0) + 1
+        self._uses[name] = uses
+        if len(self._uses) > MAX_COUNTED:
+            self._uses.popitem(last=False)
+        if uses >= USES and uses % USES == 0 and self._pays(len(prefix.hashes), prefix):
+            self._want(prefix)
+
+    def _want(self, prefix: _Prefix) -> None:
+        name = prefix.file.name
+        if name in self._stored or name in self._saving:
+            return
+        self._wanted[name] = prefix
+        if len(self._wanted) > MAX_WANTED:
+            del self._wanted[next(iter(self._wanted))]
+
+    def _should_restore(self, prefix: _Prefix) -> bool:
+        missing = self._missing(prefix)
+        if not missing:
+            return False
+        if len(self._arriving) >= MAX_ARRIVING or not self._pays(len(missing), prefix):
+            self.counters.refused["slow" if len(self._arriving) < MAX_ARRIVING else "busy"] += 1
+            return False
+        return True
+
+    def _pays(self, num_pages: int, prefix: _Prefix) -> bool:
+        """Return whether restoring a snapshot is faster than computing so many of its pages."""
+        compute_s = self._costs.recompute_s(num_pages * self._kv.page_size)
+        return compute_s >= MIN_GAIN * self._costs.restore_s(self._bytes_of(prefix))
+
+    def _bytes_of(self, prefix: _Prefix) -> int:
+        return len(prefix.hashes) * self._page_bytes
+
+    def _missing(self, prefix: _Prefix) -> list[int]:
+        """Return the places of the pages that the prefix cache does not have."""
+        assert self._prefixes is not None
+        return [place for place, digest in enumerate(prefix.hashes) if self._prefixes.page_of(digest) is None]
+
+    def _prefix_of(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix | None, token_ids: Sequence[int]
+    ) -> _Prefix | None:
+        """Return what is known of a prefix; None if nothing is kept, or there is no whole page."""
+        if self._facts is None or prefix is None or prefix.num_tokens < self._kv.page_size:
+            return None
+        root = root_hash(adapter, prefix.salt)
+        hashes = page_hashes(root, token_ids[: prefix.num_tokens], self._kv.page_size)
+        facts = {**self._facts, "prefix": hashes[-1].hex(), "pages": len(hashes)}
+        file = SnapshotFile(SnapshotName(prefix.owner, digest_of(facts)), facts, len(hashes))
+        return _Prefix(file, adapter, hashes)
+
+    def _place(self, arrival: _Arrival, keep_free: int) -> None:
+        name, places = arrival.prefix.file.name, tuple(self._missing(arrival.prefix))
+        pages = None
+        if self._evictor.make_room(len(places) + keep_free, EvictionLevel.PREFETCH):
+            pages = self._kv.begin_fill(name, len(places))
+        if pages is None:
+            self._drop(arrival, "no room")
+            return
+        arrival.state, arrival.places = _State.COPYING, places
+        self._copies.append((name, tuple(zip(places, pages, strict=True))))
+
+    def _drop(self, arrival: _Arrival, reason: str) -> None:
+        """Give up a host copy."""
+        self.counters.refused[reason] += 1
+        self._cancels.append(arrival.prefix.file.name)
+        self._end(arrival, ())
+
+    def _end(self, arrival: _Arrival, hashes: Sequence[bytes]) -> None:
+        name, adapter = arrival.prefix.file.name, arrival.prefix.adapter
+        del self._arriving[name]
+        self._ended.append(name)
+        if arrival.state is _State.COPYING:
+            is_resident = adapter is None or self._adapters.is_resident(adapter)
+            self._kv.end_fill(name, hashes, adapter, is_resident=is_resident)
+
+
+def _all_pages(hashes: Sequence[bytes], page_of: Callable[[bytes], int | None]) -> tuple[int, ...] | None:
+    """Return the pages of all hashes; None if one is missing."""
+    pages = [page for digest in reversed(hashes) if (page := page_of(digest)) is not None]
+    return tuple(reversed(pages)) if len(pages) == len(hashes) else None

@@ -1,0 +1,105 @@
+"""KV identity: all that the bits of keys and values depend on beside the adapter and the tokens, as plain JSON values.
+
+Snapshots are restored only where all of it is equal. Too much in it costs a computed prompt after a change, too little
+would cost a wrong answer: so it has the source files of everything that computes, not versions.
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sgmv_kernels
+from lorasrv import models, worker
+from lorasrv.config import ModelOptions
+from lorasrv.models.quantization import QuantFormat
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.formats.kv_format import KVFormat
+from sgmv_kernels.ops import Ops
+
+_PACKAGES = (sgmv_kernels, models, worker)
+_SOURCES = (".py", ".toml", ".json")
+_LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
+
+
+def kv_identity(
+    weights: ModelWeights,
+    fmt: QuantFormat,
+    options: ModelOptions,
+    ops: Ops,
+    kv_format: KVFormat,
+    layout: tuple[int, ...],
+    draft: ModelWeights | None = None,
+) -> dict[str, Any]:
+    """Return what the bits of a served model's keys and values depend on.
+
+    Args:
+        layout: sizes of a page.
+        draft: a second base, whose keys and values lie in pages of the same ids.
+    """
+    return {
+        "base": weights.fingerprint,
+        "spec": _digest([repr(weights.spec).encode()]),
+        "rope": [repr(weights.spec.rope), repr(weights.spec.rope_local)],
+        "quantization": fmt.name,
+        "group": options.quantization_group,
+        "codes": [weights.kept_codes, weights.remade_codes],
+        "quantized_weights": _stamp(options.quantized_weights),
+        "dtype": options.dtype,
+        "bf16_linears": options.bf16_linears,
+        "kv_dtype": kv_format.name,
+        "layout": list(layout),
+        "kernels": ops.name,
+        "sources": _digest(_sources()),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "processor": _processor(ops),
+        "draft": "" if draft is None else draft.fingerprint,
+    }
+
+
+def _sources() -> Iterator[bytes]:
+    for package in _PACKAGES:
+        assert package.__file__ is not None
+        root = Path(package.__file__).parent
+        for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
+            yield path.relative_to(root).as_posix().encode()
+            yield path.read_bytes()
+
+
+def _digest(parts: Iterator[bytes] | list[bytes]) -> str:
+    known = hashlib.sha256()
+    for part in parts:
+        known.update(len(part).to_bytes(8, "little") + part)
+    return known.hexdigest()
+
+
+def _stamp(path: Path | None) -> list[int]:
+    """Return what changes when a file is written anew."""
+    if path is None:
+        return []
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor(ops: Ops) -> str:
+    """Return the processor that computes, and what kernels may use of it."""
+    if ops.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(ops.device)} CUDA {torch.version.cuda}"
+    own = ""
+    if ops.name == "numba":
+        # Only where it is loaded anyway.
+        from sgmv_kernels.cpu_runtime.kernel_cache import processor
+
+        own = processor()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {own}".strip()

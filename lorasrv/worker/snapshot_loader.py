@@ -1,0 +1,185 @@
+"""Snapshot loader: pages of fixed prefixes between disk, host memory and the pool, in threads.
+
+The engine orders and polls; it never waits. Reading, copying and writing have a thread each, so that a slow disk holds
+up no copy. A load that the disk does not return in time fails, and the prefix is computed.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adapter_store.errors import AdapterError, StoreFull
+from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName
+from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
+from lorasrv.worker.device import compute_alone
+from lorasrv.worker.disk_threads import DiskThreads
+
+_LOG = logging.getLogger(__name__)
+LOAD_TIMEOUT_S = 5.0
+"""A read that takes longer was not worth it; most prompts are computed by then."""
+Copies = tuple[tuple[int, int], ...]
+ReadPages = Callable[[tuple[int, ...]], Tensor]
+"""Return pages as uint8 [P, bytes] in host memory; between two steps, in the engine's thread."""
+WritePages = Callable[[Tensor, Copies], None]
+"""Fill pages: uint8 [P, bytes], and each (row, page); return once they may be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLoaded:
+    """Report a snapshot in host memory."""
+
+    name: SnapshotName
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCopied:
+    """Report a snapshot in the pool."""
+
+    name: SnapshotName
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSaved:
+    """Report a snapshot on the disk, and those that had to go for it."""
+
+    name: SnapshotName
+    nbytes: int
+    removed: tuple[SnapshotName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFailed:
+    """Report a load, a copy or a save that failed."""
+
+    name: SnapshotName
+    # In a word, for counting.
+    reason: str
+    # For a person.
+    error: str
+    is_save: bool = False
+    # Whether it is not on the disk any more.
+    is_gone: bool = False
+
+
+SnapshotReport = SnapshotLoaded | SnapshotCopied | SnapshotSaved | SnapshotFailed
+
+
+class SnapshotLoader:
+    """Do what `SnapshotManager` orders; call `on_ready` from threads whenever a report can be polled. For the engine's
+    thread.
+
+    Args:
+        page_bytes: of a page in all slabs.
+        max_bytes: most bytes of all snapshots on the disk.
+    """
+
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        page_bytes: int,
+        max_bytes: int,
+        read: ReadPages,
+        write: WritePages,
+        on_ready: Callable[[], None],
+        load_timeout_s: float | None = LOAD_TIMEOUT_S,
+    ) -> None:
+        self._files = files
+        self._page_bytes, self._max_bytes = page_bytes, max_bytes
+        self._read, self._write = read, write
+        self._on_ready = on_ready
+        self._host: dict[SnapshotName, Tensor] = {}
+        self._reports: queue.SimpleQueue[tuple[SnapshotReport, Tensor | None]] = queue.SimpleQueue()
+        timeout_s = LOAD_TIMEOUT_S if load_timeout_s is None else min(LOAD_TIMEOUT_S, load_timeout_s)
+        self._load_threads = DiskThreads(1, "snapshot-load", timeout_s, compute_alone)
+        self._copy_thread = ThreadPoolExecutor(1, "snapshot-copy", initializer=compute_alone)
+        self._save_thread = ThreadPoolExecutor(1, "snapshot-save", initializer=compute_alone)
+
+    def send(self, orders: SnapshotOrders) -> None:
+        """Begin to do what is ordered. Pages to be saved are read at once."""
+        for name in orders.cancels:
+            del self._host[name]
+        for file in orders.loads:
+            read = self._load_threads.submit(file.name, partial(self._run_load, file))
+            read.add_done_callback(partial(self._loaded, file.name))
+        for name, copies in orders.copies:
+            self._copy_thread.submit(self._run_copy, name, self._host.pop(name), copies)
+        for file, pages in orders.saves:
+            self._save_thread.submit(self._run_save, file, self._read(pages))
+
+    def poll(self) -> list[SnapshotReport]:
+        """Return the reports since the last call; never waits."""
+        reports = []
+        for _ in range(self._reports.qsize()):
+            report, data = self._reports.get_nowait()
+            if data is not None:
+                self._host[report.name] = data
+            reports.append(report)
+        return reports
+
+    def close(self) -> None:
+        """Begin nothing more; a copy or a save under way is finished."""
+        self._load_threads.close()
+        for threads in (self._copy_thread, self._save_thread):
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run_load(self, file: SnapshotFile) -> tuple[SnapshotReport, Tensor]:
+        begun = time.perf_counter()
+        data = self._files.read(file.name, file.facts, file.num_pages * self._page_bytes)
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(file.num_pages, self._page_bytes)
+        return SnapshotLoaded(file.name, time.perf_counter() - begun), rows
+
+    def _loaded(self, name: SnapshotName, read: "Future[tuple[SnapshotReport, Tensor]]") -> None:
+        error = read.exception()
+        if error is None:
+            self._reports.put(read.result())
+        else:
+            self._reports.put((_why_not_loaded(name, error), None))
+        self._on_ready()
+
+    def _run_copy(self, name: SnapshotName, data: Tensor, copies: Copies) -> None:
+        begun = time.perf_counter()
+        report: SnapshotReport
+        try:
+            self._write(data, copies)
+            report = SnapshotCopied(name, time.perf_counter() - begun)
+        except Exception as error:
+            # A thread that has died would stall every later restore, and the requests that wait for it.
+            _LOG.exception("copying snapshot %s into the pool failed", name.file)
+            report = SnapshotFailed(name, "copy", str(error))
+        self._reports.put((report, None))
+        self._on_ready()
+
+    def _run_save(self, file: SnapshotFile, data: Tensor) -> None:
+        report: SnapshotReport
+        try:
+            stored = self._files.write(file.name, file.facts, memoryview(data.numpy().data).cast("B"), self._max_bytes)
+            report = SnapshotSaved(file.name, stored.nbytes, stored.removed)
+        except AdapterError as error:
+            _LOG.warning("snapshot %s was not kept: %s", file.name.file, error)
+            report = SnapshotFailed(file.name, "full" if isinstance(error, StoreFull) else "disk", str(error), True)
+        except Exception as error:
+            _LOG.exception("writing snapshot %s failed", file.name.file)
+            report = SnapshotFailed(file.name, "disk", type(error).__name__, is_save=True)
+        self._reports.put((report, None))
+        self._on_ready()
+
+
+def _why_not_loaded(name: SnapshotName, error: BaseException) -> SnapshotFailed:
+    match error:
+        case SnapshotDamaged():
+            _LOG.warning("%s; it was removed, and the prompt is computed", error)
+            return SnapshotFailed(name, "damaged", str(error), is_gone=True)
+        case FileNotFoundError():
+            return SnapshotFailed(name, "missing", "it was removed", is_gone=True)
+        case _:
+            _LOG.warning("reading snapshot %s failed, so the prompt is computed: %s", name.file, error)
+            return SnapshotFailed(name, "disk", str(error))
