@@ -23,6 +23,7 @@ STATIC_FILES = (
     "lane.js",
     "ledger.js",
     "metrics.js",
+    "persona.js",
     "pool_areas.js",
     "pool_map.js",
     "pool_owners.js",

@@ -4,8 +4,9 @@ import { askJson, inPath } from "./api.js";
 import { TIERS, aliasText } from "./adapter_row.js";
 import { confirmDelete } from "./confirm.js";
 import { byId, el, facts, note, setText } from "./dom.js";
-import { bytes, count, digest, moment, plural, rate } from "./format.js";
+import { UNKNOWN, bytes, count, digest, moment, plural, rate } from "./format.js";
 import { ledgerFacts } from "./ledger.js";
+import { madeText, personaParts } from "./persona.js";
 import { verdictParts } from "./verdict.js";
 
 const LIMITS = {
@@ -49,8 +50,8 @@ function parts(shown, stats) {
     .join(", ");
   return [
     facts([
-      ["Digest", el("code", { class: "wrap" }, shown.digest)],
-      ["Tier", shown.corrupt ? "damaged on the disk; upload it again" : (TIERS[shown.tier]?.[1] ?? "unknown")],
+      ["Digest", shown.digest ? el("code", { class: "wrap" }, shown.digest) : "no weights: the base answers"],
+      ["Tier", shown.digest ? tier(shown) : null],
       ["Created", moment(shown.created)],
       ["Aliases", aliases || "none"],
       ["Limits", limits || "none of its own"],
@@ -61,12 +62,21 @@ function parts(shown, stats) {
     ]),
     el("h3", {}, "Versions"),
     versions(shown),
-    el("h3", {}, "Report of the upload"),
-    ...reportParts(shown.report),
-    el("h3", {}, "Verified"),
-    ...verdictParts(shown.id, shown.verified),
+    el("h3", {}, "Defaults"),
+    ...personaParts(shown, (made) => showMade(shown.id, made)),
+    ...(shown.report ? [el("h3", {}, "Report of the upload"), ...reportParts(shown.report)] : []),
+    ...(shown.digest ? [el("h3", {}, "Verified"), ...verdictParts(shown.id, shown.verified)] : []),
     ...(stats ? [el("h3", {}, "Ledger"), ledgerFacts(stats)] : []),
   ];
+}
+
+const tier = (shown) =>
+  shown.corrupt ? "damaged on the disk; upload it again" : (TIERS[shown.tier]?.[1] ?? "unknown");
+
+async function showMade(id, made) {
+  document.dispatchEvent(new Event("adapterschange"));
+  await showDetails(id);
+  byId("details-body").prepend(note("ok", madeText(made), made.persona?.warnings ?? []));
 }
 
 function versions(shown) {
@@ -75,10 +85,11 @@ function versions(shown) {
       "tr",
       {},
       el("th", { scope: "row" }, String(version.version), version.version === shown.version ? " (current)" : ""),
-      el("td", {}, el("code", { title: version.digest }, digest(version.digest))),
+      el("td", {}, version.digest ? el("code", { title: version.digest }, digest(version.digest)) : "none"),
+      el("td", {}, version.persona ? el("code", { title: version.persona }, digest(version.persona)) : "none"),
       el("td", {}, moment(version.created)),
-      el("td", { class: "number" }, String(version.rank)),
-      el("td", { class: "number" }, bytes(version.bytes)),
+      el("td", { class: "number" }, version.digest ? String(version.rank) : UNKNOWN),
+      el("td", { class: "number" }, version.digest ? bytes(version.bytes) : UNKNOWN),
       el("td", {}, version.stored),
       el("td", {}, version.corrupt ? "damaged" : "whole"),
       el(
@@ -97,7 +108,7 @@ function versions(shown) {
       ),
     ),
   );
-  const names = ["Version", "Digest", "Created", "Rank", "Size", "Stored", "State", "Actions"];
+  const names = ["Version", "Weights", "Defaults", "Created", "Rank", "Size", "Stored", "State", "Actions"];
   const head = names.map((name) =>
     el("th", { scope: "col", class: ["Rank", "Size"].includes(name) ? "number" : null }, name),
   );

@@ -59,8 +59,9 @@ export class AdapterRow {
       record.versions.length > 1 ? `${record.version} of ${record.versions.length}` : String(record.version),
     );
     setText(this.#cells.aliases, Object.entries(record.aliases).map(aliasText).join(", ") || UNKNOWN);
-    setText(this.#cells.rank, current ? String(current.rank) : UNKNOWN);
-    setText(this.#cells.size, bytes(current?.bytes));
+    setText(this.#cells.rank, current?.digest ? String(current.rank) : UNKNOWN);
+    setText(this.#cells.size, current?.digest ? bytes(current.bytes) : UNKNOWN);
+    this.warmButton.disabled = this.pinButton.disabled = !current?.digest;
     this.node.classList.toggle("corrupt", record.corrupt);
     if (record.corrupt) this.setTier("damaged");
   }
@@ -73,7 +74,7 @@ export class AdapterRow {
   }
 
   setTier(tier) {
-    const [sign, word] = TIERS[tier] ?? ["!", tier ?? "unknown"];
+    const [sign, word] = this.record.digest ? (TIERS[tier] ?? ["!", tier ?? "unknown"]) : ["", "no weights"];
     setText(this.#cells.tier.firstChild, sign);
     setText(this.#cells.tier.lastChild, this.pinned ? `${word}, pinned` : word);
     this.#cells.tier.dataset.tier = tier;

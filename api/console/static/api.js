@@ -44,18 +44,20 @@ export function headers(extra = {}) {
 }
 
 /** The answer of a route. Raises Problem for whatever is not 2xx; an abort stays an AbortError. */
-export async function ask(method, path, { body, query = {}, signal } = {}) {
+export async function ask(method, path, { body, query = {}, signal, ifMatch } = {}) {
   const url = address(path);
   for (const [name, value] of Object.entries(query)) {
     if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
   }
   const sent = body === undefined ? {} : { body: JSON.stringify(body) };
+  const extra = body === undefined ? {} : { "content-type": "application/json" };
+  if (ifMatch) extra["if-match"] = `"${ifMatch}"`;
   let answer;
   try {
     answer = await fetch(url, {
       method,
       signal,
-      headers: headers(body === undefined ? {} : { "content-type": "application/json" }),
+      headers: headers(extra),
       cache: "no-store",
       credentials: "omit",
       redirect: "error",
