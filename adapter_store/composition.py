@@ -8,12 +8,11 @@ weights, never by names, so that nothing computed with other contents is ever ta
 import hashlib
 import math
 import re
+import struct
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
-
-import numpy as np
 
 from adapter_store.errors import NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
@@ -51,7 +50,7 @@ class Composition:
         for key, weight in components:
             if key is not None:
                 sums[key] = sums.get(key, 0.0) + weight
-        rounded = ((key, float(np.float32(weight))) for key, weight in sorted(sums.items()))
+        rounded = ((key, _float32(weight)) for key, weight in sorted(sums.items()))
         weights = tuple((key, weight) for key, weight in rounded if weight)
         return cls(_key_of(weights), weights)
 
@@ -59,6 +58,12 @@ class Composition:
     def is_sum(self) -> bool:
         """Return whether it is neither the base nor one content as it is."""
         return self.key is not None and self.weights != ((self.key, 1.0),)
+
+
+def _float32(weight: float) -> float:
+    """Return the nearest number that the kernels can hold."""
+    [rounded] = struct.unpack("<f", struct.pack("<f", weight))
+    return float(rounded)
 
 
 def _key_of(weights: Sequence[tuple[AdapterKey, float]]) -> AdapterKey | None:

@@ -187,6 +187,16 @@ class Client:
         """Return the defaults of a version, if the key may read them."""
         return self._json("GET", f"/v1/adapters/{quote(reference, safe='')}/defaults")
 
+    def find_defaults(self, reference: str) -> dict[str, Any] | None:
+        """Return the defaults of a version; None if there is no such version, or it has none."""
+        try:
+            found: dict[str, Any] | None = self.defaults(reference)["defaults"]
+        except Refused as error:
+            if error.error.get("code") != "model_not_found":
+                raise
+            return None
+        return found
+
     def set_defaults(self, reference: str, defaults: Mapping[str, Any], *, new: bool = False) -> dict[str, Any]:
         """Make a version with other defaults and the same weights; `new`: an id that does not exist becomes a persona
         of the base.

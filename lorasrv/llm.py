@@ -2,6 +2,7 @@
 threads."""
 
 import itertools
+import json
 import math
 import tempfile
 import time
@@ -234,6 +235,10 @@ class LLM:
             return None, Composition.of(())
         parts = parse_sum(reference) if is_sum(reference) else [(reference, 1.0)]
         found = [(self.store.resolve(name), weight) for name, weight in parts]
+        for ref, _ in found:
+            if ref.key is None and "adapters" in json.loads(self.store.version_history.defaults(ref)):
+                why = f"{ref.adapter_id}@{ref.version} is a stored sum; name its adapters: mia+0.5*style"
+                raise InvalidRequest(why, param="adapter_ids")
         return found[0][0], self.store.compositions.add(Composition.of((ref.key, weight) for ref, weight in found))
 
     def _message(

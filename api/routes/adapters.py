@@ -59,7 +59,11 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
 
     Returns 201 for a new version, 200 if the id had this content with these defaults already.
     """
-    checked = await check_defaults(body.defaults, services, view.caller) if body.defaults else None
+    checked = await check_defaults(body.defaults, services, view) if body.defaults else None
+    if body.config is not None and body.defaults and body.defaults.get("adapters"):
+        raise InvalidRequest(
+            "adapters are the weights of a sum; leave config and weights out", param="defaults.adapters"
+        )
     defaults = checked.text if checked is not None else ""
     options: dict[str, Any] = {
         "if_not_exists": body.if_not_exists,

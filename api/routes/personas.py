@@ -41,16 +41,22 @@ async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) ->
 async def put_defaults(
     reference: str, body: dict[str, Any], services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
-    """Make a version with these defaults and the weights of the one that is named, and make it current; {} leaves it
-    without defaults. Those of a version that has some are changed by its owner and administrators only.
+    """Make a version with these defaults and the weights (or `adapters`) of the one that is named, and make it current;
+    {} leaves it without defaults. Those of a version that has some are changed by its owner and administrators only.
 
     Returns 201 for a new version, 200 if the id had both together already.
     """
     ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
+    await _check_owner(ref, services, view, "change")
+    if ref.key is None:
+        stored = (await services.personas.find(ref)).shown(may_read=True)["defaults"]
+        body = {name: stored[name] for name in ("adapters",) if name in stored} | body
     if not body and ref.key is None:
         raise InvalidRequest(f"{ref.adapter_id} has no weights, so it needs defaults; delete it instead")
-    await _check_owner(ref, services, view, "change")
-    checked = await check_defaults(body, services, view.caller) if body else None
+    if ref.key is not None and body.get("adapters"):
+        why = f"{ref.adapter_id}@{ref.version} has weights of its own; give the sum another id"
+        raise InvalidRequest(why, param="adapters")
+    checked = await check_defaults(body, services, view) if body else None
     text = checked.text if checked is not None else ""
     done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
     return registered(done, checked, {})

@@ -17,4 +17,11 @@ class AdapterWeight(ClosedBody):
     weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
 
 
+class PinnedAdapter(AdapterWeight):
+    """Name one version of a stored sum; the server adds which content that is, and checks it at each request."""
+
+    digest: Annotated[str, Field(max_length=MAX_REFERENCE_CHARS)] | None = None
+
+
 AdaptersField = Annotated[Items[AdapterWeight], Field(min_length=1, max_length=MAX_COMPONENTS)]
+PinnedAdaptersField = Annotated[Items[PinnedAdapter], Field(min_length=1, max_length=MAX_COMPONENTS)]

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import ClosedBody, Items
+from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields
 from api.schemas.speculation import SpeculationField
 from api.schemas.structured_output import ResponseFormat
@@ -81,6 +82,8 @@ class Defaults(SamplingFields, ClosedBody):
     parallel_tool_calls: bool | None = None
     speculation: SpeculationField | None = None
     context_overflow: ContextOverflow | None = None
+    # The weights: the sum of versions. `{"id": "mia@3", "weight": 1.0, "digest": "sha256:..."}` as it is stored.
+    adapters: PinnedAdaptersField | None = None
 
     @field_validator("examples")
     @classmethod

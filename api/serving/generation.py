@@ -101,9 +101,12 @@ async def generate(
     view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
     names = model, fields.adapter_id, fields.adapters
     target = await run_in_threadpool(resolve_target, *names, services.base_name, view)
-    await services.personas.check_parts(target.components, view)
+    await services.personas.check_parts(target.components, view, target.ref)
     if target.ref is not None and target.ref.persona:
-        fields, persona = await services.personas.apply(fields, target.ref, view, turn)
+        ref = target.ref
+        if parts := await services.personas.parts(ref):
+            target = target.summed(parts, view)
+        fields, persona = await services.personas.apply(fields, ref, view, turn)
         target = replace(target, persona=persona)
     planned = await plan(fields, target, services, caller)
     engine, shared = services.engine, _shared_options(fields, target, caller)

@@ -2,7 +2,7 @@
 once per request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adapter_store.composition import Component, Composition, check_weights, is_sum, parse_sum
@@ -27,8 +27,9 @@ class ResolvedModel:
     ref: AdapterRef | None = None
     # What the request got of the version's defaults; None without defaults.
     persona: AppliedPersona | None = None
-    # The versions of a sum, as they were named.
+    # The versions of a sum: as they were named, or those of a stored one.
     components: tuple[Component, ...] = ()
+    is_stored: bool = False
     # Known to the store while this refers to it.
     composition: Composition | None = None
 
@@ -43,25 +44,34 @@ class ResolvedModel:
     @property
     def versions(self) -> list[tuple[str, int]]:
         """Return the id and version of each adapter whose deletion may end the request."""
-        refs = [component.ref for component in self.components] or ([] if self.ref is None else [self.ref])
-        return [(ref.adapter_id, ref.version) for ref in refs]
+        refs = [*([] if self.ref is None else [self.ref]), *(component.ref for component in self.components)]
+        return list(dict.fromkeys((ref.adapter_id, ref.version) for ref in refs))
 
     @property
     def charged_key(self) -> AdapterKey | None:
         """Return the content that is charged for a sum, `BASE_KEY` for none; None unless it is a sum."""
-        return (self.components[0].ref.key or BASE_KEY) if self.components else None
+        if not self.components:
+            return None
+        return BASE_KEY if self.is_stored else self.components[0].ref.key or BASE_KEY
+
+    def summed(self, parts: tuple[Component, ...], view: ScopedStore) -> "ResolvedModel":
+        """Return this version with the weights of its stored sum."""
+        assert self.ref is not None
+        composition = view.compose(parts)
+        ref = replace(self.ref, key=composition.key)
+        return replace(self, ref=ref, components=parts, composition=composition, is_stored=True)
 
     def usage(self) -> list[dict[str, Any]] | None:
-        """Return what `usage.lorasrv.adapters` shows; None unless it is a sum."""
+        """Return what `usage.lorasrv.adapters` shows: the adapters that were named; None if it was one, or none."""
         shown = [
             {"id": c.ref.adapter_id, "version": c.ref.version, "digest": digest_text(c.ref.key), "weight": c.weight}
             for c in self.components
         ]
-        return shown or None
+        return None if self.is_stored else shown or None
 
     def naming(self, error: NotComposable) -> NotComposable:
         """Return the error with the name of the component that it is about."""
-        guilty = next((c.ref for c in self.components if c.ref.key == error.key), None)
+        guilty = None if self.is_stored else next((c.ref for c in self.components if c.ref.key == error.key), None)
         if guilty is None:
             return NotComposable(f"{show(self.name)} cannot be served: {error}")
         return NotComposable(f"{guilty.adapter_id}@{guilty.version} cannot be part of a sum: {error}", error.key)

@@ -1,24 +1,28 @@
 """Check a persona's defaults before they are stored: as a request would use them, with every fault in one answer."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import ProblemList, show
-from adapter_store.spec import AdapterId, AdapterRef
-from api.auth.principal import Caller
+from adapter_store.composition import Component
+from adapter_store.errors import AdapterNotFound, InvalidAlias, NotComposable, ProblemList, show
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from api.errors import field_name
+from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
 from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, unknown_placeholders
 from api.schemas.speculation import speculation_params
 from api.serving.chat import plan_chat
+from api.serving.model_list import digest_text
 from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
+from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import check_token_ids
 from lorasrv.text.structured_output.grammar import Grammar
@@ -46,19 +50,33 @@ class CheckedDefaults:
         return {"prompt_tokens": self.prompt_tokens, "warnings": list(self.warnings)}
 
 
-async def check_defaults(given: Mapping[str, Any], services: Services, caller: Caller) -> CheckedDefaults:
-    """Check defaults with the served base.
+async def check_defaults(given: Mapping[str, Any], services: Services, view: ScopedStore) -> CheckedDefaults:
+    """Check defaults with the served base, and pin the versions of a sum.
 
     Raises:
         AdapterInvalid: with every fault found.
     """
     check = _Check(services.engine)
-    await services.in_thread(dict(given), partial(check.fields, given), caller)
+    defaults = await services.in_thread(dict(given), partial(check.fields, given), view.caller)
+    if defaults.adapters:
+        components = await run_in_threadpool(check.parts, defaults.adapters, view)
+        with check.faults_of("adapters"):
+            await services.personas.check_parts(components, view, None)
+        given = {**given, "adapters": [_pinned(component) for component in components]}
     for grammar in check.grammars:
         with check.faults_of(grammar.param):
-            await services.engine.grammars.compile(grammar, caller.principal)
+            await services.engine.grammars.compile(grammar, view.caller.principal)
     check.problems.raise_if_any()
     return CheckedDefaults(to_text(given), check.prompt_tokens, tuple(check.warnings))
+
+
+def _pinned(component: Component) -> dict[str, Any]:
+    ref = component.ref
+    return {
+        "id": f"{ref.adapter_id}@{ref.version}",
+        "weight": component.weight,
+        "digest": digest_text(ref.key),
+    }
 
 
 class _Check:
@@ -71,8 +89,8 @@ class _Check:
         self.warnings: list[str] = []
         self.prompt_tokens: int | None = None
 
-    def fields(self, given: Mapping[str, Any]) -> None:
-        """Check everything but whether grammars compile."""
+    def fields(self, given: Mapping[str, Any]) -> Defaults:
+        """Check everything but whether grammars compile and adapters have a sum; return the fields that are valid."""
         defaults = self._parsed(given)
         self._size(given)
         self._texts(defaults)
@@ -81,6 +99,29 @@ class _Check:
             speculation_params(defaults.speculation, None, has_salt=False)
         self._answer(defaults)
         self._prompt(defaults)
+        return defaults
+
+    def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:
+        """Return the versions of a sum, checked whether they have one; those that exist if not."""
+        found = []
+        for number, each in enumerate(adapters):
+            try:
+                ref = view.resolve_one(each.id)
+            except (AdapterNotFound, InvalidAlias) as error:
+                self.problems.add(INVALID, f"adapters[{number}].id", str(error))
+                continue
+            if ref.key is None or each.digest not in (None, digest_text(ref.key)):
+                why = "has no weights" if ref.key is None else f"is not {each.digest}; leave digest out"
+                self.problems.add(INVALID, f"adapters[{number}]", f"{ref.adapter_id}@{ref.version} {why}")
+            found.append(Component(ref, each.weight))
+        if not len(self.problems):
+            try:
+                view.check_composable(view.compose(found))
+            except NotComposable as error:
+                named = {component.ref.key: component.ref for component in found}.get(AdapterKey(error.key or ""))
+                name = "the sum" if named is None else f"{named.adapter_id}@{named.version}"
+                self.problems.add(INVALID, "adapters", f"{name}: {error}")
+        return found
 
     @contextmanager
     def faults_of(self, field: str | None) -> Iterator[None]:

@@ -17,13 +17,17 @@ from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
+from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.store import AdapterStore
+from api.errors import ApiError
+from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
 from api.schemas.personas import USER, Defaults, user_name
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tgi import Parameters
 from api.schemas.tools import Message
+from api.serving.model_list import digest_text
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
@@ -180,19 +184,47 @@ class Personas:
         assert isinstance(fields, GenerationBody)
         return apply_to_body(fields, stored, may_read)
 
-    async def check_parts(self, components: Sequence[Component], view: ScopedStore) -> None:
-        """Check that a sum does not take the weights of a persona away from its locked prompt: that of the one named
-        first is applied.
+    async def check_parts(self, components: Sequence[Component], view: ScopedStore, applied: AdapterRef | None) -> None:
+        """Check that a sum consists of adapters, and does not take the weights of a persona away from its locked
+        prompt.
+
+        Args:
+            applied: the version whose defaults the request gets.
 
         Raises:
             AdapterNotFound: a version was deleted.
-            InvalidRequest: another has a locked prompt, which the caller may not read.
+            InvalidRequest: one is a stored sum itself, or has a locked prompt, which the caller may not read.
         """
-        for ref in (component.ref for component in components[1:]):
+        for ref in (component.ref for component in components):
             stored = await self.find(ref) if ref.persona else None
-            if stored is not None and stored.defaults.is_locked and not view.may_read_defaults(stored.owner):
+            if stored is None:
+                continue
+            if stored.defaults.adapters:
+                why = f"{ref.adapter_id}@{ref.version} is a sum itself; name its adapters instead"
+                raise InvalidRequest(why, param="adapters")
+            is_applied = applied is not None and (ref.adapter_id, ref.version) == (applied.adapter_id, applied.version)
+            if stored.defaults.is_locked and not is_applied and not view.may_read_defaults(stored.owner):
                 why = f"{ref.adapter_id} has a locked prompt, so it can only be named first, which applies it"
                 raise InvalidRequest(why, param="adapters")
+
+    async def parts(self, ref: AdapterRef) -> tuple[Component, ...]:
+        """Return the versions whose stored sum a version is; nothing if it is none.
+
+        Raises:
+            ApiError: 404, one of them was deleted.
+        """
+        pinned = (await self.find(ref)).defaults.adapters if ref.persona else None
+        return tuple(Component(self._part(each, ref), each.weight) for each in pinned or ())
+
+    def _part(self, pinned: PinnedAdapter, whole: AdapterRef) -> AdapterRef:
+        try:
+            part = self._store.resolve_one(pinned.id)
+        except AdapterNotFound:
+            part = None
+        if part is None or digest_text(part.key) != pinned.digest:
+            why = f"{whole.adapter_id}@{whole.version} is a sum of adapters, and one of them was deleted; make it anew"
+            raise ApiError(404, why, code="adapter_deleted", param="model")
+        return part
 
     def _read(self, ref: AdapterRef) -> StoredPersona:
         history = self._store.version_history

@@ -73,12 +73,22 @@ class ScopedStore:
         """
         ref = self.resolve_one(reference)
         if ref.key is None:
-            raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
+            raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights of its own", param="id")
         return ref, ref.key
 
     def compose(self, components: Iterable[Component]) -> Composition:
         """Return the sum of versions that were resolved; known to the store while somebody refers to it."""
         return self._store.compositions.add(Composition.of((c.ref.key, c.weight) for c in components))
+
+    def check_composable(self, composition: Composition) -> None:
+        """Check that a sum can be served. Reads headers of files.
+
+        Raises:
+            NotComposable: it cannot.
+            AdapterError: an adapter of it is damaged, or was deleted.
+        """
+        if composition.key is not None:
+            self._store.spec(composition.key)
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
         return self._names.targets(reference)

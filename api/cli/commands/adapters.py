@@ -160,7 +160,9 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
         for line in (f"{stats['id']}, the base", *stats_lines(stats)):
             say(line)
         return
-    say(f"{adapter['id']}@{adapter['version']}  {adapter['digest'] or 'no weights: the base answers'}")
+    is_sum = "adapters" in (adapter["persona"] or {"fields": ()})["fields"]
+    without = "a sum of adapters" if is_sum else "no weights: the base answers"
+    say(f"{adapter['id']}@{adapter['version']}  {adapter['digest'] or without}")
     for line in (*report_lines(adapter["report"] or {}), *persona_lines(adapter["persona"])):
         say(f"  {line}")
     say(f"  tier {adapter['tier'] or 'unknown'}, {adapter['traffic']['requests']} requests since the start")

@@ -1,4 +1,5 @@
-"""Show and set a persona's defaults (defaults), and make them from other formats (import-card, import-modelfile)."""
+"""Show and set a persona's defaults (defaults), store sums of adapters (compose), and make defaults from other formats
+(import-card, import-modelfile)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,9 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from adapter_store.composition import parse_sum
+from adapter_store.errors import NotComposable
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
-from api.cli.common.terminal import CliError, note, print_json, say
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, say
 from api.cli.personas.files import read_defaults, read_from, registered_lines, text_of, to_file
 
 ReferenceArgument = Annotated[
@@ -40,6 +43,36 @@ def defaults(
         _print_defaults(reference, server, as_json)
         return
     _set(reference, {} if file is None else read_defaults(file), server, new=new, as_json=as_json)
+
+
+def compose(
+    adapter_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of the sum.", autocompletion=complete_adapter_ids)
+    ],
+    parts: Annotated[
+        list[str],
+        typer.Argument(metavar="[WEIGHT*]ADAPTER...", help="Adapters with weights: mia 0.5*style@3 (1 without)."),
+    ],
+    file: Annotated[
+        Path | None, typer.Option("--defaults", metavar="FILE", help="Defaults of the sum, as JSON.")
+    ] = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Store a sum of adapters under an id, as a version that keeps to the versions they have now.
+
+    An existing sum keeps its defaults unless others are given.
+    """
+    try:
+        found = parse_sum("+".join(parts))
+    except NotComposable as error:
+        raise CliError(str(error), code=ExitCode.USAGE) from None
+    adapters = [{"id": reference, "weight": weight} for reference, weight in found]
+    with connected(server) as client:
+        kept = {} if file is None else read_defaults(file)
+        if file is None and (known := client.find_defaults(adapter_id)) is not None:
+            kept = known
+    _set(adapter_id, {**kept, "adapters": adapters}, server, new=True, as_json=as_json)
 
 
 def import_card(

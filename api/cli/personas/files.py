@@ -9,7 +9,7 @@ from typing import Any
 from api.cli.common.formatting import report_lines
 from api.cli.common.terminal import CliError, short_digest
 
-SHOWN_APART = ("name", "system", "examples", "greetings")
+SHOWN_APART = ("name", "system", "examples", "greetings", "adapters")
 INDENT = "  "
 MAX_FILE_BYTES = 64 << 20
 
@@ -73,7 +73,7 @@ def to_file(defaults: Mapping[str, Any]) -> str:
 def registered_lines(done: Mapping[str, Any]) -> Iterator[str]:
     """Format the response to a registration."""
     state = "registered" if done["created"] else "unchanged:"
-    digest = short_digest(done["digest"]) if done["digest"] else "no weights: the base answers"
+    digest = short_digest(done["digest"]) if done["digest"] else "no weights of its own"
     yield f"{state} {done['id']}@{done['version']}  {digest}"
     for line in report_lines(done["report"]):
         yield INDENT + line
@@ -106,6 +106,8 @@ def _default_lines(defaults: Mapping[str, Any]) -> Iterator[str]:
     for number, dialogue in enumerate(defaults.get("examples", ()), 1):
         turns = "\n".join(f"{message['role']}: {message['content']}" for message in dialogue)
         yield from _block(f"example {number}:", turns)
+    if adapters := defaults.get("adapters"):
+        yield "sum of " + " + ".join(f"{each['weight']:g} * {each['id']}" for each in adapters)
     for name, value in defaults.items():
         if name not in SHOWN_APART:
             yield f"{name} {json.dumps(value, ensure_ascii=False)}"

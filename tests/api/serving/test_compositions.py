@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from callers import with_callers
 from peft_adapters import peft_adapter
 from server import eventually, server
 
+from adapter_store.formats.peft_dir import read_peft_dir
 from api.auth.principal import Caller, Scope
 
 BOTH = [{"id": "one", "weight": 1.0}, {"id": "two", "weight": 0.5}]
@@ -37,7 +39,11 @@ def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Ite
             assert answer.status_code == 200, answer.text
             return answer
 
-        served.text = text
+        def add(adapter_id: str, folder: Path) -> None:
+            peft = read_peft_dir(folder)
+            served.store.register(adapter_id, peft.config, served.store.add_blob(peft.weights_path))
+
+        served.text, served.add = text, add
         yield served
 
 
@@ -139,10 +145,7 @@ def test_what_is_refused(served) -> None:
 
 
 def test_the_deletion_of_any_part_ends_the_request(served, adapter_dirs) -> None:
-    from adapter_store.formats.peft_dir import read_peft_dir
-
-    peft = read_peft_dir(adapter_dirs["three"])
-    served.store.register("brief", peft.config, served.store.add_blob(peft.weights_path))
+    served.add("brief", adapter_dirs["three"])
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "model": "one+0.25*brief"}
     with served.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
@@ -153,6 +156,77 @@ def test_the_deletion_of_any_part_ends_the_request(served, adapter_dirs) -> None
     assert "adapter_deleted" in rest
     eventually(lambda: served.post("/v1/completions", prompt="x", model="one+brief").status_code == 404)
     served.calm_down()
+
+
+class TestStored:
+    """Sums under an id of their own."""
+
+    def test_it_keeps_to_its_versions(self, served, cli, adapter_dirs) -> None:
+        done = cli("compose", "night", "one", "0.5*two", "--server", served.url)
+        assert (done.code, "registered night@1" in done.out) == (0, True), done.err
+        shown = cli("show", "night", "--server", served.url).out
+        assert "sum of 1 * one@1 + 0.5 * two@1" in shown
+        night, named = served.text(model="night"), served.text(model="one+0.5*two")
+        assert said(night) == said(named)
+        assert night.headers["x-adapter-digest"] == named.headers["x-adapter-digest"]
+        assert (night.headers["x-adapter-id"], night.json()["usage"]["lorasrv"]["adapter_id"]) == ("night", "night")
+        assert "adapters" not in night.json()["usage"]["lorasrv"], "who may ask for a sum need not see its parts"
+        served.add("one", adapter_dirs["three"])
+        try:
+            assert said(served.text(model="one+0.5*two")) != said(named)
+            assert said(served.text(model="night")) == said(named)
+            again = cli("compose", "night", "one", "0.5*two", "--server", served.url)
+            assert "registered night@2" in again.out
+            assert said(served.text(model="night")) == said(served.text(model="one+0.5*two"))
+            assert said(served.text(model="night@1")) == said(named)
+        finally:
+            served.http.delete("/v1/adapters/one@2").raise_for_status()
+
+    def test_its_defaults_change_without_it(self, served, cli, tmp_path) -> None:
+        cli("compose", "mood", "0.25*one", "two", "--server", served.url)
+        before = said(served.text(model="mood"))
+        (tmp_path / "mood.json").write_text('{"max_tokens": 3}')
+        assert cli("defaults", "mood", tmp_path / "mood.json", "--server", served.url).code == 0
+        short = served.text(model="mood", max_tokens=None)
+        assert before.startswith(said(short))
+        assert short.json()["usage"]["completion_tokens"] == 3
+        without = served.text(model="mood", use_defaults=False)
+        assert said(without) == before, "the weights are no default that a request may leave out"
+        changed = cli("compose", "mood", "two", "--server", served.url)
+        assert "registered mood@3" in changed.out
+        assert served.text(model="mood", max_tokens=None).json()["usage"]["completion_tokens"] == 3
+        assert served.http.get("/v1/adapters/mood/stats").json()["requests"] == 4
+
+    def test_the_deletion_of_a_part_ends_it(self, served, cli, adapter_dirs) -> None:
+        served.add("brief", adapter_dirs["three"])
+        cli("compose", "late", "one", "brief", "--server", served.url)
+        assert served.text(model="late").status_code == 200
+        served.http.delete("/v1/adapters/brief").raise_for_status()
+        served.add("brief", adapter_dirs["two"])
+        gone = served.post("/v1/completions", prompt="x", model="late")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_deleted")
+        assert "brief" not in gone.text
+        served.http.delete("/v1/adapters/brief").raise_for_status()
+
+    def test_what_is_refused(self, served, cli) -> None:
+        assert cli("compose", "sum", "one", "two", "--server", served.url).code == 0
+        refused = {
+            ("one", "nobody"): "adapters[1].id",
+            ("one", "dora"): "dora@1: DoRA",
+            ("one", "sum"): "adapters[1]: sum@1 has no weights",
+        }
+        for parts, message in refused.items():
+            told = cli("compose", "new", *parts, "--server", served.url)
+            assert (told.code, message in told.err) == (1, True), told.err
+        usage = cli("compose", "new", "9*one", "--server", served.url)
+        assert (usage.code, "from -4 to 4" in usage.err) == (2, True)
+        own = cli("compose", "one", "two", "--server", served.url)
+        assert (own.code, "has weights of its own" in own.err) == (1, True)
+        nested = served.post("/v1/completions", prompt="x", model="sum+one")
+        assert (nested.status_code, "is a sum itself" in nested.text) == (400, True)
+        assert served.http.get("/v1/adapters/new").status_code == 404
+        for reference in ("sum:warm", "sum:verify"):
+            assert served.post(f"/v1/adapters/{reference}").status_code == 400
 
 
 def test_a_part_that_is_not_seen_does_not_exist(server, dispatcher, make_adapter) -> None:

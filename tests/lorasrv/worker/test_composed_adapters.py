@@ -15,6 +15,7 @@ from peft_adapters import peft_adapter
 from served_logits import ServedLogits, last_logits
 
 from adapter_store.errors import AdapterNotFound, NotComposable
+from lorasrv.errors import InvalidRequest
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -161,6 +162,11 @@ def test_what_cannot_be_summed(served: ServedLogits, adapters: tuple[Path, Path]
     served.first_logits([[5, 6, 7]], ["wide+rslora"])
     with pytest.raises(AdapterNotFound, match="nobody"):
         served.first_logits([[5, 6, 7]], ["plain+nobody"])
+    stored = served.llm.store.register_defaults("night", '{"adapters":[{"id":"plain@1","weight":1.0}]}').ref
+    assert stored.key is None
+    for name in ("night", "night+odd"):
+        with pytest.raises(InvalidRequest, match="is a stored sum"):
+            served.llm.generate([[5, 6, 7]], served.greedy, [name], ignore_defaults=True)
     [alone, half] = served.first_logits([[5, 6, 7]] * 2, ["coded", "0.5*coded"])
     assert (alone - half).abs().max() > APART / 4
 
