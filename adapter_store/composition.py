@@ -14,10 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from cachetools import LRUCache
+
 from adapter_store.errors import NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
 
 MAX_COMPONENTS = 4
+NUM_NEWEST = 256
 MAX_WEIGHT = 4.0
 """Largest size of a weight."""
 SUM_RULE = "a sum reads mia+0.5*style: up to 4 adapters, each with a weight from -4 to 4 before a *, or without for 1"
@@ -76,18 +79,22 @@ def _key_of(weights: Sequence[tuple[AdapterKey, float]]) -> AdapterKey | None:
 
 
 class Compositions:
-    """Know the sums that something refers to: a request that was resolved, or a hold. Safe to use from many threads."""
+    """Know the sums that something refers to (a request that was resolved, or a hold), and those asked for last: one
+    that was refused as cold is still loaded for a request to come. Safe to use from many threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[AdapterKey, Composition] = WeakValueDictionary()
+        self._newest: LRUCache[AdapterKey, Composition] = LRUCache(NUM_NEWEST)
 
     def add(self, composition: Composition) -> Composition:
-        """Return the one object of a composition, which is known while somebody refers to it."""
+        """Return the one object of a composition, which is known while somebody refers to it, and for some time."""
         if not composition.is_sum or composition.key is None:
             return composition
         with self._lock:
-            return self._known.setdefault(composition.key, composition)
+            known = self._newest[composition.key] = self._known.setdefault(composition.key, composition)
+            return known
 
     def find(self, key: AdapterKey) -> Composition | None:
         """Return the sum of a key; None for a content's own, or if nobody refers to it any more."""

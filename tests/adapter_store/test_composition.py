@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapter_store.composition import Composition, Compositions, parse_sum
+from adapter_store.composition import NUM_NEWEST, Composition, Compositions, parse_sum
 from adapter_store.errors import NotComposable
 from adapter_store.spec import AdapterKey
 
@@ -53,9 +53,15 @@ def test_a_sum_is_known_while_somebody_refers_to_it() -> None:
     assert known.add(Composition.of([(KEYS[0], 0.5)])) is mine
     key = mine.key
     assert known.find(key) is mine
+    kept = known.add(Composition.of([(KEYS[1], 0.5)]))
     del mine
+    for number in range(NUM_NEWEST):
+        assert known.find(key) is not None, "the newest are known for some time"
+        known.add(Composition.of([(KEYS[0], 1.0 + number / 1024)]))
+        known.add(Composition.of([(KEYS[0], 1.0)]))
     gc.collect()
     assert known.find(key) is None
+    assert known.find(kept.key) is kept
     plain = known.add(Composition.of([(KEYS[0], 1.0)]))
     assert known.find(plain.key) is None, "one content as it is needs no sum"
 

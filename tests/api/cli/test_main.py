@@ -30,6 +30,7 @@ ASKS: dict[str, tuple[str, ...]] = {
         ("show", "rm", "rollback", "warm", "pin", "unpin", "limit", "verify", "chat", "defaults"), ("mia",)
     ),
     "alias": ("mia:prod", "1"),
+    "compose": ("night", "mia"),
     "top": ("--once",),
     "generate": ("hi", "--adapter", "mia"),
 }
@@ -75,7 +76,7 @@ def test_no_server_answers(cli, name: str) -> None:
     assert done.err == f"lorasrv: no server answers at {NOBODY}; start one with: lorasrv serve\n"
 
 
-@pytest.mark.parametrize("name", sorted(set(ASKS) - {"list", "pool", "top"}))
+@pytest.mark.parametrize("name", sorted(set(ASKS) - {"list", "pool", "top", "compose"}))
 def test_an_unknown_adapter(cli, server, name: str) -> None:
     done = cli(name, *ASKS[name], "--server", server.url, stdin="hi\n")
     failed(done, 1, "lorasrv: ", "mia")

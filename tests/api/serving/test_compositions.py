@@ -116,6 +116,14 @@ def test_sums_run_beside_their_parts(served) -> None:
     served.calm_down()
 
 
+def test_a_cold_sum_that_was_refused_is_loaded_for_the_next_request(served) -> None:
+    model = "0.125*one+0.375*two"
+    refused = served.post("/v1/completions", prompt="x", max_tokens=1, model=model, on_cold="reject")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_cold")
+    body = {"prompt": "x", "max_tokens": 1, "model": model, "on_cold": "reject"}
+    eventually(lambda: served.post("/v1/completions", **body).status_code == 200, 30)
+
+
 def test_what_is_refused(served) -> None:
     one = {"id": "one"}
     refused: list[tuple[int, str | None, str, dict[str, Any]]] = [
