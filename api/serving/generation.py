@@ -110,7 +110,9 @@ async def generate(
         target = replace(target, persona=persona)
     planned = await plan(fields, target, services, caller)
     engine, shared = services.engine, _shared_options(fields, target, caller)
-    shared["prefix"] = await services.prefixes.of_prompt(target.persona, planned.prompts[0])
+    if not target.components or target.is_stored:
+        # Sums that requests name may be any number: nothing of theirs is kept on the disk.
+        shared["prefix"] = await services.prefixes.of_prompt(target.persona, planned.prompts[0])
 
     async def begin() -> AddPrompt:
         grammar = planned.grammar
