@@ -6,7 +6,7 @@ import importlib
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -98,12 +98,24 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PageMasses:
-    """Add up how much attention some rows of a step give to each page that they see."""
+    """Add up how much attention some rows of a step give to each page that they see; serves one plan."""
 
     # [B] int32, last rows of each sequence that are observed; they have no draft trees.
     counts: Int32
-    # [observed rows, most pages of their sequences] fp32 on the device, added up over heads and layers.
+    # [key heads, observed rows, most pages of the sequences] fp32 on the device: a key head has the sum of its query
+    # heads, over layers.
     sums: Tensor
+    # The backend's own tables, by what they depend on besides the plan.
+    prepared: dict[Any, Any] = field(default_factory=dict)
+
+    def of_rows(self) -> Tensor:
+        """Return the sums over key heads, [observed rows, most pages]; one after another, so that a row's bits do not
+        depend on the number of rows.
+        """
+        total = self.sums[0].clone()
+        for of_head in self.sums[1:]:
+            total += of_head
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +223,7 @@ class Backend:
     affine_: Callable[[Tensor, Tensor, SgmvPlan, int, int], None]
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
     attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None, Tensor | None], Tensor]
+    add_page_mass_: Callable[[PageMasses, Tensor, KvPages, AttentionPlan, float, float | None], None]
     # The last argument is the number of key heads in the rows: those of the pages, or 0 for queries alone.
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor, int], Tensor]
     copy_slots: Callable[[Sequence[KvPages], Int32], None]

@@ -88,17 +88,20 @@ def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
         raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
 
 
-def check_masses(masses: PageMasses | None, plan: AttentionPlan, window: int | None, slopes: Tensor | None) -> None:
-    """Check that masses have a row for every observed row, as wide as the page tables."""
+def check_masses(
+    masses: PageMasses | None, kv: KvPages, plan: AttentionPlan, window: int | None, slopes: Tensor | None
+) -> None:
+    """Check that masses have a row for every key head and observed row, as wide as the page tables."""
     if masses is None:
         return
     require(window is None and slopes is None, "masses go with neither window nor slopes")
     fits = masses.counts.shape == plan.kv_lens.shape and bool((masses.counts <= np.diff(plan.query_starts)).all())
     require(fits, "masses.counts must be at most the rows of each sequence")
-    shape = int(masses.counts.sum()), plan.page_tables.shape[1]
-    require(
-        masses.sums.dtype == torch.float32 and masses.sums.shape == shape, f"masses.sums must be fp32 {list(shape)}"
-    )
+    shape = kv.num_heads, int(masses.counts.sum()), plan.page_tables.shape[1]
+    fits = masses.sums.dtype == torch.float32 and masses.sums.shape == shape and masses.sums.is_contiguous()
+    require(fits, f"masses.sums must be contiguous fp32 {list(shape)}")
+    # CPU kernels know weights up to the next multiple of 32 keys.
+    require(32 % plan.page_size == 0, f"masses need pages of a divisor of 32 tokens, not {plan.page_size}")
 
 
 def check_sequences(

@@ -62,7 +62,6 @@ from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
 from sgmv_kernels.pointwise_ops import PointwiseOps
-from sgmv_kernels.torch_ops.page_mass import add_page_mass_torch_
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
@@ -336,11 +335,11 @@ class Ops(PointwiseOps):
         """
         self._check_activation(q, "q")
         check_queries(q, kv, window, softcap, slopes)
-        check_masses(masses, plan, window, slopes)
+        check_masses(masses, kv, plan, window, slopes)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         self._check_pages(kv, plan)
         if masses is not None:
-            add_page_mass_torch_(masses, q, kv, plan, scale, softcap)
+            self._backend.add_page_mass_(masses, q, kv, plan, scale, softcap)
         return self._backend.attention(q, kv, plan, scale, window, softcap, slopes)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:

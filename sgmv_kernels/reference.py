@@ -122,28 +122,28 @@ def page_mass_reference(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute how much attention the last rows of each sequence give to each page, added up over heads.
+    """Compute how much attention the last rows of each sequence give to each page.
 
-    Semantics: mass[t, p] = sum over h and the keys j of page p of softmax(cap(scale * q[t, h] . K[j]), j up to t)
+    Semantics: mass[g, t, p] = sum over the query heads h of key head g and the keys j of page p of softmax(cap(scale *
+    q[t, h] . K[g, j]), j up to t)
 
     Args:
         q, keys, page_tables, query_lens, kv_lens: as `paged_attention_reference`.
         counts: rows of each sequence that are observed.
-    Returns: [sum of counts, most pages of a table] fp32.
+    Returns: [key heads, sum of counts, most pages of a table] fp32.
     """
-    page, rows, end = keys.shape[3], [], 0
+    page, group, rows, end = keys.shape[3], q.shape[1] // keys.shape[1], [], 0
+    most = max(map(len, page_tables))
     for table, n, length, count in zip(page_tables, query_lens, kv_lens, counts, strict=True):
         end += n
         k = keys[torch.tensor(list(table))].float().permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
-        scores = (
-            q[end - count : end].float().transpose(0, 1) @ k.repeat_interleave(q.shape[1] // len(k), 0).mT
-        ) * scale
+        scores = (q[end - count : end].float().transpose(0, 1) @ k.repeat_interleave(group, 0).mT) * scale
         if softcap is not None:
             scores = softcap_reference(scores, softcap)
-        probs = scores.masked_fill(~_visible(length, n, (), None)[n - count :], -math.inf).softmax(-1).sum(0)
-        width = max(map(len, page_tables)) * page
-        rows.append(torch.nn.functional.pad(probs, (0, width - length)).view(count, width // page, page).sum(-1))
-    return torch.cat(rows)
+        probs = scores.masked_fill(~_visible(length, n, (), None)[n - count :], -math.inf).softmax(-1)
+        padded = torch.nn.functional.pad(probs, (0, most * page - length))
+        rows.append(padded.view(len(k), group, count, most, page).sum((1, -1)))
+    return torch.cat(rows, dim=1)
 
 
 def _visible(length: int, rows: int, parents: Parents, window: int | None) -> Tensor:

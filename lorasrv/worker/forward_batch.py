@@ -45,7 +45,7 @@ class ForwardBatch:
         """Return the attention that each page gets of the observed tokens of each request."""
         if self.tables.masses is None:
             return {}
-        rows, found, first = self.tables.masses.sums.tolist(), {}, 0
+        rows, found, first = self.tables.masses.of_rows().tolist(), {}, 0
         for share in self.observed:
             found[share.request_id] = rows[first : first + share.num_observed]
             first += share.num_observed
@@ -139,7 +139,7 @@ def build_batch(
     return ForwardBatch(
         token_ids=ids,
         positions=places,
-        tables=StepTables(attention, lora, logit_rows, _masses(rows, memory.device)),
+        tables=StepTables(attention, lora, logit_rows, _masses(rows, memory)),
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
         observed=tuple(s for s in rows.scheduled if s.num_observed),
@@ -159,12 +159,12 @@ def _head_plan(rows: StepRows, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan
     return ops.plan_sgmv(segments, list(found.values()), adapter_dtype) if (segments.adapters != BASE).any() else None
 
 
-def _masses(rows: StepRows, device: torch.device) -> PageMasses | None:
+def _masses(rows: StepRows, memory: DevicePool) -> PageMasses | None:
     counts = rows.num_observed
     if not counts.any():
         return None
-    size = int(counts.sum()), rows.page_tables.shape[1]
-    return PageMasses(counts, torch.zeros(size, dtype=torch.float32, device=device))
+    size = memory.kv_pages(0).num_heads, int(counts.sum()), rows.page_tables.shape[1]
+    return PageMasses(counts, torch.zeros(size, dtype=torch.float32, device=memory.device))
 
 
 def _tree_positions(share: ScheduledRequest) -> list[int]:

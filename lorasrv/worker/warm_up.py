@@ -10,12 +10,14 @@ Source: steps of made-up requests before the server is ready, vLLM.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from adapter_store.spec import AdapterKey
+from lorasrv.kv_policy import SelectPolicy
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
@@ -86,6 +88,8 @@ class WarmUpSteps:
                     yield self._step(self._prompts(rows, MOST_LOGITS, adapter), adapter)
             if rows <= self._limits.max_samples:
                 yield self._singles(rows, 0, self._cut_keys)
+        if self._spec.why_no_kv_policy is None:
+            yield self._observed()
 
     def common(self) -> Iterator[SchedulerOutput]:
         """Return a step for every graph that most servers need, the largest first: later ones fit into its memory."""
@@ -100,6 +104,11 @@ class WarmUpSteps:
         """Return a step of single tokens with `num_keys` keys each, on an adapter of this rank or on the base."""
         adapter = self._uniform(rank)
         return self._step([self._single(str(i), num_keys, adapter) for i in range(rows)], adapter)
+
+    def _observed(self) -> SchedulerOutput:
+        """Return a step of one token whose attention to each page is wanted."""
+        policy = SelectPolicy(budget=self._memory.page_size, page_size=self._memory.page_size)
+        return self._step([replace(self._single("0", 1, None), kv_policy=policy, num_observed=1)], None)
 
     def _mixed(self, rows: int, rank: int) -> SchedulerOutput:
         """Return a step of an answer's token with cut keys, and of prompts."""

@@ -13,8 +13,10 @@ from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
     DIM,
+    HEADS,
     KEYS,
     NUM_ARGS,
+    OUT,
     PAGE,
     PAGE_BYTES,
     TABLE_WIDTH,
@@ -43,8 +45,8 @@ def make_float_steps(kind: Any) -> Steps:
         scaled(source, args[DIM], scale, queries)
 
     @kernel_part
-    def finish(args, sums, factor, out):  # type: ignore[no-untyped-def]
-        interleave(sums, args[DIM], factor, out, kind)
+    def finish(args, sums, factor, row, head):  # type: ignore[no-untyped-def]
+        interleave(sums, args[DIM], factor, args[OUT] + 4 * args[DIM] * (row * args[HEADS] + head), kind)
 
     @kernel_part
     def page_of(args, base, sequence, head, token):  # type: ignore[no-untyped-def]
@@ -113,11 +115,12 @@ def make_float_steps(kind: Any) -> Steps:
                 ahead = values
             token += n
 
-    return Steps(width, prepare, score, collect, finish)
+    return Steps(width, width, prepare, score, collect, finish)
 
 
-_FLOAT_STEPS = (make_float_steps(kind) for kind in (BF16, FP16, FP32))
-_bf16, _fp16, _fp32, _int8, _k8v4 = (make_attention(steps) for steps in (*_FLOAT_STEPS, INT8_STEPS, K8V4_STEPS))
+STEPS = (*(make_float_steps(kind) for kind in (BF16, FP16, FP32)), INT8_STEPS, K8V4_STEPS)
+"""Of the formats of the entries below, in their order."""
+_bf16, _fp16, _fp32, _int8, _k8v4 = map(make_attention, STEPS)
 
 
 def bf16(raw: Any) -> None:

@@ -13,8 +13,10 @@ from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
     DIM,
+    HEADS,
     KEY_SCALES,
     KEYS,
+    OUT,
     PAGE,
     PAGE_BYTES,
     TABLE_WIDTH,
@@ -45,7 +47,7 @@ class Values(NamedTuple):
 
     So many codes share a byte (`in_a_byte`). `width(dim)` returns the fp32 numbers of a row of sums. `weigh(args,
     weights, head, page)` multiplies the weights of the page at an offset with the scales of its values, and returns
-    what they add to every number of the sums. `finish(args, sums, factor, out)` writes a head of the result.
+    what they add to every number of the sums. `finish(args, sums, factor, row, head)` writes a head of the result.
     """
 
     in_a_byte: int
@@ -154,7 +156,7 @@ def make_code_steps(values: Values) -> Steps:
                 i += 1
             following, ahead = ids, values
 
-    return Steps(width, prepare, score, collect, finish)
+    return Steps(width, width, prepare, score, collect, finish)
 
 
 @kernel_part
@@ -164,8 +166,8 @@ def _weigh_int8(args, weights, head, page):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _finish_int8(args, sums, factor, out):  # type: ignore[no-untyped-def]
-    scaled(sums, args[DIM], factor, out)
+def _finish_int8(args, sums, factor, row, head):  # type: ignore[no-untyped-def]
+    scaled(sums, args[DIM], factor, args[OUT] + 4 * args[DIM] * (row * args[HEADS] + head))
 
 
 @kernel_part
@@ -180,9 +182,9 @@ def _weigh_nibbles(args, weights, head, page):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _finish_nibbles(args, sums, factor, out):  # type: ignore[no-untyped-def]
+def _finish_nibbles(args, sums, factor, row, head):  # type: ignore[no-untyped-def]
     rotate(sums, _paired(args[DIM]), args[DIM])
-    scaled(sums, args[DIM], factor, out)
+    scaled(sums, args[DIM], factor, args[OUT] + 4 * args[DIM] * (row * args[HEADS] + head))
 
 
 INT8_STEPS = make_code_steps(Values(1, code_dim, _weigh_int8, _finish_int8))

@@ -13,7 +13,6 @@ from sgmv_kernels.cpu_ops.attention import (
     KV_HEADS,
     LENS,
     NUM_TASKS,
-    OUT,
     POSITIONS,
     ROWS,
     SCALE,
@@ -48,14 +47,16 @@ from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 class Steps(NamedTuple):
     """Hold what attention over one KV format does in its own way; every step is a part of a kernel.
 
-    `width(args)` returns the fp32 numbers of a row of queries or sums. `prepare(args, source, scale, units, room,
-    queries)` makes a row of queries, whose sums are not needed yet, of a head at `source`. `score(args, queries, units,
-    scores, sequence, head, rows, at, first, stop)` computes the scores of keys from `first` to `stop`, the block's
-    first key being `at`. `collect(args, scores, units, sums, sequence, head, rows, at, first, stop)` adds their values
-    by weight. `finish(args, sums, factor, out)` writes a head of the result.
+    `width(args)` returns the fp32 numbers of a row of queries, `sums_width(args)` those of a row of sums, as many at
+    least. `prepare(args, source, scale, units, room, queries)` makes a row of queries, whose sums are not needed yet,
+    of a head at `source`. `score(args, queries, units, scores, sequence, head, rows, at, first, stop)` computes the
+    scores of keys from `first` to `stop`, the block's first key being `at`. `collect(args, scores, units, sums,
+    sequence, head, rows, at, first, stop)` adds their values by weight. `finish(args, sums, factor, row, head)` writes
+    a query head of a row of the result.
     """
 
     width: Any
+    sums_width: Any
     prepare: Any
     score: Any
     collect: Any
@@ -64,16 +65,17 @@ class Steps(NamedTuple):
 
 def make_attention(steps: Steps) -> Any:
     """Return the kernel of a KV format, which takes tasks until none is left."""
-    width_of, prepare, score, collect, finish = steps
+    width_of, sums_width_of, prepare, score, collect, finish = steps
 
     @kernel_part
     def attend(args, scale, softcap, scratch, sequence, head, begin, end):  # type: ignore[no-untyped-def]
         """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head."""
-        dim, heads, block, width = args[DIM], args[HEADS], args[BLOCK], width_of(args)
+        dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
+        width, sums_width = width_of(args), sums_width_of(args)
         group = heads // args[KV_HEADS]
         rows = (end - begin) * group
         queries, sums = scratch, scratch + 4 * width * args[ROWS]
-        scores = sums + 4 * width * args[ROWS]
+        scores = sums + 4 * sums_width * args[ROWS]
         maxima = scores + 4 * block * args[ROWS]
         totals = maxima + 4 * args[ROWS]
         units = totals + 4 * args[ROWS]
@@ -82,10 +84,10 @@ def make_attention(steps: Steps) -> Any:
         offset = length - (i32(args[STARTS], sequence + 1) - start)
         for i in range(rows):
             source = args[Q] + 4 * dim * ((start + begin + i // group) * heads + head * group + i % group)
-            prepare(args, source, scale, units + 8 * i, sums + 4 * width * i, queries + 4 * width * i)
+            prepare(args, source, scale, units + 8 * i, sums + 4 * sums_width * i, queries + 4 * width * i)
             put_f32(maxima, i, np.float32(-np.inf))
             put_f32(totals, i, np.float32(0))
-        for i in range(rows * width):
+        for i in range(rows * sums_width):
             put_f32(sums, i, np.float32(0))
         tree = i32(args[TREES], sequence) if args[TREES] else length
         first = max(0, min(offset + begin, tree) - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
@@ -99,7 +101,8 @@ def make_attention(steps: Steps) -> Any:
                 _soften(
                     args,
                     scores + 4 * block * i,
-                    sums + 4 * width * i,
+                    sums + 4 * sums_width * i,
+                    sums_width,
                     maxima + 4 * i,
                     totals + 4 * i,
                     row,
@@ -115,8 +118,7 @@ def make_attention(steps: Steps) -> Any:
         for i in range(rows):
             total = f32(totals, i)
             factor = np.float32(1) / total if total > 0 else np.float32(0)
-            out = args[OUT] + 4 * dim * ((start + begin + i // group) * heads + head * group + i % group)
-            finish(args, sums + 4 * width * i, factor, out)
+            finish(args, sums + 4 * sums_width * i, factor, start + begin + i // group, head * group + i % group)
 
     @kernel_part
     def work(args, floats):  # type: ignore[no-untyped-def]
@@ -134,7 +136,9 @@ def make_attention(steps: Steps) -> Any:
 
 
 @kernel_part
-def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softcap, slope):  # type: ignore[no-untyped-def]
+def _soften(  # type: ignore[no-untyped-def]
+    args, scores, sums, width, maximum, total, row, slot, tree, at, stop, softcap, slope
+):
     """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
     Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
@@ -169,7 +173,7 @@ def _soften(args, scores, sums, maximum, total, row, slot, tree, at, stop, softc
     added = exp_sum(scores, padded, now)
     if now != before:
         factor = exp_of(before - now)
-        scaled(sums, args[DIM], factor, sums)
+        scaled(sums, width, factor, sums)
         put_f32(total, 0, f32(total, 0) * factor)
         put_f32(maximum, 0, now)
     put_f32(total, 0, f32(total, 0) + added)

@@ -5,7 +5,7 @@ head are computed together, so that a loaded key or value serves all of them. Bl
 `BLOCK_TOKENS`, so that a row's sums do not depend on the rows of its task.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -85,17 +85,35 @@ def sequences_part(plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> 
     sequences: CpuSequences = plan.prepared
     shape = heads, kv_heads, dim
     if shape not in sequences.parts:
-        sequences.parts[shape] = _part(plan, sequences, *shape)
+        part = tasks_part(plan, sequences, np.zeros_like(sequences.query_lens), shape)
+        if plan.trees is not None:
+            of_trees = {
+                TREES: plan.trees.starts.ctypes.data,
+                WORDS: plan.trees.words.ctypes.data,
+                POSITIONS: plan.trees.positions.ctypes.data,
+            }
+            part = replace(part, words={**part.words, **of_trees})
+        sequences.parts[shape] = part
     return sequences.parts[shape]
 
 
-def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: int, dim: int) -> Part:
+def tasks_part(
+    plan: AttentionPlan, sequences: CpuSequences, begins: Int32, shape: tuple[int, int, int], least_width: int = 0
+) -> Part:
+    """Return the launch arguments for rows of each sequence from `begins` [B] on.
+
+    Args:
+        shape: heads, key heads, head dim.
+        least_width: least numbers of a row of sums.
+    """
+    heads, kv_heads, dim = shape
     group, threads = heads // kv_heads, team_size()
     rows = max(1, TASK_ROWS // group)
-    tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
+    tasks = _tasks(begins, sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
+    width = 2 * formats.padded_pairs(dim)
     # Queries, sums, scores, then the maximum, the sum, and four units of every row.
-    scratch_bytes = 4 * rows * group * (4 * formats.padded_pairs(dim) + block + 6)
+    scratch_bytes = 4 * rows * group * (width + max(width, least_width) + block + 6)
     scratch_bytes = -(-scratch_bytes // 128) * 128
     scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
     sequences.kept.extend((tasks, scratch))
@@ -115,25 +133,20 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
         ROWS: rows * group,
         BLOCK: block,
     }
-    if plan.trees is not None:
-        words |= {
-            TREES: plan.trees.starts.ctypes.data,
-            WORDS: plan.trees.words.ctypes.data,
-            POSITIONS: plan.trees.positions.ctypes.data,
-        }
     return Part(PART, words, len(tasks), threads)
 
 
-def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
+def _tasks(begins: Int32, query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
     """Return tasks [N, 5] int32: sequence, first and last key head, first and last query row; largest tasks first."""
-    blocks = -(-query_lens // rows)
+    counts = query_lens - begins
+    blocks = -(-counts // rows)
     apart = int(blocks.sum()) < 4 * threads
     spans = [(h, h + 1) for h in range(kv_heads)] if apart else [(0, kv_heads)]
-    work = np.minimum(query_lens, rows) * kv_lens
+    work = np.minimum(counts, rows) * kv_lens
     tasks = [
         (s, first_head, last_head, begin, min(n, begin + rows))
-        for s, n in ((s, int(query_lens[s])) for s in np.argsort(-work, kind="stable").tolist())
-        for begin in range(0, n, rows)
+        for s, first, n in ((s, int(begins[s]), int(query_lens[s])) for s in np.argsort(-work, kind="stable").tolist())
+        for begin in range(first, n, rows)
         for first_head, last_head in spans
     ]
     return np.array(tasks, dtype=np.int32).reshape(-1, TASK_INTS)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import Backend, PackedLinear, Progress
-from sgmv_kernels.cpu_ops import affine, attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.cpu_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
@@ -40,6 +40,7 @@ BACKEND = Backend(
     affine_=affine.affine_cpu_,
     prepare_attention=attention.prepare,
     attention=attention.attention_cpu,
+    add_page_mass_=page_mass.add_page_mass_cpu_,
     rope_write_kv=pointwise.rope_write_kv_cpu,
     copy_slots=slots.copy_slots_cpu,
     add_rms_norm_=pointwise.add_rms_norm_cpu_,

@@ -21,6 +21,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
     pointwise = (f"rope_{_KINDS[kv_format]}", "norm", "layer_norm", "silu", "gelu", "gelu_exact", *rest)
     return (
         ("attention", _KINDS[kv_format]),
+        ("page_mass", _KINDS[kv_format]),
         ("sgmv", _KINDS[adapter_dtype]),
         *(("linear", entry) for entry in linear),
         *(("pointwise", entry) for entry in pointwise),

@@ -3,7 +3,7 @@
 import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
-from sgmv_kernels.torch_ops import affine, attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.torch_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
 
 BACKEND = Backend(
     name="torch",
@@ -15,6 +15,7 @@ BACKEND = Backend(
     affine_=affine.affine_torch_,
     prepare_attention=attention.prepare,
     attention=attention.attention_torch,
+    add_page_mass_=page_mass.add_page_mass_torch_,
     rope_write_kv=pointwise.rope_write_kv_torch,
     copy_slots=slots.copy_slots_torch,
     add_rms_norm_=pointwise.add_rms_norm_torch_,

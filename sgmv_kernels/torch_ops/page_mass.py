@@ -26,6 +26,6 @@ def add_page_mass_torch_(
             scores = (row @ keys[..., : length - behind + 1]).mul_(scale)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
-            weights = F.pad(scores.softmax(-1).sum((0, 1)), (0, num_pages * plan.page_size - length + behind - 1))
-            masses.sums[at, :num_pages] += weights.view(num_pages, plan.page_size).sum(-1)
+            weights = F.pad(scores.softmax(-1).sum(1), (0, num_pages * plan.page_size - length + behind - 1))
+            masses.sums[:, at, :num_pages] += weights.view(-1, num_pages, plan.page_size).sum(-1)
             at += 1

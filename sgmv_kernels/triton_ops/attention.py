@@ -286,10 +286,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         quad = tl.arange(0, QUADS_PAD)
         k_ok = quad < (D + 3) // 4
         k_base = keys + kv_head.to(tl.int64) * key_head + quad.to(tl.int64)[:, None] * key_dim
-        q_0 = _rotated_quarter(q_tile, d, quad, 0, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_1 = _rotated_quarter(q_tile, d, quad, 1, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_2 = _rotated_quarter(q_tile, d, quad, 2, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_3 = _rotated_quarter(q_tile, d, quad, 3, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_0 = rotated_quarter(q_tile, d, quad, 0, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_1 = rotated_quarter(q_tile, d, quad, 1, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_2 = rotated_quarter(q_tile, d, quad, 2, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
+        q_3 = rotated_quarter(q_tile, d, quad, 3, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
         fours = tl.arange(0, BLOCK_N // 4)
     else:
         k_ok, fours, q_0, q_1, q_2, q_3 = dim_ok, n, q_tile, q_tile, q_tile, q_tile
@@ -312,10 +312,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             other=0,
         )
         if CODES:
-            scores = dot(q_0, _byte(k_tile, 0).to(COMPUTE), nothing, PRECISION)
-            scores = dot(q_1, _byte(k_tile, 1).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_2, _byte(k_tile, 2).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_3, _byte(k_tile, 3).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_0, byte_of(k_tile, 0).to(COMPUTE), nothing, PRECISION)
+            scores = dot(q_1, byte_of(k_tile, 1).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_2, byte_of(k_tile, 2).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_3, byte_of(k_tile, 3).to(COMPUTE), scores, PRECISION)
             scores = scores * (tl.load(key_scales + places, mask=page_ok, other=0.0) * scale)[None, :]
         else:
             scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
@@ -388,7 +388,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _rotated_quarter(  # type: ignore[no-untyped-def]
+def rotated_quarter(  # type: ignore[no-untyped-def]
     q_tile,
     d,
     quad,
@@ -409,7 +409,7 @@ def _rotated_quarter(  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _byte(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
+def byte_of(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a signed byte of each word."""
     return (words << (24 - 8 * number)) >> 24
 
@@ -417,7 +417,7 @@ def _byte(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
 @kernel()
 def _code(words, number: tl.constexpr, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the code in a byte of each word: the byte, or its lower half."""
-    return (words >> (8 * number)) & 15 if PAIRED else _byte(words, number)
+    return (words >> (8 * number)) & 15 if PAIRED else byte_of(words, number)
 
 
 @kernel("reduce_at", "starts_at")

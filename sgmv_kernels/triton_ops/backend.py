@@ -4,7 +4,7 @@ import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
 from sgmv_kernels.torch_ops import linear as linear_torch
-from sgmv_kernels.triton_ops import affine, attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.triton_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.triton_ops.weight_packing import check_codes
 
 try:
@@ -25,6 +25,7 @@ BACKEND = Backend(
     affine_=affine.affine_,
     prepare_attention=attention.prepare,
     attention=attention.attention,
+    add_page_mass_=page_mass.add_page_mass_,
     rope_write_kv=pointwise.rope_write_kv,
     copy_slots=slots.copy_slots,
     add_rms_norm_=pointwise.add_rms_norm_,

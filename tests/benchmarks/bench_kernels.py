@@ -3,6 +3,7 @@
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py step --rows 1,16,32,64
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py forms --rows 1,16,32,64
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py kv
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py mass
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py linears --rows 1,4,16,64,256,512
 
 step: shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that
@@ -15,6 +16,9 @@ turn with the next adapters of the pool, so that none stays in a cache; planning
 five layers counts.
 
 kv: attention over pages of each format, in turns, over 64 layers of pages at most, more than a cache holds.
+
+mass: the attention that pages get of observed rows, beside plain torch and attention itself, in turns over the same
+pages.
 
 linears: kernels over quantized weights against torch's own ops. Weights of 30 layers of 1536 x 1536 (71 million) go
 through in turn, so that none stays in a cache. Methods take turns, and the best of several rounds counts. int4pack and
@@ -34,6 +38,7 @@ import torch
 from harness import arguments, row, table
 from torch import Tensor
 
+from sgmv_kernels.backend import PageMasses, load_backend
 from sgmv_kernels.cpu_runtime import openmp
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
@@ -53,6 +58,8 @@ CHUNK = 1 << 20
 COLD_BYTES = 256 << 20
 # Sets of adapters that `forms` takes in turn, and layers that it times together.
 TURNS, PIECE = 16, 5
+# (sequences, keys, observed rows of each), and layers that they are timed over.
+MASSES, MASS_LAYERS = ((1, 2048, 32), (1, 8192, 32), (1, 8192, 1), (16, 2048, 1)), 8
 # (sequences, keys, queries of each, softcap)
 ATTENTION = (
     (1, 512, 1, None),
@@ -311,6 +318,41 @@ def step(a: argparse.Namespace) -> None:
             row(op, n, f"{1e6 * ours:.1f}", f"{1e6 * torchs:.1f}")
 
 
+def mass_seconds(ops: Ops, layers: list[KvPages], tables: np.ndarray, observed: int, length: int) -> float:
+    """Return the time of adding up one layer's attention by page, planning left out."""
+    count = len(tables)
+    q, counts = torch.randn(count * observed, HEADS, DIM), np.full(count, observed, dtype=np.int32)
+    plan = ops.plan_attention(tables, counts, [length] * count, PAGE, layers[0].num_pages)
+    masses = PageMasses(counts, torch.zeros(KV_HEADS, count * observed, tables.shape[1]))
+    add_ = load_backend(ops.name).add_page_mass_
+
+    def work() -> None:
+        for kv in layers:
+            add_(masses, q, kv, plan, DIM**-0.5, None)
+
+    work()
+    return least(work, 2) / len(layers)
+
+
+def masses(a: argparse.Namespace) -> None:
+    """Time what `kv_policy: select` observes; kernels and formats take turns, and the best turn counts."""
+    ops, plain, kinds = Ops(CPU), Ops(CPU, "torch"), [name for name in KV_FORMATS if name != "float16"]
+    print(f"\nattention by page, one layer, {a.threads} threads; ms")
+    table(("keys", "rows", "format", "torch", "kernel", "torch / kernel", "attention"))
+    for (sequences, length, observed), kind in itertools.product(MASSES, kinds):
+        layers, tables = attention_case(sequences, length, kind)
+        layers, best = layers[:MASS_LAYERS], [NEVER] * 3
+        for _ in range(a.rounds):
+            turn = (
+                mass_seconds(plain, layers, tables, observed, length),
+                mass_seconds(ops, layers, tables, observed, length),
+                attention_seconds(ops, (layers, tables), observed, length),
+            )
+            best = list(map(min, best, turn))
+        shown = (f"{1e3 * best[0]:.2f}", f"{1e3 * best[1]:.3f}", f"{best[0] / best[1]:.1f}", f"{1e3 * best[2]:.3f}")
+        row(f"{sequences} x {length}", observed, kind, *shown)
+
+
 def kv_formats(a: argparse.Namespace) -> None:
     """Time attention over pages of every format; formats take turns, and the best turn counts."""
     ops, kinds = Ops(CPU), [name for name in KV_FORMATS if name not in ("float16", "float32")]
@@ -462,12 +504,12 @@ def linears(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    measures = {"step": step, "forms": forms, "kv": kv_formats, "linears": linears}
+    measures = {"step": step, "forms": forms, "kv": kv_formats, "mass": masses, "linears": linears}
     a = arguments(
         __doc__,
         measures,
         rows=((1, 4, 16, 32, 64), "of SGMV, or of a linear"),
-        rounds=(5, "linears, kv: times that each method has its turn; forms: an eighth of the turns"),
+        rounds=(5, "linears, kv, mass: times that each method has its turn; forms: an eighth of the turns"),
         threads=(torch.get_num_threads(), "that compute"),
     )
     torch.set_num_threads(a.threads)

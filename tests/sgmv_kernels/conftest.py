@@ -33,7 +33,10 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
 def short_parts(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 64 keys, so that Triton's kernels cut short contexts as well."""
     if ops.name == "triton":
-        from sgmv_kernels.triton_ops import attention
+        from sgmv_kernels.triton_ops import attention, page_mass
+        from sgmv_kernels.triton_ops.block_sizes import attention_config
 
-        config = attention.attention_config
-        monkeypatch.setattr(attention, "attention_config", lambda *key: replace(config(*key), split_tokens=64))
+        for module in (attention, page_mass):
+            monkeypatch.setattr(
+                module, "attention_config", lambda *key: replace(attention_config(*key), split_tokens=64)
+            )

@@ -114,6 +114,15 @@ class Server:
         )
 
 
+def observed(step: Any) -> Any:
+    """Let the attention of a share's last tokens be wanted by page."""
+    from lorasrv.kv_policy import SelectPolicy
+
+    *others, last = step.scheduled
+    count, policy = min(32, len(last.token_ids)), SelectPolicy(budget=512, page_size=16)
+    return replace(step, scheduled=(*others, replace(last, kv_policy=policy, num_observed=count)))
+
+
 def day(server: Server) -> dict[str, Any]:
     from sgmv_kernels.triton_ops.kernel_compiler import noted
 
@@ -124,8 +133,9 @@ def day(server: Server) -> dict[str, Any]:
     with torch.inference_mode(), noted() as met:
         for step in server.warm_up.common():
             assert server.graphs.compute(step) is not None
-        for _ in range(STEPS):
+        for number in range(STEPS):
             step = server.random_step(chance)
+            step = step if number % 4 else observed(step)
             if server.graphs.compute(step) is None:
                 server.compute(step)
     late = [key for key in met if key not in warm]

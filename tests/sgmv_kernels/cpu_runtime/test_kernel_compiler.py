@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgmv_kernels.cpu_ops import attention, linear, pointwise, sgmv, slots
+from sgmv_kernels.cpu_ops import attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.cpu_runtime import kernel_cache, kernel_compiler
 from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels, needs_signed
 from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -21,6 +21,7 @@ KERNELS = (("sgmv", "bf16"), ("pointwise", "norm"), ("pointwise", "take"))
 def test_what_launchers_name_is_compiled_before_serving() -> None:
     entries = {(sgmv.MODULE, entry) for entry in sgmv.ENTRIES.values()}
     entries |= {(attention.MODULE, entry) for entry in attention.ENTRIES.values()}
+    entries |= {(page_mass.MODULE, entry) for entry in attention.ENTRIES.values()}
     entries |= {(pointwise.MODULE, entry) for entry in pointwise.ROPE.values()}
     entries |= {(slots.MODULE, slots.ENTRY)}
     entries |= {(linear.MODULE, entry) for entry in linear.ENTRIES.values()}

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from compiled_kernels import Compiler, Facts, compiling
 from quantized_codes import random_file_codes
 
-from sgmv_kernels.backend import SgmvPlan, plan_of
+from sgmv_kernels.backend import PageMasses, SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -32,6 +32,7 @@ from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops import affine as affine_triton
 from sgmv_kernels.triton_ops import attention as attention_triton
 from sgmv_kernels.triton_ops import linear as linear_triton
+from sgmv_kernels.triton_ops import page_mass as page_mass_triton
 from sgmv_kernels.triton_ops import pointwise as pointwise_triton
 from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 from sgmv_kernels.triton_ops import slots as slots_triton
@@ -80,6 +81,15 @@ def compile_attention(active: torch.dtype, kv_format: str, heads: int, kv_heads:
         plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
         for window, softcap, slopes in ((None, None, None), (100, None, None), (None, 50.0, None), (None, None, lean)):
             attention_triton.attention(q, kv, plan, 0.1, window, softcap, slopes)
+
+
+def compile_page_mass(active: torch.dtype, kv_format: str, heads: int, kv_heads: int, dim: int) -> None:
+    slab = torch.zeros(20 * KV_FORMATS[kv_format].page_bytes(kv_heads, dim, 16), dtype=torch.uint8)
+    kv = KvPages(slab, KV_FORMATS[kv_format], kv_heads, 16, dim)
+    plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
+    plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
+    masses = PageMasses(np.array([1, 32], dtype=np.int32), torch.zeros(kv_heads, 33, 20))
+    page_mass_triton.add_page_mass_(masses, torch.zeros(71, heads, dim, dtype=active), kv, plan, 0.1, 50.0)
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
@@ -183,6 +193,8 @@ def compile_others(compiler: Compiler) -> None:
     ):
         compiler.label = f"{name}, heads of {dim}"
         compile_attention(BF16, name, heads, kv_heads, dim)
+    for name in ("bfloat16", "int8", "k8v4"):
+        compile_page_mass(BF16, name, 32, 8, 128)
     for name in ("int8", "k8v4"):
         compile_codes(BF16, name)
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):

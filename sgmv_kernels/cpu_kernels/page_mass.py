@@ -1,0 +1,64 @@
+"""Add up the attention that pages get on the CPU: `attention_loop` with the weights of each page in place of values."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from sgmv_kernels.cpu_kernels.attention import STEPS
+from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
+from sgmv_kernels.cpu_ops.attention import BLOCK, HEADS, KV_HEADS, NUM_ARGS, OUT, PAGE, TABLE_WIDTH
+from sgmv_kernels.cpu_ops.page_mass import NUM_OBSERVED, OBSERVED
+from sgmv_kernels.cpu_simd.elementwise import f32, i32, put_f32, row_sum
+from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+
+
+def make_mass_steps(steps: Steps) -> Steps:
+    """Return the steps that score as `steps`, and whose sums are the weights of each page."""
+    width_of = steps.width
+
+    @kernel_part
+    def sums_width(args):  # type: ignore[no-untyped-def]
+        return max(width_of(args), args[TABLE_WIDTH])
+
+    @kernel_part
+    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+        """Add up the weights of whole pages; those behind `stop` are 0."""
+        page, width = args[PAGE], sums_width(args)
+        for i in range(rows):
+            own = weights + 4 * args[BLOCK] * i
+            for token in range(at, stop, page):
+                put_f32(sums + 4 * width * i, token // page, row_sum(own + 4 * (token - at), page))
+
+    @kernel_part
+    def finish(args, sums, factor, row, head):  # type: ignore[no-untyped-def]
+        """Add the pages of a row to those of its key head."""
+        pages, kv_head = args[TABLE_WIDTH], head // (args[HEADS] // args[KV_HEADS])
+        out = args[OUT] + 4 * pages * (kv_head * args[NUM_OBSERVED] + i32(args[OBSERVED], row))
+        for page in range(pages):
+            put_f32(out, page, f32(out, page) + f32(sums, page) * factor)
+
+    return Steps(width_of, sums_width, steps.prepare, steps.score, collect, finish)
+
+
+_bf16, _fp16, _fp32, _int8, _k8v4 = (make_attention(make_mass_steps(steps)) for steps in STEPS)
+
+
+def bf16(raw: Any) -> None:
+    _bf16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
+def fp16(raw: Any) -> None:
+    _fp16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
+def fp32(raw: Any) -> None:
+    _fp32(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
+def int8(raw: Any) -> None:
+    _int8(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+
+
+def k8v4(raw: Any) -> None:
+    _k8v4(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))

@@ -1,0 +1,64 @@
+"""Launch what adds up the attention that pages get: tasks of `cpu_ops.attention`, of the observed rows only."""
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from sgmv_kernels.backend import AttentionPlan, PageMasses
+from sgmv_kernels.cpu_ops.attention import (
+    ENTRIES,
+    KEY_SCALES,
+    KEYS,
+    OUT,
+    PAGE_BYTES,
+    SCALE,
+    SOFTCAP,
+    VALUE_MINIMA,
+    VALUE_SCALES,
+    VALUES,
+    CpuSequences,
+    Q,
+    tasks_part,
+)
+from sgmv_kernels.cpu_runtime.launch import Part, launch
+from sgmv_kernels.formats import kv_format as formats
+from sgmv_kernels.formats.kv_pages import KvPages
+
+MODULE = "page_mass"
+OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA
+"""Places of arguments that are values' otherwise: table [T] int32 of the rows' places in the sums, number of these."""
+
+
+def add_page_mass_cpu_(
+    masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, softcap: float | None
+) -> None:
+    """See `ops.Ops.paged_attention`."""
+    shape = q.shape[1], kv.num_heads, kv.head_dim
+    if shape not in masses.prepared:
+        masses.prepared[shape] = _part(masses, plan, *shape)
+    part, _ = masses.prepared[shape]
+    own = {
+        Q: q.data_ptr(),
+        OUT: masses.sums.data_ptr(),
+        KEYS: kv.keys.data_ptr(),
+        # Scoring prefetches values behind keys; none are read here.
+        VALUES: kv.keys.data_ptr(),
+        PAGE_BYTES: kv.page_bytes,
+        SCALE: np.float64(scale).view(np.int64).item(),
+        SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
+        KEY_SCALES: kv.address(formats.KEY_SCALES),
+    }
+    launch(MODULE, ENTRIES[kv.format.name], part, own)
+
+
+def _part(masses: PageMasses, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> tuple[Part, object]:
+    """Return the launch arguments, and the table that they point to."""
+    sequences: CpuSequences = plan.prepared
+    begins = sequences.query_lens - masses.counts
+    part = tasks_part(plan, sequences, begins, (heads, kv_heads, dim), plan.page_tables.shape[1])
+    rows = np.arange(plan.num_rows)
+    is_observed = rows >= np.repeat(plan.query_starts[1:] - masses.counts, sequences.query_lens)
+    observed = (np.cumsum(is_observed) - 1).astype(np.int32)
+    own = {OBSERVED: observed.ctypes.data, NUM_OBSERVED: masses.sums.shape[1]}
+    return replace(part, words={**part.words, **own}), observed
