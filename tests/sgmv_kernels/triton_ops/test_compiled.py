@@ -193,7 +193,7 @@ def compile_others(compiler: Compiler) -> None:
     ):
         compiler.label = f"{name}, heads of {dim}"
         compile_attention(BF16, name, heads, kv_heads, dim)
-    for name in ("bfloat16", "int8", "k8v4"):
+    for name in ("bfloat16", "k8v4"):
         compile_page_mass(BF16, name, 32, 8, 128)
     for name in ("int8", "k8v4"):
         compile_codes(BF16, name)
