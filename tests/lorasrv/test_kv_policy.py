@@ -215,7 +215,7 @@ def test_refusals(model: Path) -> None:
             with pytest.raises(InvalidRequest, match=says):
                 llm.generate([LONG[:20]], sampling, kv_policy=policy)
         with pytest.raises(InvalidRequest, match="beam search"):
-            llm._message(LONG[:20], SamplingParams(max_tokens=4), None, BeamOptions(2), WINDOW)
+            llm._message(LONG[:20], SamplingParams(max_tokens=4), llm._find(None), BeamOptions(2), WINDOW)
         for policy, says in (
             (SelectPolicy(budget=96, recent=64), "kv_policy.budget must be at least 112 tokens"),
             (SelectPolicy(budget=200, every=31), "kv_policy.every must be at least 32 tokens"),
