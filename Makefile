@@ -45,7 +45,7 @@ test-crash: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive tests/adapter_store
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
 
-# Break the code on purpose, in a copy, 25 times: each fault must make a test fail. ARGS="--only ID" tries one.
+# Break the code on purpose, in a copy, one fault at a time: each must make a test fail. ARGS="--only ID" tries one.
 test-faults: setup
 	$(BIN)/python tests/faults/run.py $(ARGS)
 
