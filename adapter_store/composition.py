@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -20,7 +20,7 @@ from adapter_store.errors import NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
 
 MAX_COMPONENTS = 4
-NUM_NEWEST = 256
+NUM_NEWEST = 4096
 MAX_WEIGHT = 4.0
 """Largest size of a weight."""
 SUM_RULE = "a sum reads mia+0.5*style: up to 4 adapters, each with a weight from -4 to 4 before a *, or without for 1"
@@ -95,6 +95,12 @@ class Compositions:
         with self._lock:
             known = self._newest[composition.key] = self._known.setdefault(composition.key, composition)
             return known
+
+    def having(self, keys: Collection[AdapterKey]) -> list[AdapterKey]:
+        """Return the keys of the known sums that any of these contents is part of."""
+        with self._lock:
+            known = list(self._known.items())
+        return [key for key, composition in known if not set(keys).isdisjoint(part for part, _ in composition.weights)]
 
     def find(self, key: AdapterKey) -> Composition | None:
         """Return the sum of a key; None for a content's own, or if nobody refers to it any more."""

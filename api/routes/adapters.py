@@ -326,7 +326,7 @@ async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None
     left = {version.key for version in record.versions} if record is not None else set()
     await services.ledger.forget(gone.adapter_id, {*gone.contents, None} - left)
     await services.limits.apply(gone.adapter_id)
-    for key in gone.unnamed:
+    for key in (*gone.unnamed, *services.store.compositions.having(gone.unnamed)):
         await services.engine.unpin(key)
         await services.engine.forget_answers(adapter=key)
 

@@ -57,13 +57,21 @@ def test_a_sum_is_known_while_somebody_refers_to_it() -> None:
     del mine
     for number in range(NUM_NEWEST):
         assert known.find(key) is not None, "the newest are known for some time"
-        known.add(Composition.of([(KEYS[0], 1.0 + number / 1024)]))
+        known.add(Composition.of([(KEYS[0], 1.0 + number / 8192)]))
         known.add(Composition.of([(KEYS[0], 1.0)]))
     gc.collect()
     assert known.find(key) is None
     assert known.find(kept.key) is kept
     plain = known.add(Composition.of([(KEYS[0], 1.0)]))
     assert known.find(plain.key) is None, "one content as it is needs no sum"
+
+
+def test_the_sums_that_contents_are_part_of() -> None:
+    known, (a, b, c, *_) = Compositions(), KEYS
+    kept = [known.add(Composition.of(parts)) for parts in ([(a, 0.5)], [(a, 1.0), (b, 1.0)], [(b, 2.0)], [(c, 3.0)])]
+    assert set(known.having([a])) == {kept[0].key, kept[1].key}
+    assert set(known.having([a, c])) == {kept[0].key, kept[1].key, kept[3].key}
+    assert known.having([]) == []
 
 
 def test_how_sums_are_written() -> None:

@@ -195,6 +195,7 @@ class FakeEngine:
         self.added: list[Asked] = []
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
+        self.forgotten: list[AdapterKey | None] = []
         self.limits: dict[str, Limits | None] = {}
         # The rest is the real one's.
         self.model_name = BASE
@@ -301,6 +302,7 @@ class FakeEngine:
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
         assert self.is_alive
+        self.forgotten.append(adapter)
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         assert self.is_alive

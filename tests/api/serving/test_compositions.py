@@ -284,3 +284,5 @@ def test_accounts_and_defaults_are_those_of_the_one_named_first(server, engine, 
     assert answer.json()["usage"]["lorasrv"]["persona"]["id"] == "one"
     keys = {engine.added[-1].adapter for model in ("one", "two", "one+0.5*two") if server.chat(model=model)}
     assert len(keys) == 3
+    server.http.delete("/v1/adapters/two").raise_for_status()
+    assert set(engine.forgotten) == {engine.added[-1].adapter, engine.added[-2].adapter}, "two, and sums with it"
