@@ -28,7 +28,7 @@ class BaseShapes:
     `biased` have a bias. `norms` maps paths inside a layer to widths, `final_norm` is a full name; `lacking` holds
     linears and norms that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its
     file or folder; both serve warnings only. `ends` maps full names of linears outside the layers to (in_features,
-    out_features).
+    out_features); that of `embedding`, if it is among them, has a token for each input.
     """
 
     family: str
@@ -42,6 +42,7 @@ class BaseShapes:
     norms: Mapping[str, int] = field(default_factory=dict)
     final_norm: str = ""
     ends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    embedding: str = ""
 
     @property
     def hidden_size(self) -> int:

@@ -62,6 +62,7 @@ from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
 from sgmv_kernels.pointwise_ops import PointwiseOps
+from sgmv_kernels.torch_ops.columns import columns_torch
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
@@ -222,6 +223,30 @@ class Ops(PointwiseOps):
         fits = v.dtype == torch.float32 and v.dim() == 3 and v.shape[1] == plan.num_rows and v.shape[2] >= rank
         require(fits and v.is_contiguous(), f"v must be contiguous float32 [planes, {plan.num_rows}, >= {rank}]")
         self._backend.expand_(y, v, slab, plan, layer, site)
+
+    def columns(self, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts: Sequence[int]) -> Tensor:
+        """Return the column of A that each row's token has in its own adapter: `shrink` of rows that are 1 there.
+
+        Semantics: v[0, p, :r] = A[:, ids[t] - firsts[b]] of block b, which is layer b of row t's adapter; p the place
+        of row t in the permutation, b = ids[t] // W, W the inputs of the site. What no adapter owns is 0.
+
+        Args:
+            ids: [T] int64 tokens.
+            slabs: [L, bytes] uint8, all layers of the plan.
+            plan: the step's rows and adapters.
+            site: which panels to read, of the same ranks in every layer.
+            firsts: the first token of each block.
+        Returns: [1, T, highest R of the step at this site] fp32.
+        Raises:
+            KernelArgumentError: a shape or dtype does not fit.
+        """
+        fits = ids.dtype == torch.int64 and ids.shape == (plan.num_rows,)
+        require(fits, f"ids must be int64 [{plan.num_rows}]")
+        layers = len(plan.tables.records) if plan.tables.num_segments else len(slabs)
+        require(slabs.dim() == 2 and slabs.is_contiguous(), "slabs must be contiguous [L, bytes]")
+        require(len(slabs) == len(firsts) == layers, f"slabs and firsts must have {layers} layers")
+        check_slab(slabs[0], plan, self.device)
+        return columns_torch(ids, slabs, plan, site, firsts)
 
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
         """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.

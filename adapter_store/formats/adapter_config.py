@@ -111,7 +111,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
-    "ensure_weight_tying": _honoured("must be false with LoRA on lm_head, which PEFT would tie to the embedding's"),
+    "ensure_weight_tying": _honoured("must be false with LoRA on lm_head or embed_tokens, which PEFT would tie"),
     "modules_to_save": _honoured("norms only: those of the file replace the base's"),
     "target_modules": _honoured(
         "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"

@@ -23,11 +23,12 @@ _SUFFIXES = {
 }
 """What a tensor of a module is, by the end of its name; the first match counts."""
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
+EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
 _FULL_COPY = (
     "a full copy of weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or train again "
     "without it in modules_to_save, and with save_embedding_layers=False"
 )
-_EMBEDDING = "LoRA of an embedding; train again without embed_tokens"
+_EMBEDDING = "not LoRA of the embedding as PEFT saves it, or is its DoRA; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
     "LoRA of a vision or audio part, which this base does not have; train the language layers only "
@@ -117,7 +118,7 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
     text = ".".join(kept)
     outside = (*base.ends, *([base.final_norm] if base.final_norm else []))
     own = (base.layer_prefix, *(f"{module}." for module in outside))
-    if text.startswith(own) and text.endswith(tuple(_SUFFIXES)):
+    if text.startswith(own) and text.endswith((*_SUFFIXES, *EMBEDDING_MATRICES)):
         text = WRAPPER + text
         notices.append(f"names had no {WRAPPER}, which was put before them")
     seen = ".".join(part for part in parts if part not in _PUT_AFTER_PEFT)
@@ -165,9 +166,10 @@ def module_name(base: BaseShapes, layer: int, module: str) -> str:
 def _end_of(text: str, base: BaseShapes) -> tuple[str, str]:
     """Return the module outside the layers that a matrix is for, and which; "" if it is for none."""
     for end in base.ends:
-        for suffix in _MATRICES:
+        suffixes = EMBEDDING_MATRICES if end == base.embedding else _MATRICES
+        for suffix, part in zip(suffixes, (A, B), strict=True):
             if text == f"{WRAPPER}{end}{suffix}":
-                return end, _SUFFIXES[suffix]
+                return end, part
     return "", ""
 
 

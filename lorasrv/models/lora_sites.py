@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 """Full name of the head in a model of transformers."""
-HEAD_A, HEAD_B = range(2)
-"""Sites of the ends: the head's A is in slab 0, a block of the columns of its B in each."""
+HEAD_A, HEAD_B, EMBEDDING_A, EMBEDDING_B = range(4)
+"""Sites of the ends: the head's A and the embedding's B are in slab 0; blocks of the columns of the head's B and of the
+embedding's A in each.
+"""
 BLOCK_TOKENS = 64
 """Blocks have a multiple of so many tokens, so that they begin on cache lines of logits."""
 
@@ -87,7 +89,11 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
         biased=frozenset(m for site in spec.sites() if spec.has_bias(site.name) for m in site.modules),
         norms=norms,
         final_norm=spec.names.final_norm,
-        ends={HEAD: (spec.hidden_size, spec.vocab_size)},
+        ends={
+            HEAD: (spec.hidden_size, spec.vocab_size),
+            spec.names.embedding: (spec.vocab_size, spec.hidden_size),
+        },
+        embedding=spec.names.embedding,
     )
 
 
@@ -115,7 +121,8 @@ def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> Adap
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
-    ends = _ends(spec, ranks.get((spec.num_layers, HEAD), 0), size)
+    head, embedding = (ranks.get((spec.num_layers, name), 0) for name in (HEAD, spec.names.embedding))
+    ends = _ends(spec, head, embedding, size)
     return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter), ends)
 
 
@@ -145,12 +152,13 @@ def _layout(
     return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors, ends)
 
 
-def _ends(spec: ModelSpec, head_rank: int, itemsize: int) -> AdapterLayout | None:
-    """Return the layout of what lies outside the layers; None for nothing."""
-    if not head_rank:
+def _ends(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> AdapterLayout | None:
+    """Return the layout of what lies outside the layers, from the ranks there; None for nothing."""
+    if not head and not embedding:
         return None
-    sites = SiteDims(spec.hidden_size, (0,)), SiteDims(0, (VocabBlocks.of(spec).width,))
-    first, others = ((head_rank,), (head_rank,)), ((0,), (head_rank,))
+    hidden, width = spec.hidden_size, VocabBlocks.of(spec).width
+    sites = SiteDims(hidden, (0,)), SiteDims(0, (width,)), SiteDims(width, (0,)), SiteDims(0, (hidden,))
+    first, others = ((head,), (head,), (embedding,), (embedding,)), ((0,), (head,), (embedding,), (0,))
     return AdapterLayout(sites, (first, *(others,) * (spec.num_slabs - 1)), itemsize)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
-from lorasrv.models.lora_sites import HEAD, VocabBlocks
+from lorasrv.models.lora_sites import EMBEDDING_A, EMBEDDING_B, HEAD, HEAD_A, HEAD_B, VocabBlocks
 from lorasrv.worker.adapter_vectors import output_vectors
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import NO_VECTOR, AdapterLayout, SitePanels
@@ -65,8 +65,9 @@ def pack_adapter(
             for place, indices in zip(spec.places(), layout.vector_panels[layer].tolist(), strict=True):
                 _pack_vectors(data[slab], offsets, indices, found.get(place, ()))
     if layout.ends is not None:
-        head = pack(weights[spec.num_layers, HEAD], weights.dtype)
-        _pack_head(data, layout, head, VocabBlocks.of(spec))
+        ends = [weights.get((spec.num_layers, name)) for name in (HEAD, spec.names.embedding)]
+        head, embedding = (None if tensors is None else pack(tensors, weights.dtype) for tensors in ends)
+        _pack_ends(data, layout, head, embedding, VocabBlocks.of(spec))
     return PackedAdapter(layout, torch.from_numpy(data))
 
 
@@ -102,18 +103,31 @@ def _pack_site(row: Bytes, offsets: list[int], panels: SitePanels, modules: list
             first = last
 
 
-def _pack_head(data: Bytes, layout: AdapterLayout, head: "_Module", blocks: VocabBlocks) -> None:
-    """Pack A of the head into slab 0, and a block of B's columns into each; columns that a block does not own are 0."""
+def _pack_ends(
+    data: Bytes, layout: AdapterLayout, head: _Module | None, embedding: _Module | None, blocks: VocabBlocks
+) -> None:
+    """Pack what lies outside the layers: whole matrices into slab 0, a block of those of the vocabulary into each."""
     assert layout.ends is not None
-    for slab, (head_a, head_b) in enumerate(layout.ends.panels):
+    for slab, sites in enumerate(layout.ends.panels):
         offsets = layout.packed_offsets[layout.num_layers + slab].tolist()
-        if head_a.total_rank:
-            _write_panels(data[slab], offsets, head_a.a, 0, head.a)
-        _target(data[slab], offsets[head_b.scale], (head.rank,), np.dtype("<f4"))[:] = head.factors
-        block, owned = np.zeros((head.rank, blocks.width), dtype=head.b.dtype), blocks.owned(slab)
-        first = owned.start - blocks.start(slab)
-        block[:, first : first + len(owned)] = head.b[:, owned.start : owned.stop]
-        _write_panels(data[slab], offsets, head_b.b[0], 0, block)
+        if head is not None:
+            _write_panels(data[slab], offsets, sites[HEAD_A].a, 0, head.a)
+            _write_panels(data[slab], offsets, sites[HEAD_B].b[0], 0, _block(head.b, blocks, slab))
+        if embedding is not None:
+            _write_panels(data[slab], offsets, sites[EMBEDDING_A].a, 0, _block(embedding.a, blocks, slab))
+            _write_panels(data[slab], offsets, sites[EMBEDDING_B].b[0], 0, embedding.b)
+        for module, panels in ((head, sites[HEAD_B]), (embedding, sites[EMBEDDING_B])):
+            if module is not None and panels.total_rank:
+                scale = _target(data[slab], offsets[panels.scale], (module.rank,), np.dtype("<f4"))
+                scale[:] = module.factors
+
+
+def _block(matrix: Array, blocks: VocabBlocks, index: int) -> Array:
+    """Return a block of a matrix [rank, V]; columns that the block does not own are 0."""
+    block, owned = np.zeros((len(matrix), blocks.width), dtype=matrix.dtype), blocks.owned(index)
+    first = owned.start - blocks.start(index)
+    block[:, first : first + len(owned)] = matrix[:, owned.start : owned.stop]
+    return block
 
 
 def _pack_vectors(row: Bytes, offsets: list[int], indices: list[int], vectors: Sequence[Tensor]) -> None:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorasrv.models.lora_sites import HEAD_A, HEAD_B, VocabBlocks, place_widths, site_dims
+from lorasrv.models.lora_sites import (
+    EMBEDDING_A,
+    EMBEDDING_B,
+    HEAD_A,
+    HEAD_B,
+    VocabBlocks,
+    place_widths,
+    site_dims,
+)
 from lorasrv.models.quantization import Linear
 from lorasrv.models.spec import RopeSpec
 from lorasrv.worker.cuda_streams import SideStream
@@ -198,6 +206,12 @@ class Decoder:
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
         """Return embedded tokens [T, H], and cosines and sines of their positions."""
         x = self._weights.embed(batch.token_ids).to(self._dtype)
+        if batch.embedding is not None:
+            # Before the scale, which is part of the module that PEFT adapts.
+            slabs, plan, blocks = self._memory.slabs, batch.embedding, VocabBlocks.of(self._spec)
+            firsts = [blocks.start(i) for i in range(blocks.count)]
+            v = self._ops.columns(batch.token_ids, slabs, plan, EMBEDDING_A, firsts)
+            self._ops.expand_(x, v, slabs[0], plan, 0, EMBEDDING_B)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
         return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)

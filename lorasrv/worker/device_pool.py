@@ -68,9 +68,9 @@ class DevicePool:
         return self._slabs.device
 
     @property
-    def slabs(self) -> list[Tensor]:
-        """Return the slabs of the pool, each uint8 [bytes]."""
-        return list(self._slabs[:, : self.num_pages * self.page_bytes])
+    def slabs(self) -> Tensor:
+        """Return all slabs of the pool: uint8 [slabs, bytes], the scratch page included."""
+        return self._slabs
 
     def slab(self, layer: int) -> Tensor:
         """Return a layer's slab of the pool: uint8 [bytes]."""

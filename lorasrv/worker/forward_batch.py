@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.kv_policy import HOLE
+from lorasrv.models.lora_sites import EMBEDDING_A, HEAD_A
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device_pool import DevicePool
@@ -38,8 +39,10 @@ class ForwardBatch:
     asked: tuple[ScheduledRequest, ...] = ()
     # Those whose last tokens are observed, one after another in the rows of `tables.masses`.
     observed: tuple[ScheduledRequest, ...] = ()
-    # Rows of `tables.sample_rows` whose adapters change the head; None if none does.
+    # Rows of `tables.sample_rows` whose adapters change the head, and rows whose adapters change the embedding; None if
+    # none does.
     head: SgmvPlan | None = None
+    embedding: SgmvPlan | None = None
 
     def masses(self) -> Mapping[RequestId, Sequence[Sequence[float]]]:
         """Return the attention that each page gets of the observed tokens of each request."""
@@ -143,19 +146,21 @@ def build_batch(
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
         observed=tuple(s for s in rows.scheduled if s.num_observed),
-        head=_head_plan(rows, adapter_dtype, ops),
+        head=_plan_of(HEAD_A, rows, rows.row_adapters[rows.logit_rows], adapter_dtype, ops),
+        embedding=_plan_of(EMBEDDING_A, rows, rows.row_adapters, adapter_dtype, ops),
     )
 
 
-def _head_plan(rows: StepRows, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
-    """Return which rows that have logits have an adapter of the head."""
-    found = {i: adapter.ends for i, adapter in enumerate(rows.adapters) if adapter.ends is not None}
+def _plan_of(site: int, rows: StepRows, row_adapters: Int32, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
+    """Return the rows whose adapters have this site of the ends; None if none has."""
+    ends = ((i, adapter.ends) for i, adapter in enumerate(rows.adapters) if adapter.ends is not None)
+    found = {i: own for i, own in ends if own.layout.panels[0][site].total_rank}
     if not found:
         return None
     # The last place is that of `BASE`, too.
     index = np.full(len(rows.adapters) + 1, BASE, dtype=np.int32)
     index[list(found)] = np.arange(len(found))
-    segments = build_segments(index[rows.row_adapters[rows.logit_rows]])
+    segments = build_segments(index[row_adapters])
     return ops.plan_sgmv(segments, list(found.values()), adapter_dtype) if (segments.adapters != BASE).any() else None
 
 

@@ -1,7 +1,7 @@
-"""Time steps of adapters that hold more than LoRA of layers: DoRA's magnitudes, norms of their own, LoRA of the head;
-loads, and bytes in the pool.
+"""Time steps of adapters that hold more than LoRA of layers: DoRA's magnitudes, norms of their own, LoRA of the head
+and of the embedding; loads, and bytes in the pool.
 
-    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48]
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48] [--kinds plain,head]
 
 The built-in base; rank 16 on all linears; as many adapters as rows. Kinds take turns, round by round; a ratio is of the
 plain adapters of the same round.
@@ -32,6 +32,7 @@ KINDS = {
     "DoRA": {"use_dora": True},
     "DoRA and norms": {"use_dora": True, "modules_to_save": ["norm"]},
     "head": {"target_modules": [*LINEARS, "lm_head"]},
+    "embedding": {"target_modules": [*LINEARS, "embed_tokens"]},
 }
 
 
@@ -60,8 +61,11 @@ def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
                 tensors[f"{stem}.weight"] = torch.rand(width, generator=random) + 0.5
     if "modules_to_save" in KINDS[kind]:
         tensors[f"base_model.model.{base.final_norm}.weight"] = torch.rand(base.hidden_size, generator=random) + 0.5
-    if "lm_head" in KINDS[kind].get("target_modules", ()):
-        tensors |= matrices("base_model.model.lm_head", *base.ends["lm_head"], random)
+    for end in [end for end in base.ends if end.endswith(tuple(KINDS[kind].get("target_modules", ())))]:
+        halves = matrices(f"base_model.model.{end}", *base.ends[end], random)
+        if end == base.embedding:
+            halves = {name.replace("lora_", "lora_embedding_").removesuffix(".weight"): t for name, t in halves.items()}
+        tensors |= halves
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "target_modules": LINEARS}
@@ -86,12 +90,15 @@ def step_seconds(llm: LLM, names: list[str], tokens: int) -> float:
 
 
 def main() -> None:
-    a = arguments(__doc__, rounds=(5, "rounds"), tokens=(48, "tokens of an answer"))
+    kinds = tuple(KINDS)
+    a = arguments(
+        __doc__, rounds=(5, "rounds"), tokens=(48, "tokens of an answer"), kinds=(kinds, "kinds, plain among them")
+    )
     environment()
     base, rows = shapes_of(), []
     with tempfile.TemporaryDirectory() as name, LLM(BUILTIN_MODEL, EngineConfig(model=ModelOptions())) as llm:
         loads, sizes = {}, {}
-        for kind in KINDS:
+        for kind in a.kinds:
             for seed in range(max(ROWS)):
                 folder = Path(name) / f"{slug(kind)}-{seed}"
                 write_adapter(folder, base, seed, kind)
@@ -103,9 +110,9 @@ def main() -> None:
                 times.append(time.perf_counter() - begun)
             loads[kind], sizes[kind] = statistics.median(times), packed.nbytes
         for count in ROWS:
-            taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            taken: dict[str, list[float]] = {kind: [] for kind in a.kinds}
             for _ in range(a.rounds + 1):
-                for kind in KINDS:
+                for kind in a.kinds:
                     names = [f"{slug(kind)}-{i}" for i in range(count)]
                     taken[kind].append(step_seconds(llm, names, a.tokens))
             for kind, found in taken.items():

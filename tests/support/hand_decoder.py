@@ -60,7 +60,7 @@ class HandDecoder:
                 key = register(registered, name, folder)
                 layout = adapter_layout(spec, registered.spec(key), dtype.itemsize)
                 # Room for what the ends of runs leave over.
-                count = layout.num_pages(self.memory.page_bytes) + 4 * (in_runs - 1)
+                count = layout.num_pages(self.memory.page_bytes) + 16 * (in_runs - 1)
                 end -= count
                 bounds = [end + count * i // in_runs for i in range(in_runs + 1)]
                 runs = [(first, last - first) for first, last in itertools.pairwise(bounds)]

@@ -21,6 +21,7 @@ from transformers import initialization
 from adapter_store.formats.adapter_config import FIELD_RULES, Decision
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
+from adapter_store.formats.tensor_names import EMBEDDING_MATRICES
 from adapter_store.formats.weights import AdapterWeights, Array
 from adapter_store.spec import INT8
 from lorasrv.models.families import tensor_shapes
@@ -146,7 +147,8 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, spec: 
     names: dict[str, str] = {}
     for m, module in modules.items():
         stem = WRAPPER + module
-        names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
+        suffixes = EMBEDDING_MATRICES if module == spec.names.embedding else (".lora_A.weight", ".lora_B.weight")
+        names |= {m.a_name: stem + suffixes[0], m.b_name: stem + suffixes[1]}
         names |= {m.magnitude: f"{stem}.lora_magnitude_vector"} if m.magnitude else {}
         names |= {m.b_bias: f"{stem}.lora_B.bias"} if m.b_bias else {}
     names |= {s.name: WRAPPER + s.parameter for s in saved}

@@ -1,4 +1,4 @@
-"""Adapters of the head through the whole engine: logits and answers are PEFT's, beside plain adapters and the base."""
+"""Adapters of the head and of the embedding: logits and answers are PEFT's, beside plain adapters and the base."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,6 +30,8 @@ HEADS: dict[str, dict[str, Any]] = {
         "r": 2, "target_modules": ["up_proj", "lm_head"],
         "rank_pattern": {"lm_head": 5}, "alpha_pattern": {"lm_head": 15},
     },
+    "embedding": {"r": 18, "lora_alpha": 6, "target_modules": ["embed_tokens"]},
+    "both": {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
     "dora": {"r": 4, "target_modules": QV, "use_dora": True},
     "plain": {"r": 4, "target_modules": QV},
 }  # fmt: skip
@@ -71,7 +73,7 @@ class Oracles:
 def test_heads_in_one_batch_are_pefts(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, family: str) -> None:
     """Untied and tied bases, with and without a bound of the logits."""
     directory = tiny_hf_checkpoints[family]()
-    targets = {"q_proj": "Wqkv", "v_proj": "out_proj"} if family == "mpt" else {}
+    targets = {"q_proj": "Wqkv", "v_proj": "out_proj", "embed_tokens": "wte"} if family == "mpt" else {}
     adapters = {
         name: config | {"target_modules": [targets.get(own, own) for own in config["target_modules"]]}
         for name, config in HEADS.items()
@@ -112,16 +114,20 @@ def test_int8_heads_are_pefts_with_the_matrices_of_the_codes(
     tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any
 ) -> None:
     oracles, served = Oracles(tiny_hf_checkpoints["llama"](), tmp_path, HEADS), serve(tiny_hf_checkpoints["llama"]())
-    names = ["head", "all"]
+    names = ["head", "all", "both"]
     for name in names:
         served.llm.add_adapter(name, oracles.folders[name], stored="int8", allow_drift=True)
         for module in oracles.models[name].modules():
-            if getattr(module, "lora_A", None):
-                a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            pairs = [
+                (getattr(module, f"lora_{kind}A", {}), getattr(module, f"lora_{kind}B", {}))
+                for kind in ("", "embedding_")
+            ]
+            for a, b in ((a["default"], b["default"]) for a, b in pairs if "default" in a):
+                a, b = (getattr(own, "weight", own).data for own in (a, b))
                 codes = CodedTensors(LoraTensors(len(a), 1.0, a.numpy(), b.numpy()), "F32").dequantized()
                 for weight, replaced in zip((a, b), codes, strict=True):
                     weight.copy_(torch.from_numpy(replaced))
-    for name, got in zip(names, served.first_logits([PROMPT] * 2, names), strict=True):
+    for name, got in zip(names, served.first_logits([PROMPT] * 3, names), strict=True):
         oracles.check(name, got, PROMPT)
 
 
@@ -190,8 +196,10 @@ def test_steps_without_such_an_adapter_do_nothing_for_it(
     monkeypatch.setattr(Ops, "expand_", lambda self, y, *rest: (calls.append(len(y)), expand(self, y, *rest)))
     served.first_logits([PROMPT] * 3, ["plain", "dora", None])
     assert not calls
-    served.first_logits([PROMPT] * 3, ["plain", "head", None])
-    assert calls
+    for name in ("head", "embedding"):
+        served.first_logits([PROMPT] * 3, ["plain", name, None])
+        assert calls
+        calls.clear()
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(49152, 30), (128256, 32), (397, 3), (384, 4), (64, 5), (7, 3)])
@@ -209,6 +217,11 @@ def test_blocks_hold_every_token_once(vocab: int, count: int) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "DoRA": ({"use_dora": True}, "unsupported_embedding", "DoRA or lora_bias of the head"),
     "lora_bias": ({"lora_bias": True, "init_lora_weights": True}, "unsupported_embedding", "DoRA or lora_bias"),
+    "DoRA of the embedding": (
+        {"use_dora": True, "target_modules": ["embed_tokens"]},
+        "unsupported_embedding",
+        "or is its DoRA",
+    ),
     "the base's copy": ({"save_embedding_layers": True}, "unsupported_modules_to_save", "save_embedding_layers=False"),
 }
 

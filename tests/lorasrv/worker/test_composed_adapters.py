@@ -32,7 +32,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "init_lora_weights": True,
     },
     "head": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "lm_head"], "save_embedding_layers": False},
-    "wide-head": {"r": 17, "lora_alpha": 5, "target_modules": ["lm_head"], "save_embedding_layers": False},
+    "ends": {"r": 17, "target_modules": ["embed_tokens", "lm_head"], "save_embedding_layers": False},
 }
 SUMS: list[list[tuple[str, float]]] = [
     [("plain", 1.0), ("rslora", 0.5)],
@@ -42,7 +42,7 @@ SUMS: list[list[tuple[str, float]]] = [
     [("biased", 0.5), ("patterns", 1.0)],
     [("layers", 1.0), ("odd", 1.0)],
     [("plain", -0.5)],
-    [("head", 0.5), ("plain", 1.0), ("wide-head", -2.0)],
+    [("head", 0.5), ("plain", 1.0), ("ends", -2.0)],
 ]
 APART = 0.02
 
