@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from adapter_store.composition import Component
 from adapter_store.errors import AdapterNotFound
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey, AdapterRef
@@ -149,15 +150,18 @@ async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
     """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
-    ref, key = await run_in_threadpool(view.resolve_weights, reference)
+    ref = await run_in_threadpool(view.resolve_one, reference)
+    composition = view.compose(await services.personas.parts(ref) or [Component(ref, 1.0)])
+    if composition.key is None:
+        raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
     # Held until it is loaded; an adapter known to be damaged is refused here.
-    hold = await run_in_threadpool(services.store.hold, key)
+    hold = await run_in_threadpool(services.store.hold, composition.key)
     work = services.engine.warm(hold.key, body.deadline_ms / 1000)
     reached = await run_until_disconnect(request.receive, work)
     return {
         "object": "adapter.warm",
         "id": ref.adapter_id,
-        "digest": digest_text(key),
+        "digest": digest_text(composition.key),
         "tier": reached.tier,
         "reached": reached.tier is AdapterTier.RESIDENT,
         "load_ms": round(reached.load_ms, 1),

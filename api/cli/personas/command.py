@@ -51,7 +51,9 @@ def compose(
     ],
     parts: Annotated[
         list[str],
-        typer.Argument(metavar="[WEIGHT*]ADAPTER...", help="Adapters with weights: mia 0.5*style@3 (1 without)."),
+        typer.Argument(
+            metavar="[WEIGHT*]ADAPTER...", help="Adapters with weights: mia 0.5*style@3, or mia+-0.5*style."
+        ),
     ],
     file: Annotated[
         Path | None, typer.Option("--defaults", metavar="FILE", help="Defaults of the sum, as JSON.")

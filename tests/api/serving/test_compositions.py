@@ -233,8 +233,14 @@ class TestStored:
         nested = served.post("/v1/completions", prompt="x", model="sum+one")
         assert (nested.status_code, "is a sum itself" in nested.text) == (400, True)
         assert served.http.get("/v1/adapters/new").status_code == 404
-        for reference in ("sum:warm", "sum:verify"):
-            assert served.post(f"/v1/adapters/{reference}").status_code == 400
+        assert served.post("/v1/adapters/sum:verify").status_code == 400
+
+    def test_it_can_be_warmed(self, served, cli) -> None:
+        assert cli("compose", "soon", "2*one+-0.75*two", "--server", served.url).code == 0
+        warmed = served.post("/v1/adapters/soon:warm", deadline_ms=30_000).json()
+        assert (warmed["reached"], warmed["tier"]) == (True, "resident"), warmed
+        answer = served.text(model="soon", on_cold="reject")
+        assert answer.headers["x-adapter-digest"] == warmed["digest"]
 
 
 def test_a_part_that_is_not_seen_does_not_exist(server, dispatcher, make_adapter) -> None:
