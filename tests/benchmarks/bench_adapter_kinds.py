@@ -2,6 +2,7 @@
 and of the embedding; loads, and bytes in the pool.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_adapter_kinds.py [--rounds 5] [--tokens 48] [--kinds plain,head]
+        [--cpu-time]
 
 The built-in base; rank 16 on all linears; as many adapters as rows. Kinds take turns, round by round; a ratio is of the
 plain adapters of the same round.
@@ -11,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,7 +74,7 @@ def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config | KINDS[kind]))
 
 
-def step_seconds(llm: LLM, names: list[str], tokens: int) -> float:
+def step_seconds(llm: LLM, names: list[str], tokens: int, clock: Callable[[], float]) -> float:
     """Median seconds of a step of one answer of each adapter."""
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for i, name in enumerate(names):
@@ -83,17 +85,21 @@ def step_seconds(llm: LLM, names: list[str], tokens: int) -> float:
         llm.engine.add_request(request)
     seconds = []
     while llm.engine.has_requests:
-        begun = time.perf_counter()
+        begun = clock()
         llm.engine.step()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(clock() - begun)
     return statistics.median(seconds[len(names) + 4 : -1])
 
 
 def main() -> None:
-    kinds = tuple(KINDS)
     a = arguments(
-        __doc__, rounds=(5, "rounds"), tokens=(48, "tokens of an answer"), kinds=(kinds, "kinds, plain among them")
+        __doc__,
+        rounds=(5, "rounds"),
+        tokens=(48, "tokens of an answer"),
+        kinds=(tuple(KINDS), "kinds, plain among them"),
+        cpu_time=(False, "time of all threads on processors, for a machine that others use"),
     )
+    clock = time.process_time if a.cpu_time else time.perf_counter
     environment()
     base, rows = shapes_of(), []
     with tempfile.TemporaryDirectory() as name, LLM(BUILTIN_MODEL, EngineConfig(model=ModelOptions())) as llm:
@@ -105,16 +111,16 @@ def main() -> None:
                 llm.add_adapter(folder.name, folder)
             source, times = llm.input_processor._source, []
             for seed in range(max(ROWS)):
-                begun = time.perf_counter()
+                begun = clock()
                 packed, _ = source.fetch_pinned(llm.store.resolve(f"{slug(kind)}-{seed}").key)
-                times.append(time.perf_counter() - begun)
+                times.append(clock() - begun)
             loads[kind], sizes[kind] = statistics.median(times), packed.nbytes
         for count in ROWS:
             taken: dict[str, list[float]] = {kind: [] for kind in a.kinds}
             for _ in range(a.rounds + 1):
                 for kind in a.kinds:
                     names = [f"{slug(kind)}-{i}" for i in range(count)]
-                    taken[kind].append(step_seconds(llm, names, a.tokens))
+                    taken[kind].append(step_seconds(llm, names, a.tokens, clock))
             for kind, found in taken.items():
                 ratios = [own / plain for own, plain in zip(found[1:], taken["plain"][1:], strict=True)]
                 step = 1e3 * statistics.median(found[1:])
