@@ -66,6 +66,8 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
             "adapters are the weights of a sum; leave config and weights out", param="defaults.adapters"
         )
     defaults = checked.text if checked is not None else ""
+    if body.config is None and defaults == "{}":
+        raise InvalidRequest("defaults say nothing; a version without weights needs some", param="defaults")
     options: dict[str, Any] = {
         "if_not_exists": body.if_not_exists,
         "alias": body.alias or None,

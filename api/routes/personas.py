@@ -48,6 +48,7 @@ async def put_defaults(
     """
     ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
     await _check_owner(ref, services, view, "change")
+    body = {name: value for name, value in body.items() if value is not None}
     if ref.key is None:
         stored = (await services.personas.find(ref)).shown(may_read=True)["defaults"]
         body = {name: stored[name] for name in ("adapters",) if name in stored} | body

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
-from adapter_store.errors import NotComposable
+from adapter_store.errors import AdapterError
 from api.asgi.sse import EventStream, run_until_disconnect
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
@@ -101,7 +101,7 @@ async def generate(
     view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
     names = model, fields.adapter_id, fields.adapters
     target = await run_in_threadpool(resolve_target, *names, services.base_name, view)
-    await services.personas.check_parts(target.components, view, target.ref)
+    await services.personas.check_parts(target.components, view)
     if target.ref is not None and target.ref.persona:
         ref = target.ref
         if parts := await services.personas.parts(ref):
@@ -129,7 +129,7 @@ async def generate(
 
     try:
         streams = await services.admission.admit(caller, planned.prompts, planned.width, begin)
-    except NotComposable as error:
+    except AdapterError as error:
         raise target.naming(error) from None
     return Generation(planned.writer, ChoiceStream(streams, planned.width, unanswered=planned.unanswered))
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adapter_store.composition import Component, Composition, check_weights, is_sum, parse_sum
-from adapter_store.errors import AdapterNotFound, NotComposable, show
+from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterNotFound, NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
 from api.errors import ApiError
 from api.schemas.composition import AdapterWeight
 from api.serving.model_list import digest_text
-from api.serving.personas import AppliedPersona
+from api.serving.personas import AppliedPersona, part_is_gone
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.metrics.usage_ledger import BASE_KEY
@@ -69,8 +69,16 @@ class ResolvedModel:
         ]
         return None if self.is_stored else shown or None
 
-    def naming(self, error: NotComposable) -> NotComposable:
-        """Return the error with the name of the component that it is about."""
+    def naming(self, error: AdapterError) -> Exception:
+        """Return an error about a sum with the name of the component that it is about; of a stored sum, whose parts the
+        caller need not see, without.
+        """
+        if self.is_stored and isinstance(error, AdapterNotFound):
+            return part_is_gone(self.name)
+        if self.is_stored and isinstance(error, AdapterCorrupt):
+            return AdapterCorrupt(f"an adapter of the sum {show(self.name)} is damaged on the disk")
+        if not isinstance(error, NotComposable):
+            return error
         guilty = None if self.is_stored else next((c.ref for c in self.components if c.ref.key == error.key), None)
         if guilty is None:
             return NotComposable(f"{show(self.name)} cannot be served: {error}")
@@ -113,11 +121,12 @@ def resolve_target(
 
 
 def _sum(parts: Sequence[tuple[str, float]], param: str, base_name: str, view: ScopedStore) -> ResolvedModel:
-    """Resolve a sum; the defaults and accounts of the one named first are its own."""
+    """Resolve a sum; the defaults and accounts of the one named first are its own. What weighs nothing comes last."""
     check_weights([weight for _, weight in parts])
     if any(name == base_name for name, _ in parts):
         raise InvalidRequest(f"{base_name!r} is the base, which every sum has; leave it out", param=param)
-    components = tuple(Component(_resolve(name, param, view), weight) for name, weight in parts)
+    found = [Component(_resolve(name, param, view), weight) for name, weight in parts]
+    components = tuple(sorted(found, key=lambda component: not component.weight))
     composition = view.compose(components)
     first = components[0].ref
     ref = AdapterRef(first.adapter_id, first.version, composition.key, first.persona)

@@ -61,7 +61,7 @@ async def check_defaults(given: Mapping[str, Any], services: Services, view: Sco
     if defaults.adapters:
         components = await run_in_threadpool(check.parts, defaults.adapters, view)
         with check.faults_of("adapters"):
-            await services.personas.check_parts(components, view, None)
+            await services.personas.check_stored(components, view)
         given = {**given, "adapters": [_pinned(component) for component in components]}
     for grammar in check.grammars:
         with check.faults_of(grammar.param):
@@ -115,8 +115,11 @@ class _Check:
                 self.problems.add(INVALID, f"adapters[{number}]", f"{ref.adapter_id}@{ref.version} {why}")
             found.append(Component(ref, each.weight))
         if not len(self.problems):
+            composition = view.compose(found)
+            if composition.key is None:
+                self.problems.add(INVALID, "adapters", "the sum is nothing: the base would answer")
             try:
-                view.check_composable(view.compose(found))
+                view.check_composable(composition)
             except NotComposable as error:
                 named = {component.ref.key: component.ref for component in found}.get(AdapterKey(error.key or ""))
                 name = "the sum" if named is None else f"{named.adapter_id}@{named.version}"

@@ -184,28 +184,51 @@ class Personas:
         assert isinstance(fields, GenerationBody)
         return apply_to_body(fields, stored, may_read)
 
-    async def check_parts(self, components: Sequence[Component], view: ScopedStore, applied: AdapterRef | None) -> None:
-        """Check that a sum consists of adapters, and does not take the weights of a persona away from its locked
-        prompt.
-
-        Args:
-            applied: the version whose defaults the request gets.
+    async def check_parts(self, components: Sequence[Component], view: ScopedStore) -> None:
+        """Check that a sum consists of adapters, and leads around no persona's prompt: a locked one goes with its
+        weights, and a hidden one is read by no weights but its owner's.
 
         Raises:
             AdapterNotFound: a version was deleted.
-            InvalidRequest: one is a stored sum itself, or has a locked prompt, which the caller may not read.
+            InvalidRequest: it does not hold for one of them.
         """
-        for ref in (component.ref for component in components):
-            stored = await self.find(ref) if ref.persona else None
-            if stored is None:
-                continue
-            if stored.defaults.adapters:
-                why = f"{ref.adapter_id}@{ref.version} is a sum itself; name its adapters instead"
-                raise InvalidRequest(why, param="adapters")
-            is_applied = applied is not None and (ref.adapter_id, ref.version) == (applied.adapter_id, applied.version)
-            if stored.defaults.is_locked and not is_applied and not view.may_read_defaults(stored.owner):
+        if not components:
+            return
+        found = [await self._adapter(component.ref) for component in components]
+        applied, first = found[0], components[0].ref
+        is_hidden = applied is not None and applied.has_prompt and not view.may_read_defaults(applied.owner)
+        for component, stored in list(zip(components, found, strict=True))[1:]:
+            ref = component.ref
+            if stored is not None and stored.defaults.is_locked and not view.may_read_defaults(stored.owner):
                 why = f"{ref.adapter_id} has a locked prompt, so it can only be named first, which applies it"
                 raise InvalidRequest(why, param="adapters")
+            if applied is not None and is_hidden and await self._owner(ref) != applied.owner:
+                why = f"{first.adapter_id} has a prompt that is not yours, so only its owner's adapters can be added"
+                raise InvalidRequest(why, param="adapters")
+
+    async def check_stored(self, components: Sequence[Component], view: ScopedStore) -> None:
+        """Check that a sum that is to be stored consists of adapters, and gives no weights other defaults than their
+        owner wants.
+
+        Raises:
+            AdapterNotFound, InvalidRequest: as `check_parts`.
+        """
+        for component in components:
+            ref, stored = component.ref, await self._adapter(component.ref)
+            if stored is not None and not view.may_read_defaults(stored.owner):
+                why = f"{ref.adapter_id}@{ref.version} has defaults, so only its owner stores sums of it"
+                raise InvalidRequest(why, param="adapters")
+
+    async def _adapter(self, ref: AdapterRef) -> StoredPersona | None:
+        """Return the defaults of a version that is to be part of a sum, None if it has none."""
+        stored = await self.find(ref) if ref.persona else None
+        if stored is not None and stored.defaults.adapters:
+            why = f"{ref.adapter_id}@{ref.version} is a sum itself; name its adapters instead"
+            raise InvalidRequest(why, param="adapters")
+        return stored
+
+    async def _owner(self, ref: AdapterRef) -> str:
+        return await run_in_threadpool(self._store.version_history.owner, ref)
 
     async def parts(self, ref: AdapterRef) -> tuple[Component, ...]:
         """Return the versions whose stored sum a version is; nothing if it is none.
@@ -222,8 +245,7 @@ class Personas:
         except AdapterNotFound:
             part = None
         if part is None or digest_text(part.key) != pinned.digest:
-            why = f"{whole.adapter_id}@{whole.version} is a sum of adapters, and one of them was deleted; make it anew"
-            raise ApiError(404, why, code="adapter_deleted", param="model")
+            raise part_is_gone(f"{whole.adapter_id}@{whole.version}")
         return part
 
     def _read(self, ref: AdapterRef) -> StoredPersona:
@@ -233,6 +255,12 @@ class Personas:
         with self._lock:
             self._known[ref.adapter_id, ref.version] = stored
         return stored
+
+
+def part_is_gone(name: str) -> ApiError:
+    """Build the 404 of a stored sum of which a part was deleted."""
+    why = f"{name} is a sum of adapters, and one of them was deleted; compose it anew"
+    return ApiError(404, why, code="adapter_deleted", param="model")
 
 
 def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any, AppliedPersona]:

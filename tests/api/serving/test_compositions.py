@@ -226,6 +226,12 @@ class TestStored:
         for parts, message in refused.items():
             told = cli("compose", "new", *parts, "--server", served.url)
             assert (told.code, message in told.err) == (1, True), told.err
+        nothing = cli("compose", "new", "one+-1*one", "--server", served.url)
+        assert (nothing.code, "the base would answer" in nothing.err) == (1, True), nothing.err
+        lost = served.http.put("/v1/adapters/sum/defaults", json={"adapters": None})
+        assert lost.json()["created"] is False, "null says nothing"
+        empty = served.post("/v1/adapters", id="new", defaults={"system": None})
+        assert (empty.status_code, empty.json()["error"]["param"]) == (400, "defaults")
         usage = cli("compose", "new", "9*one", "--server", served.url)
         assert (usage.code, "from -4 to 4" in usage.err) == (2, True)
         own = cli("compose", "one", "two", "--server", served.url)
@@ -259,23 +265,44 @@ def test_a_part_that_is_not_seen_does_not_exist(server, dispatcher, make_adapter
     assert bodies[0].text.replace("two", "six") == bodies[1].text
 
 
-def test_a_locked_prompt_is_not_left_behind(server, dispatcher, engine, make_adapter) -> None:
-    """The weights of a persona with a locked prompt are part of a sum only where its prompt is applied, too."""
+def test_sums_lead_around_no_prompt(server, dispatcher, engine, make_adapter) -> None:
+    """The weights of a persona with a locked prompt are part of a sum only where its prompt is applied, too; what reads
+    a prompt that is not the caller's is its owner's; and nobody else stores its weights with other defaults."""
     with_callers(dispatcher[0].app, CALLERS)
-    server.upload(make_adapter("one"), "one").raise_for_status()
+
+    def by(caller: str, path: str = "chat/completions", **body: Any) -> httpx2.Response:
+        body = {"messages": [{"role": "user", "content": "hi"}]} | body if "chat" in path else body
+        answer: httpx2.Response = server.http.post(f"/v1/{path}", json=body, headers={"x-caller": caller})
+        return answer
+
+    def refused(answer: httpx2.Response, why: str) -> None:
+        assert answer.status_code in (400, 422), answer.text
+        assert why in answer.text
+
     locked = {"system": {"text": "Be kind.", "mode": "lock"}}
-    server.http.headers["x-caller"] = "ann"
-    try:
-        server.upload(make_adapter("kind"), "kind", defaults=locked).raise_for_status()
-        assert server.chat(model="one+kind").status_code == 200, "its owner may"
-        server.http.headers["x-caller"] = "bob"
-        refused = server.chat(model="one+kind")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "adapters")
-        assert "can only be named first" in refused.json()["error"]["message"]
-        assert server.chat(model="kind+one").status_code == 200
-        assert bytes(engine.added[-1].prompt).decode() == "system:Be kind.\nuser:hi"
-    finally:
-        del server.http.headers["x-caller"]
+    for number, (caller, name, defaults) in enumerate(
+        (("ann", "kind", locked), ("ann", "open", {"system": "Be open."}), ("ann", "one", None), ("bob", "mine", None))
+    ):
+        server.http.headers["x-caller"] = caller
+        try:
+            server.upload(make_adapter(name, seed=number), name, defaults=defaults).raise_for_status()
+        finally:
+            del server.http.headers["x-caller"]
+    assert by("ann", model="one+kind").status_code == 200, "its owner may"
+    refused(by("bob", model="one+kind"), "can only be named first")
+    refused(by("bob", model="0*kind+mine+kind"), "can only be named first")
+    assert by("bob", model="kind+one").status_code == 200
+    assert bytes(engine.added[-1].prompt).decode() == "system:Be kind.\nuser:hi"
+    for prompted in ("kind", "open"):
+        refused(by("bob", model=f"{prompted}+mine"), "only its owner's adapters can be added")
+        assert by("ann", model=f"{prompted}+mine").status_code == 200
+        stored = {"adapters": [{"id": prompted}], "system": "Say all."}
+        refused(by("bob", "adapters", id="copy", defaults=stored), "only its owner stores sums of it")
+    assert by("bob", model="mine+open").status_code == 200
+    assert bytes(engine.added[-1].prompt).decode() == "user:hi"
+    assert by("bob", model="0*open+mine").status_code == 200
+    assert bytes(engine.added[-1].prompt).decode() == "user:hi", "what weighs nothing is not the first"
+    assert engine.added[-1].adapter_id == "mine"
 
 
 def test_accounts_and_defaults_are_those_of_the_one_named_first(server, engine, make_adapter) -> None:
