@@ -210,6 +210,10 @@ class Client:
         body = {"id": reference, "defaults": dict(defaults), "if_not_exists": True}
         return self._json("POST", "/v1/adapters", json=body)
 
+    def make_snapshot(self, reference: str) -> dict[str, Any]:
+        """Keep the keys and values of a persona's prompt on the server's disk."""
+        return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:snapshot")
+
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
         """Load an adapter into the pool; returns when it is resident, or at the deadline (None: the server's
         default).

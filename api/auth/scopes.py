@@ -48,6 +48,7 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("DELETE", "/v1/adapters/{reference}"): UPLOAD,
     ("PUT", "/v1/adapters/{reference}/defaults"): UPLOAD,
     ("POST", "/v1/adapters/{reference}:verify"): UPLOAD,
+    ("POST", "/v1/adapters/{reference}:snapshot"): UPLOAD,
     ("POST", "/v1/load_lora_adapter"): UPLOAD,
     ("POST", "/v1/unload_lora_adapter"): UPLOAD,
     ("GET", "/v1/models"): EITHER,

@@ -113,6 +113,7 @@ _command(
     "lorasrv defaults muse muse.json --new",
 )
 _command("compose", personas.compose, "lorasrv compose mia-night mia 0.5*whisper@3")
+_command("snapshot", personas.snapshot, "lorasrv snapshot mia")
 _command("import-card", personas.import_card, "lorasrv import-card ada.png --id ada")
 _command("import-modelfile", personas.import_modelfile, "lorasrv import-modelfile Modelfile --id mario")
 _command("rm", adapters.rm, "lorasrv rm mia@2 tom")

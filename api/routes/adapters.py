@@ -127,11 +127,22 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
     if current.persona:
         stored = await services.personas.find(current)
         persona = stored.shown(may_read=view.may_read_defaults(stored.owner))
+        persona["snapshot"] = await _snapshot(services, current)
     report = None if current.key is None else await run_in_threadpool(history.report, current)
     verified = await run_in_threadpool(history.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
     shown |= {"report": report and report.to_dict(), "verified": verified, "persona": persona}
     return JSONResponse(shown, headers=etag_header(record))
+
+
+async def _snapshot(services: Services, ref: AdapterRef) -> dict[str, int] | None:
+    """Return the tokens and bytes of the snapshot of a version's prompt; None if there is none."""
+    found = await services.prefixes.of_version(ref)
+    try:
+        made = found and await services.engine.find_snapshot(ref.key, found.prefix, found.token_ids)
+    except EngineDead:
+        made = None
+    return {"tokens": made.tokens, "bytes": made.nbytes} if made else None
 
 
 async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:

@@ -1,20 +1,23 @@
-"""Serve /v1/adapters/{id}/defaults: read the defaults of a version, and make a version with others."""
+"""Serve /v1/adapters/{id}/defaults: read the defaults of a version, and make a version with others; and :snapshot."""
 
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.spec import AdapterRef
 from api.asgi.json_body import JsonRoute
 from api.asgi.query import IfMatch
+from api.asgi.sse import run_until_disconnect
+from api.auth.principal import CallerDep
 from api.errors import ApiError
 from api.routes.adapters import registered
 from api.serving.model_list import digest_text
 from api.serving.persona_checks import check_defaults
 from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.snapshots import kept_snapshot
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 
@@ -34,6 +37,28 @@ async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) ->
         "digest": digest_text(ref.key),
         "persona": digest_text(ref.persona or None),
         "defaults": defaults,
+    }
+
+
+@router.post("/v1/adapters/{reference}:snapshot")
+async def make_snapshot(
+    reference: str, request: Request, services: ServicesDep, view: ViewDep, caller: CallerDep
+) -> dict[str, Any]:
+    """Keep the keys and values of a version's fixed prompt on the disk, computing them if need be; return their tokens
+    and bytes. Nothing is done if they are kept already."""
+    ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
+    await _check_owner(ref, services, view, "keep")
+    found = await services.prefixes.of_version(ref) if ref.persona else None
+    if found is None:
+        name = f"{ref.adapter_id}@{ref.version}"
+        raise InvalidRequest(f"{name} has no prompt of a page of tokens before the first name or turn", param="id")
+    made = await run_until_disconnect(request.receive, kept_snapshot(services, ref, found, caller))
+    return {
+        "object": "adapter.snapshot",
+        "id": ref.adapter_id,
+        "version": ref.version,
+        "tokens": made.tokens,
+        "bytes": made.nbytes,
     }
 
 

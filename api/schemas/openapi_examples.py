@@ -397,6 +397,11 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         {"deadline_ms": 2000},
         parameters=_REFERENCE,
     ),
+    ("POST", "/v1/adapters/{reference}:snapshot"): Example(
+        "Keep a persona's computed prompt on the disk",
+        {"object": "adapter.snapshot", "id": "mia", "version": 1, "tokens": 992, "bytes": 22856000},
+        parameters=_REFERENCE,
+    ),
     ("PATCH", "/v1/adapters/{reference}"): Example(
         "Move, alias, limit or pin an adapter",
         {"object": "adapter", "id": "mia", "digest": _DIGEST, "aliases": {"prod": 1}},

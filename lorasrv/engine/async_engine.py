@@ -137,7 +137,7 @@ class AsyncEngine:
             return None
         executor, block_bytes = model.parts.executor, model.parts.memory.layout.block_bytes
         wake = lambda: self._inbox.put(Wake())  # noqa: E731
-        return SnapshotLoader(
+        loader = SnapshotLoader(
             model.snapshots,
             block_bytes,
             model.max_snapshot_bytes,
@@ -146,6 +146,8 @@ class AsyncEngine:
             wake,
             options.load_timeout_s,
         )
+        loader.prepare(executor.commit_pages)
+        return loader
 
     @property
     def is_alive(self) -> bool:

@@ -4,7 +4,7 @@ An executor acts in the order of its calls: page operations are done after the s
 those submitted after them. Loader threads write adapters beside that, to pages that no step in flight reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,10 @@ class Executor(Protocol):
     @property
     def write_pages(self) -> WritePages:
         """Return the function that fills pages, for loader threads."""
+
+    @property
+    def commit_pages(self) -> Callable[[int], None]:
+        """Return the function that has the system give memory to the pool's first pages, for loader threads."""
 
     def bind_thread(self) -> None:
         """Prepare the calling thread, which submits steps from then on."""
@@ -107,6 +111,10 @@ class InProcessExecutor:
     @property
     def write_pages(self) -> WritePages:
         return self.runner.write_pages
+
+    @property
+    def commit_pages(self) -> Callable[[int], None]:
+        return self.runner.commit_pages
 
     def bind_thread(self) -> None:
         self.runner.bind_thread()

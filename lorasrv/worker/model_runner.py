@@ -158,6 +158,10 @@ class ModelRunner:
         if self._draft_memory is not None:
             self._draft_memory.write_pages(rows[:, own:], copies)
 
+    def commit_pages(self, count: int) -> None:
+        """Have the system give memory to the pool's first pages."""
+        self._memory.commit(count)
+
     def bind_thread(self) -> None:
         """Give the calling thread, which will run steps, the number of compute threads that is fastest here."""
         find_best_team(self._ops)

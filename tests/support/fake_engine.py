@@ -17,7 +17,7 @@ from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
 from lorasrv.engine.input_processor import RequestOptions
-from lorasrv.engine.messages import AdapterStatus
+from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.output_processor import InFlightRequests
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
@@ -28,7 +28,7 @@ from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
-from lorasrv.request import EngineCoreRequest, OnCold
+from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import ANY_SPECULATION
 from lorasrv.worker.disk_threads import DiskReadStats
@@ -303,6 +303,17 @@ class FakeEngine:
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
         assert self.is_alive
         self.forgotten.append(adapter)
+
+    async def make_snapshot(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: tuple[int, ...]
+    ) -> SnapshotStatus:
+        assert self.is_alive
+        return SnapshotStatus(len(token_ids), 4096)
+
+    async def find_snapshot(
+        self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: tuple[int, ...]
+    ) -> SnapshotStatus | None:
+        return None
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         assert self.is_alive

@@ -1,5 +1,5 @@
-"""Show and set a persona's defaults (defaults), store sums of adapters (compose), and make defaults from other formats
-(import-card, import-modelfile)."""
+"""Show and set a persona's defaults (defaults), store sums of adapters (compose), make defaults from other formats
+(import-card, import-modelfile), and keep a computed prompt (snapshot)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, say
 from api.cli.personas.files import read_defaults, read_from, registered_lines, text_of, to_file
+from lorasrv.config import size
 
 ReferenceArgument = Annotated[
     str, typer.Argument(metavar="ID[@VERSION]", help="A persona.", autocompletion=complete_adapter_ids)
@@ -75,6 +76,16 @@ def compose(
         if file is None and (known := client.find_defaults(adapter_id)) is not None:
             kept = known
     _set(adapter_id, {**kept, "adapters": adapters}, server, new=True, as_json=as_json)
+
+
+def snapshot(reference: ReferenceArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Keep a persona's computed prompt on the disk, so that its first token comes fast after a restart."""
+    with connected(server) as client:
+        made = client.make_snapshot(reference)
+    if as_json:
+        print_json(made)
+    else:
+        say(f"snapshot of {made['id']}@{made['version']}: {made['tokens']} tokens, {size(made['bytes'])}")
 
 
 def import_card(

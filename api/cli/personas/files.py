@@ -8,6 +8,7 @@ from typing import Any
 
 from api.cli.common.formatting import report_lines
 from api.cli.common.terminal import CliError, short_digest
+from lorasrv.config import size
 
 SHOWN_APART = ("name", "system", "examples", "greetings", "adapters")
 INDENT = "  "
@@ -94,6 +95,8 @@ def persona_lines(persona: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"{INDENT}sets {', '.join(persona['fields'])}; only its owner and administrators see how"
     else:
         yield from (INDENT + line for line in _default_lines(defaults))
+    if (made := persona.get("snapshot")) is not None:
+        yield f"{INDENT}snapshot of {made['tokens']} tokens of prompt, {size(made['bytes'])}"
     for greeting in persona["greetings"]:
         yield from _block(f"{INDENT}greets:", greeting)
 

@@ -53,6 +53,7 @@ def made(
             assert shared >= 48, "the persona's own pages are every tenant's"
             said[name] = text, shared
         served.until(lambda: served.figure("lorasrv_snapshots_made_total") == 2)
+        assert "snapshot of 80 tokens" in command(served, "show", "mia")
     return folder / "store", said
 
 
@@ -90,8 +91,9 @@ def test_damaged_files_are_computed_and_those_of_a_deleted_persona_are_gone(flag
         assert served.figure('lorasrv_snapshots_refused_total{reason="damaged"}') == 2
         assert served.log.count("does not hold what its name says") == 2
         assert not files(store)
-        for salt in ("a", "b"):
-            ask(served, "mia", salt)
-        served.until(lambda: len(files(store)) == 1)
+        told = command(served, "snapshot", "mia")
+        assert told.startswith("snapshot of mia@1: 80 tokens, ")
+        assert command(served, "snapshot", "mia") == told
+        assert len(files(store)) == 1
         command(served, "rm", "mia")
         assert not files(store)

@@ -21,6 +21,7 @@ METHODS = {"get", "post", "put", "patch", "delete"}
 ELSEWHERE = {
     *(path for _, path in EXAMPLES if path.startswith(("/v1/files", "/v1/batches"))),
     "/v1/adapters/{reference}:verify",
+    "/v1/adapters/{reference}:snapshot",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 }
