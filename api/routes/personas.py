@@ -48,9 +48,13 @@ async def make_snapshot(
     and bytes. Nothing is done if they are kept already."""
     ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
     await _check_owner(ref, services, view, "keep")
+    name = f"{ref.adapter_id}@{ref.version}"
+    if await services.personas.parts(ref):
+        raise InvalidRequest(
+            f"{name} is a sum of adapters, whose prompt is kept at its third request alone", param="id"
+        )
     found = await services.prefixes.of_version(ref) if ref.persona else None
     if found is None:
-        name = f"{ref.adapter_id}@{ref.version}"
         raise InvalidRequest(f"{name} has no prompt of a page of tokens before the first name or turn", param="id")
     made = await run_until_disconnect(request.receive, kept_snapshot(services, ref, found, caller))
     return {
