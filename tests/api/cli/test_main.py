@@ -27,7 +27,7 @@ NOBODY = "http://127.0.0.1:1"
 ASKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("list", "pool"), ()),
     **dict.fromkeys(
-        ("show", "rm", "rollback", "warm", "pin", "unpin", "limit", "verify", "chat", "defaults"), ("mia",)
+        ("show", "rm", "rollback", "warm", "pin", "unpin", "limit", "verify", "chat", "defaults", "snapshot"), ("mia",)
     ),
     "alias": ("mia:prod", "1"),
     "compose": ("night", "mia"),
