@@ -119,7 +119,15 @@ class SnapshotLoader:
         for name, copies in orders.copies:
             self._copy_thread.submit(self._run_copy, name, self._host.pop(name), copies)
         for file, pages in orders.saves:
-            self._save_thread.submit(self._run_save, file, self._read(pages))
+            try:
+                data = self._read(pages)
+            except Exception as error:
+                # Memory of the host or the device: a snapshot can wait, the engine's thread must go on.
+                _LOG.warning("reading the pages of snapshot %s failed, so it is not kept: %s", file.name.file, error)
+                self._reports.put((SnapshotFailed(file.name, "memory", type(error).__name__, is_save=True), None))
+                self._on_ready()
+            else:
+                self._save_thread.submit(self._run_save, file, data)
 
     def poll(self) -> list[SnapshotReport]:
         """Return the reports since the last call; never waits."""

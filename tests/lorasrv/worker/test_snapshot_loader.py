@@ -1,0 +1,58 @@
+"""The loader of snapshots alone: what fails is reported, and nothing is raised in the engine's thread."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapter_store.storage.snapshots import SnapshotFiles, SnapshotName, digest_of
+from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
+from lorasrv.worker.snapshot_loader import SnapshotFailed, SnapshotLoader, SnapshotReport, SnapshotSaved
+
+FACTS = {"pages": 3}
+FILE = SnapshotFile(SnapshotName("mia.1", digest_of(FACTS)), FACTS, 3)
+PAGE_BYTES = 64
+Make = Callable[..., SnapshotLoader]
+
+
+@pytest.fixture
+def ready() -> threading.Semaphore:
+    return threading.Semaphore(0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, ready: threading.Semaphore) -> Iterator[Make]:
+    made = []
+
+    def make(read: Callable[[tuple[int, ...]], Tensor]) -> SnapshotLoader:
+        files = SnapshotFiles(tmp_path, lambda: {"mia.1"})
+        made.append(SnapshotLoader(files, PAGE_BYTES, 1 << 20, read, lambda *_: None, ready.release))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def next_report(loader: SnapshotLoader, ready: threading.Semaphore) -> SnapshotReport:
+    assert ready.acquire(timeout=60)
+    [report] = loader.poll()
+    return report
+
+
+def test_pages_that_cannot_be_read_are_reported(make: Make, ready: threading.Semaphore) -> None:
+    pages = [MemoryError("no memory"), torch.zeros(3, PAGE_BYTES, dtype=torch.uint8)]
+
+    def read(_: tuple[int, ...]) -> Tensor:
+        if isinstance(found := pages.pop(0), Exception):
+            raise found
+        return found
+
+    loader = make(read)
+    loader.send(SnapshotOrders(saves=((FILE, (0, 1, 2)),)))
+    assert next_report(loader, ready) == SnapshotFailed(FILE.name, "memory", "MemoryError", is_save=True)
+    loader.send(SnapshotOrders(saves=((FILE, (0, 1, 2)),)))
+    assert isinstance(next_report(loader, ready), SnapshotSaved)
