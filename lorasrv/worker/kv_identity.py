@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 import sgmv_kernels
+from adapter_store import composition, formats
 from lorasrv import models, worker
 from lorasrv.config import ModelOptions
+from lorasrv.models.loader.locate import weight_files
 from lorasrv.models.quantization import QuantFormat
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.ops import Ops
 
-_PACKAGES = (sgmv_kernels, models, worker)
+_COMPUTING = (sgmv_kernels, models, worker, formats, composition)
+"""Packages and modules that compute, or make the weights of adapters."""
 _SOURCES = (".py", ".toml", ".json")
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 
@@ -42,13 +45,14 @@ def kv_identity(
         draft: a second base, whose keys and values lie in pages of the same ids.
     """
     return {
+        # A sample of every tensor, and what changes with any other byte.
         "base": weights.fingerprint,
+        "files": weight_stamps(options),
         "spec": _digest([repr(weights.spec).encode()]),
         "rope": [repr(weights.spec.rope), repr(weights.spec.rope_local)],
         "quantization": fmt.name,
         "group": options.quantization_group,
         "codes": [weights.kept_codes, weights.remade_codes],
-        "quantized_weights": _stamp(options.quantized_weights),
         "dtype": options.dtype,
         "bf16_linears": options.bf16_linears,
         "kv_dtype": kv_format.name,
@@ -61,13 +65,28 @@ def kv_identity(
     }
 
 
+def weight_stamps(options: ModelOptions) -> list[list[str | int]]:
+    """Return name, size and time of the files that the base's weights are read from."""
+    files = [] if options.load_format == "dummy" else weight_files(options.model)
+    if options.quantized_weights is not None:
+        files.append(options.quantized_weights)
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def source_files() -> Iterator[tuple[str, Path]]:
+    """Yield the files that say how keys and values are computed, with their names."""
+    for module in _COMPUTING:
+        assert module.__file__ is not None
+        file = Path(module.__file__)
+        found = file.parent.rglob("*") if hasattr(module, "__path__") else [file]
+        for path in sorted(path for path in found if path.suffix in _SOURCES):
+            yield f"{module.__name__}/{path.relative_to(file.parent).as_posix()}", path
+
+
 def _sources() -> Iterator[bytes]:
-    for package in _PACKAGES:
-        assert package.__file__ is not None
-        root = Path(package.__file__).parent
-        for path in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
-            yield path.relative_to(root).as_posix().encode()
-            yield path.read_bytes()
+    for name, path in source_files():
+        yield name.encode()
+        yield path.read_bytes()
 
 
 def _digest(parts: Iterator[bytes] | list[bytes]) -> str:
@@ -75,14 +94,6 @@ def _digest(parts: Iterator[bytes] | list[bytes]) -> str:
     for part in parts:
         known.update(len(part).to_bytes(8, "little") + part)
     return known.hexdigest()
-
-
-def _stamp(path: Path | None) -> list[int]:
-    """Return what changes when a file is written anew."""
-    if path is None:
-        return []
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _version(name: str) -> str:

@@ -151,6 +151,18 @@ def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
     return path, None
 
 
+def weight_files(model: str) -> list[Path]:
+    """Return the files that a model's weights are read from.
+
+    Args:
+        model: as `open_checkpoint` takes it.
+    Raises:
+        ModelNotFound: the model does not exist.
+    """
+    path, _ = locate(model)
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
 def builtin_file() -> Path:
     """Return the file of the built-in model.
 
