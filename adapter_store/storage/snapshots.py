@@ -5,7 +5,8 @@
 
 A file is one line of JSON, its head, and the bytes. The head says all that the bytes depend on, and their SHA-256; the
 digest in the name is the head's without that. So a file that is found by its name, read whole and equal in both is
-right, and any other is removed. Order of a write: temporary file, fsync, rename, fsync of the folder.
+right, and any other is removed. Order of a write: temporary file, fsync, rename, fsync of the folder; then others go,
+so that one that fails costs none.
 """
 
 import contextlib
@@ -18,6 +19,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from adapter_store.errors import StoreFull
 from adapter_store.spec import AdapterId
@@ -85,13 +89,17 @@ class SnapshotFiles:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 owner, dash, digest = entry.name.partition("-")
-                if dash and entry.is_file(follow_symlinks=False):
+                # It may be removed meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if not dash or not entry.is_file(follow_symlinks=False):
+                        continue
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, SnapshotName(owner, digest), status.st_size))
         return {name: nbytes for _, name, nbytes in sorted(found)}
 
-    def read(self, name: SnapshotName, facts: Facts, nbytes: int) -> bytearray:
-        """Return the `nbytes` bytes of a snapshot.
+    def read(self, name: SnapshotName, facts: Facts, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return the `nbytes` bytes of a snapshot, in memory that only the read writes: zeros would be written under
+        the interpreter's lock.
 
         Raises:
             SnapshotDamaged: the file holds something else; it is removed.
@@ -101,9 +109,9 @@ class SnapshotFiles:
         path = self._folder / name.file
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
             head = file.readline(MAX_HEAD_BYTES)
-            data = bytearray(nbytes)
-            whole = os.fstat(file.fileno()).st_size == len(head) + nbytes and file.readinto(data) == nbytes
-        if not whole or head != _head(facts, data):
+            data = np.empty(nbytes, np.uint8)
+            whole = os.fstat(file.fileno()).st_size == len(head) + nbytes and file.readinto(data.data) == nbytes
+        if not whole or head != _head(facts, data.data):
             self.remove(name)
             raise SnapshotDamaged(f"{name.file} does not hold what its name says")
         with contextlib.suppress(OSError):
@@ -121,7 +129,6 @@ class SnapshotFiles:
         if nbytes > max_bytes:
             raise StoreFull(f"a snapshot of {nbytes} bytes is larger than all of them may be, {max_bytes} bytes")
         temporary = self._folder / f"{uuid.uuid4().hex}{_PART}"
-        removed = self._make_room(name, nbytes, max_bytes)
         try:
             with disk_errors("writing a snapshot"):
                 fd = os.open(temporary, NEW_FILE, 0o600)
@@ -134,9 +141,11 @@ class SnapshotFiles:
                 os.rename(temporary, self._folder / name.file)
                 fsync_directory(self._folder)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+            for path in (temporary, self._folder / name.file):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             raise
+        removed = self._make_room(name, nbytes, max_bytes)
         if name.owner not in self._owners():
             self.remove(name)
         return Stored(nbytes, removed)
@@ -178,7 +187,7 @@ class SnapshotFiles:
                 self.remove(name)
 
 
-def _head(facts: Facts, data: bytearray | memoryview) -> bytes:
+def _head(facts: Facts, data: memoryview) -> bytes:
     return _line({**facts, "sha256": hashlib.sha256(data).hexdigest()})
 
 

@@ -148,7 +148,7 @@ class SnapshotLoader:
     def _run_load(self, file: SnapshotFile) -> tuple[SnapshotReport, Tensor]:
         begun = time.perf_counter()
         data = self._files.read(file.name, file.facts, file.num_pages * self._page_bytes)
-        rows = torch.frombuffer(data, dtype=torch.uint8).view(file.num_pages, self._page_bytes)
+        rows = torch.from_numpy(data).view(file.num_pages, self._page_bytes)
         return SnapshotLoaded(file.name, time.perf_counter() - begun), rows
 
     def _loaded(self, name: SnapshotName, read: "Future[tuple[SnapshotReport, Tensor]]") -> None:

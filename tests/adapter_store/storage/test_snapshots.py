@@ -1,5 +1,6 @@
 """Snapshots on disk: found whole and by all their facts, or not at all; a write that ends early loses nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def write(files: SnapshotFiles, name: SnapshotName = NAME, max_bytes: int = PLEN
 
 def test_what_was_written_is_read(files: SnapshotFiles, tmp_path: Path) -> None:
     nbytes = write(files)
-    assert files.read(NAME, FACTS, len(DATA)) == DATA
+    assert files.read(NAME, FACTS, len(DATA)).tobytes() == DATA
     assert files.sizes() == SnapshotFiles(tmp_path, lambda: {MIA}).sizes() == {NAME: nbytes}
     assert nbytes == (tmp_path / "snapshots" / NAME.file).stat().st_size
 
@@ -73,12 +74,15 @@ def test_a_disk_that_refuses_keeps_nothing(
     def refuse(*_: object) -> None:
         raise OSError(28, "full")
 
+    zoe = SnapshotName(ZOE, NAME.digest)
+    nbytes = write(files, zoe)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
         with pytest.raises(StoreFull):
-            write(files)
-    assert not kept(tmp_path)
-    assert write(files)
+            write(files, max_bytes=nbytes)
+    assert kept(tmp_path) == {zoe.file}
+    assert write(files, max_bytes=nbytes)
+    assert kept(tmp_path) == {NAME.file}
 
 
 _KILLED = """
@@ -99,7 +103,7 @@ def test_a_process_killed_while_it_writes_loses_nothing(files: SnapshotFiles, tm
     assert len(kept(tmp_path)) == 2
     again = SnapshotFiles(tmp_path, lambda: {MIA, ZOE})
     assert kept(tmp_path) == {NAME.file}
-    assert again.read(NAME, FACTS, len(DATA)) == DATA
+    assert again.read(NAME, FACTS, len(DATA)).tobytes() == DATA
 
 
 def test_a_snapshot_goes_with_its_version(files: SnapshotFiles, tmp_path: Path) -> None:
@@ -116,13 +120,28 @@ def test_a_snapshot_goes_with_its_version(files: SnapshotFiles, tmp_path: Path) 
     assert not kept(tmp_path)
 
 
+def test_one_that_vanishes_keeps_no_other(
+    files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, zoe = SnapshotName(MIA, "old"), SnapshotName(ZOE, NAME.digest)
+    write(files, zoe)
+    write(files, old)
+    listed = list(os.scandir(tmp_path / "snapshots"))
+    files.remove(zoe)
+    monkeypatch.setattr(os, "scandir", lambda _: contextlib.nullcontext(listed))
+    assert list(files.sizes()) == [old]
+    files.remove_versions(AdapterId("mia"), frozenset({1}))
+    monkeypatch.undo()
+    assert not kept(tmp_path)
+
+
 def test_a_version_has_one_snapshot_and_all_of_them_so_many_bytes(files: SnapshotFiles, tmp_path: Path) -> None:
     old, zoe = SnapshotName(MIA, "old"), SnapshotName(ZOE, NAME.digest)
     nbytes = write(files, old)
     assert files.write(NAME, FACTS, memoryview(DATA), PLENTY).removed == (old,)
     os.utime(tmp_path / "snapshots" / NAME.file, ns=(1, 1))
     assert files.write(zoe, FACTS, memoryview(DATA), 2 * nbytes).removed == ()
-    assert files.read(NAME, FACTS, len(DATA)) == DATA  # the one used last
+    assert files.read(NAME, FACTS, len(DATA)).tobytes() == DATA  # the one used last
     third = SnapshotFiles(tmp_path, lambda: {MIA, ZOE, "third"})
     os.utime(tmp_path / "snapshots" / zoe.file, ns=(2, 2))
     assert third.write(SnapshotName("third", "new"), FACTS, memoryview(DATA), 2 * nbytes).removed == (zoe,)
