@@ -23,7 +23,7 @@ from lorasrv.worker.disk_threads import DiskThreads
 
 _LOG = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 5.0
-"""A read that takes longer was not worth it; most prompts are computed by then."""
+"""A read that takes longer, or begins later, was not worth it; most prompts are computed by then."""
 Copies = tuple[tuple[int, int], ...]
 ReadPages = Callable[[tuple[int, ...]], Tensor]
 """Return pages as uint8 [P, bytes] in host memory; between two steps, in the engine's thread."""
@@ -98,8 +98,8 @@ class SnapshotLoader:
         self._on_ready = on_ready
         self._host: dict[SnapshotName, Tensor] = {}
         self._reports: queue.SimpleQueue[tuple[SnapshotReport, Tensor | None]] = queue.SimpleQueue()
-        timeout_s = LOAD_TIMEOUT_S if load_timeout_s is None else min(LOAD_TIMEOUT_S, load_timeout_s)
-        self._load_threads = DiskThreads(1, "snapshot-load", timeout_s, compute_alone)
+        self._timeout_s = LOAD_TIMEOUT_S if load_timeout_s is None else min(LOAD_TIMEOUT_S, load_timeout_s)
+        self._load_threads = DiskThreads(1, "snapshot-load", self._timeout_s, compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "snapshot-copy", initializer=compute_alone)
         self._save_thread = ThreadPoolExecutor(1, "snapshot-save", initializer=compute_alone)
 
@@ -113,8 +113,9 @@ class SnapshotLoader:
         """Begin to do what is ordered. Pages to be saved are read at once."""
         for name in orders.cancels:
             del self._host[name]
+        ordered = time.perf_counter()
         for file in orders.loads:
-            read = self._load_threads.submit(file.name, partial(self._run_load, file))
+            read = self._load_threads.submit(file.name, partial(self._run_load, file, ordered))
             read.add_done_callback(partial(self._loaded, file.name))
         for name, copies in orders.copies:
             self._copy_thread.submit(self._run_copy, name, self._host.pop(name), copies)
@@ -145,8 +146,10 @@ class SnapshotLoader:
         for threads in (self._copy_thread, self._save_thread):
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run_load(self, file: SnapshotFile) -> tuple[SnapshotReport, Tensor]:
+    def _run_load(self, file: SnapshotFile, ordered: float) -> tuple[SnapshotReport, Tensor]:
         begun = time.perf_counter()
+        if begun - ordered > self._timeout_s:
+            raise TimeoutError(f"others took {self._timeout_s:g} s before it")
         data = self._files.read(file.name, file.facts, file.num_pages * self._page_bytes)
         rows = torch.from_numpy(data).view(file.num_pages, self._page_bytes)
         return SnapshotLoaded(file.name, time.perf_counter() - begun), rows
