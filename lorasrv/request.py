@@ -168,7 +168,7 @@ class Request:
     refusal: Refusal | None = None
     retry_after_s: float | None = None
     constraint_state: ConstraintState | None = None
-    # Snapshot that it waits for while that is being restored.
+    # Snapshot that it waits for while that is being restored, part of its lane's name.
     snapshot: SnapshotName | None = None
     # Those known so far, if asked for; not computed again after a preemption.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -147,8 +147,8 @@ class Scheduler:
             return
         if message.adapter_key is not None:
             self._find_adapter(request, message.adapter_key)
-        self._set_status(request, RequestStatus.WAITING)
         self._memory.snapshots.on_arrival(request)
+        self._set_status(request, RequestStatus.WAITING)
         if request.adapter_key is not None:
             self._adapter_manager.add_request(request.adapter_key)
             if request.tier is not AdapterTier.RESIDENT:

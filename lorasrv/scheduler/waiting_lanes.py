@@ -5,6 +5,7 @@ cannot run for a reason that outlasts the step is *blocked*: no step looks at it
 of a step does not depend on how many requests wait. The reasons are
 
 - its adapter is being loaded or copied, or waits for host memory before it can be loaded;
+- the snapshot that it begins with is being restored;
 - a limit of its adapter or key, until a request of that account leaves the batch or the rate allows more;
 - the first choice of its prompt is not computed, another group of beams runs, or the step has no prompt rows left.
 

@@ -1,8 +1,9 @@
 """Lanes: waiting requests that wait for the same things, in a policy's order.
 
 A lane holds the requests of one account on one adapter content. If its first request cannot run now, the others of the
-lane cannot either, so a step looks at the first one only. Choices that wait for the first one of their prompt, beams
-and requests with `prompt_logprobs` wait for something of their own and have lanes of their own.
+lane cannot either, so a step looks at the first one only. Choices that wait for the first one of their prompt, beams,
+requests with `prompt_logprobs` and those that begin with a snapshot wait for something of their own and have lanes of
+their own.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ class LaneName(NamedTuple):
     principal: str
     adapter_id: str
     adapter_key: AdapterKey | None
-    # What they wait for beside others of the account: a first choice, other beams, logit rows; "" for nothing.
+    # What they wait for beside others of the account, as a first choice, other beams, logit rows; "" for nothing.
     own: str
 
     @classmethod
@@ -32,6 +33,8 @@ class LaneName(NamedTuple):
             own = f"choice {message.fork_of}"
         elif request.sampling.prompt_logprobs is not None:
             own = "rows"
+        elif request.snapshot is not None:
+            own = f"snapshot {request.snapshot.file}"
         return cls(message.principal, message.adapter_id, request.adapter_key, own)
 
 
