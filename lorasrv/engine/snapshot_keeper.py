@@ -16,6 +16,8 @@ from lorasrv.worker.snapshot_loader import (
     SnapshotSaved,
 )
 
+_WHY_NOT = "no snapshot is kept: they are off, or the prompt is too short, or larger than --snapshot-bytes"
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -46,7 +48,7 @@ class SnapshotKeeper:
             return
         wanted = self._manager.want(request.adapter, request.prefix, request.token_ids)
         if wanted is None:
-            self._complete(number, SnapshotFailure("no snapshot is kept: they are off, or the prompt is too short"))
+            self._complete(number, SnapshotFailure(_WHY_NOT))
         else:
             self._calls[number] = _Call(*wanted)
 
@@ -75,6 +77,11 @@ class SnapshotKeeper:
                     self._answer(report.name, SnapshotFailure(f"the snapshot was not kept: {report.error}"))
                 case SnapshotFailed():
                     self._manager.on_load_failed(report.name, report.reason, is_gone=report.is_gone)
+        for name in {call.name for call in self._calls.values()}:
+            if not self._manager.is_coming(name):
+                self._answer(
+                    name, SnapshotFailure("too many snapshots wait for their prompts to be computed; try again")
+                )
 
     def close(self) -> None:
         """Stop the loader."""

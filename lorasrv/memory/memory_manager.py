@@ -117,7 +117,8 @@ class MemoryManager:
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
         swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
         block = layout.block_bytes
-        snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block)
+        kept = options.snapshot_bytes
+        snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block, kept)
         return cls(
             layout,
             kv_pool,

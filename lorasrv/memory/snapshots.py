@@ -1,12 +1,13 @@
 """Snapshots: pages of fixed prefixes that are kept on disk. `SnapshotManager` is the only owner of their state.
 
 A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
-adapter's load, gets free pages as soon as the adapter has some, and then its pages are the prefix cache's. Requests
-that begin with it wait meanwhile, all for the same load. If the file is damaged, or no page is free for it, they
-compute their prefix as if there were none.
+adapter's load, gets free pages as soon as the adapter is in the pool, and then its pages are the prefix cache's.
+Requests that begin with it wait meanwhile, all for the same load. If the file is damaged, or no page is free for it,
+they compute their prefix as if there were none.
 
 A snapshot is restored where that is estimated to be faster than computing by `MIN_GAIN`, and made at the third use, or
-when an operator asks for it.
+when an operator asks for it. Where that fails, it is tried at the sixth, the twelfth and so on. One is written at a
+time: until it is on the disk, its pages are in host memory too.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +18,7 @@ from enum import Enum
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import Facts, SnapshotName, digest_of
 from lorasrv.memory.adapter_cache import Need
-from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
+from lorasrv.memory.adapter_manager import AdapterManager
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager
@@ -31,6 +32,8 @@ USES = 3
 """Number of requests with a prefix at which it is kept."""
 MAX_ARRIVING = 8
 """Most snapshots on their way to the pool; the prefix of a further one is computed."""
+MAX_ARRIVING_BYTES = 256 << 20
+"""Most host memory of several snapshots on their way to the pool."""
 MAX_COUNTED = 4096
 """Most prefixes whose uses are counted."""
 MAX_WANTED = 8
@@ -83,6 +86,7 @@ class SnapshotManager:
         facts: all that keys and values depend on beside their prefix; None: nothing is kept or restored.
         stored: bytes of the snapshots on the disk.
         page_bytes: of a page in all slabs.
+        max_bytes: most bytes of all snapshots on the disk.
     """
 
     def __init__(
@@ -95,13 +99,14 @@ class SnapshotManager:
         evictor: Evictor,
         costs: CostModel,
         page_bytes: int,
+        max_bytes: int,
     ) -> None:
         self._facts = None if prefixes is None else facts
         self._stored = dict(stored)
         self._kv, self._prefixes = kv, prefixes
         self._adapters, self._evictor = adapters, evictor
         self._costs = costs
-        self._page_bytes = page_bytes
+        self._page_bytes, self._max_bytes = page_bytes, max_bytes
         self._uses: OrderedDict[SnapshotName, int] = OrderedDict()
         self._arriving: dict[SnapshotName, _Arrival] = {}
         self._wanted: dict[SnapshotName, _Prefix] = {}
@@ -125,6 +130,10 @@ class SnapshotManager:
     def is_arriving(self, name: SnapshotName | None) -> bool:
         """Return whether a snapshot is on its way to the pool."""
         return name in self._arriving
+
+    def is_coming(self, name: SnapshotName) -> bool:
+        """Return whether a snapshot waits for its pages, or is being written."""
+        return name in self._wanted or name in self._saving
 
     def find(self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return the tokens and bytes of a prefix's snapshot; None if there is none."""
@@ -165,7 +174,7 @@ class SnapshotManager:
         """
         for arrival in [a for a in self._arriving.values() if a.state is _State.ON_HOST]:
             adapter = arrival.prefix.adapter
-            if adapter is None or self._adapters.state(adapter) in (AdapterState.COPYING, AdapterState.RESIDENT):
+            if adapter is None or self._adapters.is_resident(adapter):
                 self._place(arrival, keep_free)
             elif self._adapters.need(adapter) is Need.NOTHING:
                 self._drop(arrival, "unneeded")
@@ -203,7 +212,7 @@ class SnapshotManager:
     ) -> tuple[SnapshotName, int] | None:
         """Make a snapshot of a prefix as soon as its pages are in the prefix cache; do nothing if there is one.
 
-        Returns: its name and tokens; None if nothing is kept, or the prefix has no whole page.
+        Returns: its name and tokens; None if nothing is kept, or the prefix has no whole page or too many.
         """
         known = self._prefix_of(adapter, prefix, token_ids)
         if known is None:
@@ -215,6 +224,7 @@ class SnapshotManager:
         """Note that a snapshot is on the disk, and that others had to go for it."""
         self._saving.discard(name)
         self._stored[name] = nbytes
+        self._uses.pop(name, None)
         for other in removed:
             self._stored.pop(other, None)
         self.counters.made += 1
@@ -233,21 +243,24 @@ class SnapshotManager:
         return SnapshotOrders(tuple(loads), tuple(copies), tuple(cancels), tuple(self._saves()))
 
     def _saves(self) -> list[tuple[SnapshotFile, tuple[int, ...]]]:
-        saves = []
-        for name, prefix in list(self._wanted.items()):
+        """Return the next snapshot whose pages are there, unless one is being written."""
+        for name, prefix in self._wanted.items() if not self._saving else ():
             assert self._prefixes is not None
             if (pages := _all_pages(prefix.hashes, self._prefixes.page_of)) is not None:
                 del self._wanted[name]
                 self._saving.add(name)
-                saves.append((prefix.file, pages))
-        return saves
+                return [(prefix.file, pages)]
+        return []
 
     def _count_use(self, name: SnapshotName, prefix: _Prefix) -> None:
+        """Count a use of a prefix since it was not on the disk, and have it kept when it is time."""
+        if name in self._stored:
+            return
         uses = self._uses.pop(name, 0) + 1
         self._uses[name] = uses
         if len(self._uses) > MAX_COUNTED:
             self._uses.popitem(last=False)
-        if uses >= USES and uses % USES == 0 and self._pays(len(prefix.hashes), prefix):
+        if uses % USES == 0 and (uses // USES).bit_count() == 1 and self._pays(len(prefix.hashes), prefix):
             self._want(prefix)
 
     def _want(self, prefix: _Prefix) -> None:
@@ -257,20 +270,31 @@ class SnapshotManager:
         self._wanted[name] = prefix
         if len(self._wanted) > MAX_WANTED:
             del self._wanted[next(iter(self._wanted))]
+            self.counters.refused["busy"] += 1
 
     def _should_restore(self, prefix: _Prefix) -> bool:
         missing = self._missing(prefix)
         if not missing:
             return False
-        if len(self._arriving) >= MAX_ARRIVING or not self._pays(len(missing), prefix):
-            self.counters.refused["slow" if len(self._arriving) < MAX_ARRIVING else "busy"] += 1
+        arriving = [(arrival.state, self._bytes_of(arrival.prefix)) for arrival in self._arriving.values()]
+        num_bytes = sum(nbytes for _, nbytes in arriving) + self._bytes_of(prefix)
+        if len(arriving) >= MAX_ARRIVING or (arriving and num_bytes > MAX_ARRIVING_BYTES):
+            self.counters.refused["busy"] += 1
+            return False
+        ahead = sum(nbytes for state, nbytes in arriving if state is _State.LOADING)
+        if not self._pays(len(missing), prefix, ahead):
+            self.counters.refused["slow"] += 1
             return False
         return True
 
-    def _pays(self, num_pages: int, prefix: _Prefix) -> bool:
-        """Return whether restoring a snapshot is faster than computing so many of its pages."""
+    def _pays(self, num_pages: int, prefix: _Prefix, ahead: int = 0) -> bool:
+        """Return whether restoring a snapshot is faster than computing so many of its pages.
+
+        Args:
+            ahead: bytes that are read before it.
+        """
         compute_s = self._costs.recompute_s(num_pages * self._kv.page_size)
-        return compute_s >= MIN_GAIN * self._costs.restore_s(self._bytes_of(prefix))
+        return compute_s >= MIN_GAIN * self._costs.restore_s(ahead + self._bytes_of(prefix))
 
     def _bytes_of(self, prefix: _Prefix) -> int:
         return len(prefix.hashes) * self._page_bytes
@@ -283,8 +307,11 @@ class SnapshotManager:
     def _prefix_of(
         self, adapter: AdapterKey | None, prefix: FixedPrefix | None, token_ids: Sequence[int]
     ) -> _Prefix | None:
-        """Return what is known of a prefix; None if nothing is kept, or there is no whole page."""
-        if self._facts is None or prefix is None or prefix.num_tokens < self._kv.page_size:
+        """Return what is known of a prefix; None if nothing is kept, or it has no whole page or too many."""
+        if self._facts is None or prefix is None:
+            return None
+        num_pages = prefix.num_tokens // self._kv.page_size
+        if not num_pages or num_pages * self._page_bytes > self._max_bytes:
             return None
         root = root_hash(adapter, prefix.salt)
         hashes = page_hashes(root, token_ids[: prefix.num_tokens], self._kv.page_size)
@@ -295,7 +322,9 @@ class SnapshotManager:
     def _place(self, arrival: _Arrival, keep_free: int) -> None:
         name, places = arrival.prefix.file.name, tuple(self._missing(arrival.prefix))
         pages = None
-        if self._evictor.make_room(len(places) + keep_free, EvictionLevel.PREFETCH):
+        has_room = self._evictor.make_room(len(places) + keep_free, EvictionLevel.PREFETCH)
+        # Pages of its own may have gone for it.
+        if has_room and places == tuple(self._missing(arrival.prefix)):
             pages = self._kv.begin_fill(name, len(places))
         if pages is None:
             self._drop(arrival, "no room")

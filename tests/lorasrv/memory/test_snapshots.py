@@ -8,6 +8,10 @@ from bare_scheduler import KEYS, Bench, names
 
 from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import MemoryOptions
+from lorasrv.engine.messages import MakeSnapshot
+from lorasrv.engine.snapshot_keeper import SnapshotKeeper
+from lorasrv.errors import SnapshotFailure
+from lorasrv.memory import snapshots
 from lorasrv.outputs import RequestId
 from lorasrv.request import FixedPrefix, RequestStatus
 from lorasrv.scheduler_output import NO_SNAPSHOTS, SnapshotOrders
@@ -15,6 +19,8 @@ from lorasrv.scheduler_output import NO_SNAPSHOTS, SnapshotOrders
 CACHING = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16)
 MIA = KEYS[0]
 PREFIX = FixedPrefix("mia.1", "prefix:mia", 12)
+ZOE = FixedPrefix("zoe.1", "prefix:zoe", 12)
+NUM_BYTES = 3 * 1024
 FACTS = {"base": "ab", "kernels": "numba"}
 PROMPT = 18
 
@@ -146,12 +152,12 @@ def test_it_is_loaded_beside_its_adapter_and_placed_with_it() -> None:
     assert keeper.step().snapshots == NO_SNAPSHOTS
     keeper.load(MIA)
     assert keeper.step().orders.copies
+    assert keeper.step().snapshots == NO_SNAPSHOTS, (
+        "pages of an adapter that is not in the pool would be the first to go"
+    )
+    keeper.copy(MIA)
     assert keeper.step().snapshots.copies
     keeper.snapshots.on_copied(wanted[0], 1e-5)
-    keeper.step()
-    assert keeper.books.prefixes is not None
-    assert keeper.books.prefixes.num_orphaned == 3
-    keeper.copy(MIA)
     keeper.run()
     assert keeper.cached("a") == 12
 
@@ -200,3 +206,91 @@ def test_nothing_is_kept_where_it_is_off(off: dict[str, Any]) -> None:
         keeper.steps_until_idle()
     assert not keeper.ordered
     assert keeper.snapshots.want(None, PREFIX, range(PROMPT)) is None
+
+
+def test_one_that_cannot_be_kept_is_tried_less_and_less() -> None:
+    keeper, tried = Keeper(), []
+    for use in range(1, 17):
+        keeper.ask(f"{use}")
+        keeper.steps_until_idle()
+        for file, _ in (save for orders in keeper.ordered for save in orders.saves):
+            tried.append(use)
+            if use < 12:
+                keeper.snapshots.on_save_failed(file.name, "disk")
+            elif use == 12:
+                keeper.snapshots.on_saved(file.name, 1000, ())
+                keeper.snapshots.on_saved(SnapshotName("zoe.1", "new"), 1000, (file.name,))
+        keeper.ordered.clear()
+    assert tried == [3, 6, 12, 15]
+
+
+def test_one_is_written_at_a_time() -> None:
+    keeper = Keeper()
+    for prefix in (PREFIX, ZOE):
+        keeper.ask(prefix.owner, prefix)
+    keeper.steps_until_idle()
+    for prefix in (PREFIX, ZOE):
+        keeper.snapshots.want(None, prefix, range(10, 10 + PROMPT))
+    for prefix in (PREFIX, ZOE):
+        [(file, _)] = keeper.step().snapshots.saves
+        assert file.name.owner == prefix.owner
+        assert not keeper.step().snapshots.saves
+        keeper.snapshots.on_saved(file.name, 1000, ())
+
+
+@pytest.mark.parametrize(("most", "makes"), [(NUM_BYTES, True), (NUM_BYTES - 1, False)])
+def test_one_larger_than_all_may_be_is_not_made(most: int, makes: bool) -> None:
+    keeper = Keeper(memory=replace(CACHING, snapshot_bytes=most))
+    for number in range(3):
+        keeper.ask(f"{number}")
+        keeper.steps_until_idle()
+    assert (len(keeper.ordered) == 1) is makes
+    assert (keeper.snapshots.want(None, PREFIX, range(10, 10 + PROMPT)) is not None) is makes
+
+
+@pytest.mark.parametrize("why", ["busy", "slow"])
+def test_arriving_ones_count(name: SnapshotName, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    zoe = saved(Keeper(), prefix=ZOE)
+    keeper = Keeper(stored={name: 1000, zoe: 1000})
+    if why == "busy":
+        monkeypatch.setattr(snapshots, "MAX_ARRIVING_BYTES", 2 * NUM_BYTES - 1)
+    else:
+        costs = keeper.books.costs
+        costs.restore.seconds = 12 * costs.token.seconds / (2 * NUM_BYTES)  # twice as fast as computing
+    keeper.ask("a")
+    keeper.ask("b", ZOE)
+    assert [file.name for file in keeper.step().snapshots.loads] == [name]
+    assert keeper.snapshots.counters.refused == {why: 1}
+
+
+def test_requests_of_the_same_lane_do_not_wait_for_it(name: SnapshotName) -> None:
+    keeper = Keeper(stored={name: 1000})
+    keeper.ask("a")
+    keeper.add("plain", 3)
+    assert names(keeper.step()) == ["plain"]
+
+
+def test_it_is_given_up_if_its_own_pages_go_for_it(name: SnapshotName) -> None:
+    keeper = Keeper(stored={name: 1000}, pages=8)
+    keeper.add("first page", 5, max_tokens=1, prefix=replace(PREFIX, num_tokens=4))
+    keeper.steps_until_idle()
+    keeper.add("long", 16, max_tokens=4)
+    keeper.step()
+    keeper.ask("a")
+    keeper.step()
+    keeper.snapshots.on_loaded(name, 1e-5)
+    assert (keeper.pool.num_free, keeper.books.prefixes and keeper.books.prefixes.num_cached) == (2, 1)
+    step = keeper.step()
+    assert (step.snapshots.cancels, step.snapshots.copies) == ((name,), ())
+    keeper.run()
+
+
+def test_a_call_that_too_many_others_follow_is_answered() -> None:
+    keeper, answers = Keeper(), dict[int, object]()
+    calls = SnapshotKeeper(keeper.snapshots, None, answers.__setitem__)
+    for number in range(snapshots.MAX_WANTED + 1):
+        assert not answers
+        calls.call(number, MakeSnapshot(None, replace(PREFIX, salt=f"{number}"), tuple(range(PROMPT))))
+    calls.take_reports()
+    [(number, answer)] = answers.items()
+    assert (number, type(answer)) == (0, SnapshotFailure)
