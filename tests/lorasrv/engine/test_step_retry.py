@@ -91,6 +91,12 @@ def _outcome(outputs: Sequence[Any]) -> Outcome:
     return Said([token for output in outputs for token in output.new_token_ids], [*of_prompt, *of_answer])
 
 
+def _message(
+    llm: LLM, prompt: list[int], sampling: SamplingParams, name: str | None, beams: BeamOptions | None = None
+) -> EngineCoreRequest:
+    return llm._message(prompt, sampling, llm._find(name), beams)
+
+
 def answers(
     llm: LLM,
     work: Sequence[Any] = WORK,
@@ -100,7 +106,7 @@ def answers(
 ) -> list[Outcome]:
     """Answer the work. Without a salt no call finds the prefixes of another."""
     salt = str(next(_SALTS)) if salt is None else salt
-    messages = [replace(llm._message(*fields), cache_salt=salt) for fields in work]
+    messages = [replace(_message(llm, *fields), cache_salt=salt) for fields in work]
     return [_outcome(outputs) for outputs in drive(llm, messages, at_step)]
 
 
@@ -356,7 +362,7 @@ def test_plans_that_keep_failing_end_the_engine(make, monkeypatch) -> None:
     llm = make()
     monkeypatch.setattr(llm.engine._scheduler, "schedule", lambda ahead: Times(1)(None))
     for fields in WORK:
-        llm.engine.add_request(llm._message(*fields))
+        llm.engine.add_request(_message(llm, *fields))
     assert llm.engine.step() == []  # no request runs yet
     assert {output.finish_reason for output in llm.engine.step()} == {FinishReason.ERROR}
     assert not llm.engine.has_requests
@@ -368,7 +374,7 @@ def test_a_lost_device_ends_the_engine(make, monkeypatch) -> None:
     llm = make()
     _fail_before(llm, monkeypatch, Times(1))
     monkeypatch.setattr(llm.engine.retrier, "_recover", lambda: False)
-    llm.engine.add_request(llm._message(*WORK[1]))
+    llm.engine.add_request(_message(llm, *WORK[1]))
     with pytest.raises(DeviceLost, match="RuntimeError"):
         llm.engine.step()
 
@@ -441,15 +447,15 @@ def _every_way(llm: LLM) -> list[EngineCoreRequest]:
     prompt, drawn = LONG[:50], replace(PLAIN, temperature=1.2, seed=5)
     names = (None, "one", "two", "three", None)
     ways = enumerate(zip(WAYS, names, strict=True))
-    messages = [llm._message(prompt[i:], replace(PLAIN, **way), name) for i, (way, name) in ways]
+    messages = [_message(llm, prompt[i:], replace(PLAIN, **way), name) for i, (way, name) in ways]
     rule = EveryThird(llm.engine._parts.vocab_size)
     key = llm.store.resolve("two").key
     ruled = replace(drawn, ignore_eos=False)
     ask = llm.input_processor.process
     messages.append(ask(RequestId("g"), prompt[4:], ruled, key, adapter_id="two", constraint=rule))
-    first = llm._message(prompt[7:], drawn, "one")
+    first = _message(llm, prompt[7:], drawn, "one")
     messages += [first, *further_choices(first, [RequestId("c.1"), RequestId("c.2")])]
-    beams = llm._message(prompt[:30], SamplingParams(max_tokens=8, temperature=0.0), "three", BeamOptions(3))
+    beams = _message(llm, prompt[:30], SamplingParams(max_tokens=8, temperature=0.0), "three", BeamOptions(3))
     messages += [beams, *further_choices(beams, [RequestId("b.1"), RequestId("b.2")])]
     return messages
 

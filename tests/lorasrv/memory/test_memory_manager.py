@@ -104,7 +104,7 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
     """Between any two steps keys, values and adapters are thrown about and pushed together again."""
     names = (None, "one", "two", "three")
     with offline_engine(model, adapter_dirs, 120) as llm:
-        messages = [llm._message(PROMPT, GREEDY, name) for name in names]
+        messages = [llm._message(PROMPT, GREEDY, llm._find(name)) for name in names]
         answers = drive(llm, messages, lambda number: _throw_about(llm.engine, number))
         assert llm.engine.metrics.snapshot().moved_pages_total > 100
     said = [[token for output in answer for token in output.new_token_ids] for answer in answers]

@@ -161,7 +161,7 @@ def test_an_adapter_without_numbers_fails_alone(llm: LLM, monkeypatch: pytest.Mo
         return whole(logits, shares)
 
     monkeypatch.setattr(model_runner, "prompt_logprobs", spoilt)
-    messages = [llm._message(LONG[:9], replace(GREEDY, prompt_logprobs=0), name) for name in (None, "one")]
+    messages = [llm._message(LONG[:9], replace(GREEDY, prompt_logprobs=0), llm._find(name)) for name in (None, "one")]
     for message in messages:
         llm.engine.add_request(message)
     outputs = [output for _ in range(6) for output in llm.engine.step()]

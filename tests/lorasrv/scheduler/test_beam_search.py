@@ -127,7 +127,7 @@ def test_answers_equal_transformers(llm: LLM, oracle: Oracle, beams: BeamOptions
 
 
 def _group(llm: LLM, prompt: list[int], name: str | None, beams: BeamOptions, tokens: int = 40) -> list[Any]:
-    first = llm._message(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), name, beams)
+    first = llm._message(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), llm._find(name), beams)
     others = [RequestId(f"{first.request_id}.{i}") for i in range(1, beams.width)]
     return [first, *further_choices(first, others)]
 
@@ -156,7 +156,7 @@ def test_beams_and_others_in_a_pool_that_is_too_small(
     with _engine(model, adapter_dirs, pages, preemption_mode=preemption, **options) as small:
         expect_short_answers(small.engine._parts.scheduler.predictor)
         groups = [_group(small, prompt, name, BeamOptions(width)) for prompt, name, width in work]
-        others = [small._message(prompt, plain, name) for prompt, name in zip(prompts, names, strict=True)]
+        others = [small._message(prompt, plain, small._find(name)) for prompt, name in zip(prompts, names, strict=True)]
         messages = [*others[:3], *groups[0], *groups[1], *others[3:], *groups[2]]
         done = dict(zip([m.request_id for m in messages], _answers(small._run(messages)), strict=True))
         shown = small.engine.metrics.snapshot()
@@ -330,7 +330,7 @@ def test_a_limit_lowered_between_two_groups_stops_the_younger() -> None:
 
 
 def test_groups_run_together_as_far_as_there_is_room(llm: LLM) -> None:
-    plain = llm._message(PROMPTS[0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), None)
+    plain = llm._message(PROMPTS[0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), llm._find(None))
     work = [(PROMPTS[1], None), (PROMPTS[0], "two"), (PROMPTS[1], "three")]
     want = [_answers(llm._run(_group(llm, prompt, name, BeamOptions(2), tokens=6))) for prompt, name in work]
     groups = [_group(llm, prompt, name, BeamOptions(2), tokens=6) for prompt, name in work]
@@ -380,9 +380,9 @@ def test_many_ends_leave_fewer_beams(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     sampling = SamplingParams(max_tokens=3, stop_token_ids=tuple(range(8)))
     monkeypatch.setattr(llm.input_processor, "_eos", tuple(range(8, 16)))
     with pytest.raises(InvalidRequest, match="at most 4 beams are possible; lower best_of") as caught:
-        llm._message(PROMPTS[0], sampling, None, BeamOptions(5))
+        llm._message(PROMPTS[0], sampling, llm._find(None), BeamOptions(5))
     assert caught.value.param == "best_of"
-    llm._message(PROMPTS[0], sampling, None, BeamOptions(4))
+    llm._message(PROMPTS[0], sampling, llm._find(None), BeamOptions(4))
 
 
 def test_a_group_that_can_begin_does_not_wait_for_an_older_one_that_cannot() -> None:
