@@ -6,6 +6,11 @@ import threading
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How fast an example runs says nothing about the code where others use the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if not torch.cuda.is_available():
     # Triton reads it once, when it is imported: by peft, if not by the kernels.
