@@ -68,6 +68,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
         503, "deadline_unreachable", SERVER, param="timeout_s", retry_after_s=1.0
     ),
     engine_errors.EngineOverloaded: Answer(429, "server_overloaded", "rate_limit_error", retry_after_s=1.0),
+    engine_errors.NoReplicaReady: Answer(503, "no_replica_ready", SERVER, retry_after_s=1.0),
     engine_errors.SnapshotFailure: Answer(503, "snapshot_failed", SERVER, retry=False),
     engine_errors.VerificationUnavailable: Answer(503, "verification_unavailable", SERVER, retry=False),
     engine_errors.VerificationBusy: Answer(429, "verification_running", "rate_limit_error", retry_after_s=30.0),

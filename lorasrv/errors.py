@@ -19,6 +19,7 @@
     │   ├── LimitExceeded                  as many requests of the adapter or the key wait as may
     │   ├── DeadlineUnreachable            the request would miss its deadline, so it was not begun
     │   ├── EngineOverloaded               the queue is full
+    │   ├── NoReplicaReady                 no replica can take the request now
     │   └── VerificationBusy               another adapter is being verified
     ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
@@ -146,6 +147,10 @@ class DeadlineUnreachable(RetryLater):
 
 class EngineOverloaded(RetryLater):
     """The queue has no place for the request now."""
+
+
+class NoReplicaReady(RetryLater):
+    """No replica can take the request now. Has the number of those that are known."""
 
 
 class SnapshotFailure(LorasrvError):

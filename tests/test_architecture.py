@@ -19,6 +19,7 @@ TORCH_FREE_IMPORTS = (
     "api.cli.main",
     "lorasrv.memory.memory_manager",
     "lorasrv.metrics.request_stats",
+    "lorasrv.placement.kinds",
     "lorasrv.request",
     "lorasrv.scheduler.scheduler",
     "lorasrv.text.tokenizer",

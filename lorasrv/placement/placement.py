@@ -1,0 +1,193 @@
+"""Rank the replicas for a request, and count the work that each has been sent.
+
+A router has one `Placement`: it asks `rank` where a request may go, tells `sent` where it went and `ended` when it is
+over, and passes on what replicas report of other routers' work with `told`. Work is in seconds (`work.py`) and counted
+in whole microseconds, so that what was added and taken away leaves nothing. One thread at a time.
+"""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from lorasrv.errors import ConfigError, NoReplicaReady
+from lorasrv.placement.rendezvous import hash_of, order
+
+RETRY_AFTER_S = 1.0
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Describe a request that wants a replica."""
+
+    # Id of its adapter, without alias or version; None: the base.
+    adapter_id: str | None
+    # Estimated seconds that it keeps a replica busy.
+    work_s: float
+    # Conversation whose turns should meet where no adapter is named.
+    session: str | None = None
+
+    @property
+    def key(self) -> str | None:
+        """Return what ties it to a replica; None: nothing."""
+        if self.adapter_id is not None:
+            return f"adapter {self.adapter_id}"
+        return None if self.session is None else f"session {self.session}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Describe a replica.
+
+    Raises:
+        ConfigError: its weight is not a positive number.
+    """
+
+    id: str
+    # Speed, as a multiple of a usual replica's.
+    weight: float = 1.0
+    is_ready: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"replica {self.id}: weight must be positive, not {self.weight}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """Hold what a replica says of itself to a router."""
+
+    # Work of other routers' requests that have not ended.
+    others_s: float = 0.0
+    # Adapters that it has in memory.
+    adapters: Set[str] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """Count the work of one replica, until it is removed."""
+
+    replica: Replica
+    seed: int
+    own_us: int = 0
+    others_us: int = 0
+    adapters: Set[str] = frozenset()
+    # Requests that were sent and have not ended, by adapter.
+    in_flight: Counter[str | None] = field(default_factory=Counter)
+
+    @property
+    def load(self) -> float:
+        """Return the microseconds of work ahead, for a replica of weight 1."""
+        return (self.own_us + self.others_us) / self.replica.weight
+
+    def holds(self, adapter_id: str) -> bool:
+        """Return whether it has an adapter, or is getting it."""
+        return adapter_id in self.adapters or adapter_id in self.in_flight
+
+    @property
+    def num_adapters(self) -> int:
+        """Return how many adapters it has or is getting."""
+        return len(self.adapters) + sum(one is not None and one not in self.adapters for one in self.in_flight)
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Stand for a request that a replica is computing."""
+
+    account: Account
+    ask: Ask
+    work_us: int
+    has_ended: bool = False
+
+    @property
+    def replica_id(self) -> str:
+        return self.account.replica.id
+
+
+class Placement(ABC):
+    """Rank replicas by one policy. The same calls and the same seed give the same ranks.
+
+    Args:
+        replicas: known replicas; `set_replicas` changes them.
+        seed: of choices that are made at random.
+    """
+
+    name: str
+
+    def __init__(self, replicas: Iterable[Replica] = (), seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self._accounts: dict[str, Account] = {}
+        self.set_replicas(replicas)
+
+    def set_replicas(self, replicas: Iterable[Replica]) -> None:
+        """Replace the list of replicas. Those that stay keep their accounts."""
+        accounts = {}
+        for replica in replicas:
+            account = self._accounts.get(replica.id) or Account(replica, hash_of(replica.id))
+            account.replica = replica
+            accounts[replica.id] = account
+        self._accounts = accounts
+
+    def rank(self, ask: Ask) -> tuple[str, ...]:
+        """Return the ids of all ready replicas, the one to try first at the front.
+
+        Raises:
+            NoReplicaReady: there is none; has the number of those that are not ready.
+        """
+        ready = [account for account in self._accounts.values() if account.replica.is_ready]
+        if not ready:
+            raise NoReplicaReady(f"none of {len(self._accounts)} replicas is ready", retry_after_s=RETRY_AFTER_S)
+        return tuple(account.replica.id for account in self.ranked(ask, ready))
+
+    def sent(self, replica_id: str, ask: Ask) -> Sent:
+        """Note that a request was sent to a replica.
+
+        Raises:
+            KeyError: the replica is unknown.
+        """
+        account = self._accounts[replica_id]
+        work_us = round(ask.work_s * _MICROSECONDS)
+        account.own_us += work_us
+        account.in_flight[ask.adapter_id] += 1
+        return Sent(account, ask, work_us)
+
+    def ended(self, sent: Sent) -> None:
+        """Note that a request is over, whichever way; telling it again changes nothing."""
+        if sent.has_ended:
+            return
+        sent.has_ended = True
+        in_flight, adapter_id = sent.account.in_flight, sent.ask.adapter_id
+        sent.account.own_us -= sent.work_us
+        in_flight[adapter_id] -= 1
+        if not in_flight[adapter_id]:
+            del in_flight[adapter_id]
+
+    def told(self, replica_id: str, report: ReplicaReport) -> None:
+        """Take a replica's report; one of an unknown replica is late and ignored."""
+        account = self._accounts.get(replica_id)
+        if account is not None:
+            account.others_us = round(report.others_s * _MICROSECONDS)
+            account.adapters = report.adapters
+
+    def loads_s(self) -> dict[str, float]:
+        """Return the seconds of work ahead of every replica."""
+        return {name: (a.own_us + a.others_us) / _MICROSECONDS for name, a in self._accounts.items()}
+
+    @abstractmethod
+    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+        """Return all of these accounts, at least one, in the order in which to try them."""
+
+    def by_load(self, accounts: Iterable[Account]) -> list[Account]:
+        """Return accounts by their load, equal ones in random order."""
+        return sorted(accounts, key=lambda account: (account.load, self.rng.random()))
+
+    def by_affinity(self, ask: Ask, accounts: Sequence[Account]) -> list[Account]:
+        """Return accounts as the request's key ranks them; without a key, by load."""
+        if ask.key is None:
+            return self.by_load(accounts)
+        by_id = {account.replica.id: account for account in accounts}
+        names = order(ask.key, [(name, account.seed, account.replica.weight) for name, account in by_id.items()])
+        return [by_id[name] for name in names]

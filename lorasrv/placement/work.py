@@ -1,0 +1,57 @@
+"""Estimate the work of a request in seconds, from a replica's step costs and the answers that its adapter gave."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+USUAL_ROWS = 16
+"""Requests that share the fixed part of a step."""
+MAX_ADAPTERS = 1 << 16
+"""Most adapters whose answers are remembered; the ones that were asked last."""
+FIRST_ANSWER = 128.0
+"""Tokens of an answer before the first one is known."""
+MEMORY = 32
+"""Answers in a mean; older ones fade."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRates:
+    """Hold the seconds of a replica's work for one request."""
+
+    prompt_token_s: float
+    answer_token_s: float
+
+    @classmethod
+    def of_steps(cls, step: Mapping[str, float]) -> "WorkRates":
+        """Derive them from step costs by part, as `lorasrv_step_cost_seconds` has them."""
+        return cls(step["token"], step["token"] + step["request"] + step["step"] / USUAL_ROWS)
+
+
+class WorkEstimator:
+    """Estimate requests of one router."""
+
+    def __init__(self, rates: WorkRates) -> None:
+        self.rates = rates
+        # Adapter -> mean tokens of its answers and their number; None: all.
+        self._means: OrderedDict[str | None, tuple[float, int]] = OrderedDict()
+        self._mean = (FIRST_ANSWER, 0)
+
+    def work_s(self, adapter_id: str | None, prompt_tokens: float) -> float:
+        """Return the seconds of a request with a prompt of about that length."""
+        answer, _ = self._means.get(adapter_id, self._mean)
+        return prompt_tokens * self.rates.prompt_token_s + answer * self.rates.answer_token_s
+
+    def observe(self, adapter_id: str | None, answer_tokens: int) -> None:
+        """Enter the length of an answer."""
+        self._mean = _moved(self._mean, answer_tokens)
+        # A new adapter begins with everybody's mean, as if that were its first answer.
+        known = self._means.pop(adapter_id, (self._mean[0], 1))
+        self._means[adapter_id] = _moved(known, answer_tokens)
+        if len(self._means) > MAX_ADAPTERS:
+            self._means.popitem(last=False)
+
+
+def _moved(mean: tuple[float, int], value: int) -> tuple[float, int]:
+    """Return a fading mean and its number of values, with one more."""
+    number = min(mean[1] + 1, MEMORY)
+    return mean[0] + (value - mean[0]) / number, number
