@@ -27,7 +27,9 @@ class Served:
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
         self.url = url
         self.last_log = ""
-        self.http = httpx2.Client(base_url=url, trust_env=False, timeout=60)
+        # One connection is kept for the next request: more would stay open until the server ends them.
+        limits = httpx2.Limits(max_keepalive_connections=1)
+        self.http = httpx2.Client(base_url=url, trust_env=False, timeout=60, limits=limits)
         self._process = process
         self._log = log
 

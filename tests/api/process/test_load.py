@@ -147,7 +147,7 @@ async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traf
 
 @pytest.mark.parametrize(
     ("adapters", "requests"),
-    [(24, 96), pytest.param(250, 500, marks=pytest.mark.long), pytest.param(1000, 1500, marks=pytest.mark.exhaustive)],
+    [(24, 96), pytest.param(120, 300, marks=pytest.mark.long), pytest.param(1000, 1500, marks=pytest.mark.exhaustive)],
 )
 def test_evict_and_reload_storm(served: Served, adapters: int, requests: int) -> None:
     before = figures(served)
@@ -195,7 +195,7 @@ def test_a_flood(served: Served) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "bench_overload.py --model marked --calm-seconds 3 --seconds 20",
+        "bench_overload.py --model marked --calm-seconds 3 --seconds 8",
         pytest.param("soak.py --minutes 0.5 --folder {folder}", marks=pytest.mark.exhaustive),
     ],
 )
