@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lorasrv.metrics.trace import TraceRequest
     from lorasrv.models.spec import ModelSpec
     from lorasrv.offline.planner.machine_profile import MachineProfile
-    from lorasrv.offline.planner.simulator import SimServer
+    from lorasrv.offline.planner.sim_replica import SimServer
 
 DEFAULT_RANK = 16
 MAX_RANK = 256
@@ -176,7 +176,7 @@ def _server(
     from lorasrv.engine.memory_plan import MIN_POOL_PAGES, pool_size
     from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
-    from lorasrv.offline.planner.simulator import SimServer
+    from lorasrv.offline.planner.sim_replica import SimServer
     from lorasrv.worker.device import DeviceMemory, resolve_device
     from sgmv_kernels.formats.kv_format import get_kv_format
 

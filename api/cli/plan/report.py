@@ -8,7 +8,8 @@ from typing import Any
 from api.cli.common.terminal import print_table, say
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.report import SimulationStats
-from lorasrv.offline.planner.simulator import SimServer, SimulationResult
+from lorasrv.offline.planner.sim_replica import SimServer
+from lorasrv.offline.planner.sim_traffic import SimulationResult
 from lorasrv.offline.planner.what_if import Capacity, WhatIf, best_change
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lorasrv.metrics.trace import TraceRequest
-from lorasrv.offline.planner.simulator import SimulatedRequest, SimulationResult
+from lorasrv.offline.planner.sim_traffic import SimulatedRequest, SimulationResult
 from lorasrv.outputs import AdapterTier
 
 NAN = float("nan")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from lorasrv.config import POLICIES, MemoryOptions
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.report import SimulationStats, predicted
-from lorasrv.offline.planner.simulator import SimServer, replay, resized
+from lorasrv.offline.planner.sim_replica import SimServer, resized
+from lorasrv.offline.planner.simulator import replay
 
 MAX_ZIPF = 4.0
 PRECISION = 1.1

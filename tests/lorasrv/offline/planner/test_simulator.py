@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,9 @@ from lorasrv.offline.planner.adapter_sizes import layout_of_bytes
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.report import measured, over_time, predicted, quantile
 from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
-from lorasrv.offline.planner.simulator import SimServer, SimulatedPrompts, SimulationResult, Simulator, replay
+from lorasrv.offline.planner.sim_replica import SimReplica, SimServer
+from lorasrv.offline.planner.sim_traffic import SimulatedPrompts, SimulatedRequest, SimulationResult
+from lorasrv.offline.planner.simulator import replay
 from lorasrv.offline.planner.what_if import Popularity, best_change, capacity, changes, fit_zipf, name_of_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -47,19 +50,20 @@ def _trace(count: int = 60, adapters: int = 12, rate: float = 20.0, seed: int = 
     ]
 
 
-class _Watched(Simulator):
-    """Checks every account after every step, and that the clock does not go back."""
+class _Watched(SimReplica):
+    """Checks every account after every round, and that the clock does not go back nor past what was announced."""
 
-    def _step(self) -> bool:
-        before = self.now
-        done = super()._step()
+    def round(self) -> list[SimulatedRequest]:
+        before, announced = self.now, self.next_s
+        done = super().round()
         self.scheduler.check_integrity()
-        assert self.now >= before
+        assert before <= self.now <= announced
         return done
 
 
 def _check(server: SimServer, trace: list[TraceRequest]) -> SimulationResult:
-    done = _Watched(server, trace).run()
+    with patch("lorasrv.offline.planner.simulator.SimReplica", _Watched):
+        done = replay(server, trace)
     assert [o.request for o in done.outcomes] == sorted(trace, key=lambda r: r.arrival_s)
     assert all(outcome.end_s is not None for outcome in done.outcomes)
     for outcome in (o for o in done.outcomes if o.refused is None):

@@ -1,0 +1,333 @@
+"""One simulated server, driven from outside: the real scheduler, page pool and host cache on a simulated clock.
+
+Each round does what a server does between two steps, in the same order: take loader reports, `Scheduler.schedule`,
+issue orders, compute the step, `update_from_output`. Only the work is simulated: a step takes what `StepCosts` predicts
+for its shape, a load takes what its bytes take, and an answer has as many tokens as recorded, drafted as recorded.
+Queueing, chunking, eviction and the choice of drafts are the scheduler's own.
+
+The driver keeps the order of time: it calls `round` when `next_s` has come, and `give` for a request that arrives
+before. Torch-free.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from adapter_store.host_cache import HostCache
+from adapter_store.spec import AdapterKey
+from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.engine.backpressure import num_queued
+from lorasrv.engine.input_processor import InputProcessor
+from lorasrv.errors import InvalidRequest
+from lorasrv.memory.cost_model import StepShape
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.planner.machine_profile import MachineProfile
+from lorasrv.offline.planner.sim_drafter import RecordedDrafts
+from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
+from lorasrv.offline.planner.sim_traffic import OTHER_TOKEN, SimTraffic, SimulatedRequest, SimulationResult, key_of
+from lorasrv.outputs import AdapterTier, EngineOutput, RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut, path_along
+from lorasrv.speculation.speculator import Speculator
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
+
+EOS, WRONG_TOKEN = 0, 3
+VOCABULARY = 1 << 62
+SHORTEST_WAIT_S = 1e-3
+"""Minimum advance of the clock; without it the simulation could wait without end."""
+
+
+@dataclass(frozen=True)
+class SimServer:
+    """Describe the server on which a trace is replayed."""
+
+    geometry: PoolLayout
+    memory: MemoryOptions
+    scheduler: SchedulerOptions
+    costs: MachineProfile
+    # Adapter name -> its layout in the pool.
+    layout_of: Callable[[str], AdapterLayout]
+    max_model_len: int = 1 << 30
+    # Whether answers are drafted as recorded.
+    has_drafts: bool = True
+
+
+def resized(server: SimServer, pool_bytes: int) -> SimServer:
+    """Return the server with another pool size."""
+    pages = max(1, pool_bytes // server.geometry.block_bytes)
+    return replace(server, geometry=replace(server.geometry, num_pages=pages))
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Hold a step while its time passes."""
+
+    step: SchedulerOutput
+    begun_s: float
+    # Moves on while loads disturb the step.
+    ends_s: float
+
+
+class SimReplica:
+    """Simulate a server with empty memory, from `begins_s` on."""
+
+    def __init__(self, server: SimServer, traffic: SimTraffic, begins_s: float = 0.0) -> None:
+        self._server = server
+        self._costs = server.costs
+        self._traffic = traffic
+        self.now = begins_s
+        self.cache: HostCache[int] = HostCache(server.memory.host_cache_bytes)
+        self.memory = MemoryManager.make(
+            server.geometry,
+            server.memory,
+            server.scheduler.preemption_mode,
+            self.is_on_host,
+            lambda: self.now,
+            self._costs.model(traffic.typical_bytes),
+        )
+        self._step_costs = self.memory.costs.step
+        drafter = RecordedDrafts(lambda rid: self._live[rid].request, OTHER_TOKEN, WRONG_TOKEN)
+        drafters = [drafter] if server.has_drafts and traffic.has_drafts else []
+        speculator = Speculator(drafters, VOCABULARY, lambda: self.now)
+        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host, speculator)
+        self._loader = SimLoader(self._costs, self.cache, lambda key: traffic.layouts[key].nbytes)
+        self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
+        self._live: dict[RequestId, SimulatedRequest] = {}
+        self._inbox: list[EngineCoreRequest] = []
+        # The step that is being computed; else until when to wait for an event, or None: a round begins now.
+        self._pass: _Pass | None = None
+        self._waits_until_s: float | None = None
+        self._gaps = array("d")
+        self._steps = 0
+        self._busy_s = 0.0
+        self._used_page_s = 0.0
+
+    # Facts about adapters for `InputProcessor`.
+
+    @property
+    def max_host_bytes(self) -> int:
+        return self.cache.max_bytes
+
+    def hold(self, key: AdapterKey, /) -> None:
+        """Do nothing: no adapter is deleted in a replay."""
+
+    def layout(self, key: AdapterKey, /) -> AdapterLayout:
+        return self._traffic.layouts[key]
+
+    def knows_layout(self, _: AdapterKey) -> bool:
+        return True
+
+    def num_draft_heads(self, _: AdapterKey, /) -> int:
+        return 0
+
+    def is_on_host(self, key: AdapterKey) -> bool:
+        return key in self.cache
+
+    # For the driver.
+
+    @property
+    def has_requests(self) -> bool:
+        """Return whether a request has been given and has not ended."""
+        return bool(self._inbox) or self.scheduler.has_requests
+
+    @property
+    def next_s(self) -> float:
+        """Return when `round` is due; infinity if nothing will happen before a request is given."""
+        if self._pass is not None and self.now < self._pass.ends_s:
+            return min(self._pass.ends_s, self._loader.next_event_s())
+        if self._pass is None and self._waits_until_s is not None:
+            return min(self._waits_until_s, self._loader.next_event_s())
+        return self.now
+
+    def round(self) -> list[SimulatedRequest]:
+        """Do what is due: let an event happen, or begin or end a step. Return the requests that have ended."""
+        if self._pass is not None:
+            if self.now < self._pass.ends_s:
+                self._move_to(self.next_s)
+            return self._end(self._pass) if self.now >= self._pass.ends_s else []
+        if self._waits_until_s is not None:
+            self._move_to(self.next_s)
+            self._waits_until_s = None
+            return []
+        return self._begin()
+
+    def give(self, outcome: SimulatedRequest, at_s: float) -> str | None:
+        """Admit a request, possibly during a step, and start reading its adapter's file; return why not, if so.
+
+        Args:
+            at_s: not after `next_s`.
+        """
+        if at_s > self.now:
+            self._move_to(at_s)
+        self._waits_until_s = None
+        refused = self._why_not(outcome.request)
+        rid = RequestId(f"r{outcome.number}")
+        message = None if refused else self._message(rid, outcome)
+        if message is None:
+            return refused or "does not fit"
+        self._live[rid] = outcome
+        self._inbox.append(message)
+        if message.adapter_key is not None and message.found is AdapterTier.DISK:
+            self._loader.prefetch(message.adapter_key)
+        return None
+
+    def live(self) -> list[SimulatedRequest]:
+        """Return the requests that have not ended, in the order in which they were given."""
+        return list(self._live.values())
+
+    def resident(self) -> frozenset[str]:
+        """Return the names of the adapters in the pool."""
+        return frozenset(self._traffic.names[key] for key, _, _ in self.memory.adapters.placements())
+
+    def check_integrity(self) -> None:
+        """Check the accounts of the pool and the scheduler."""
+        self.memory.check_integrity()
+        self.scheduler.check_integrity()
+
+    def result(self, outcomes: Sequence[SimulatedRequest]) -> SimulationResult:
+        """Return the counts, with the requests that this server got."""
+        return SimulationResult(
+            outcomes=outcomes,
+            gaps_s=self._gaps,
+            end_s=max((o.end_s or 0.0 for o in outcomes), default=0.0),
+            busy_s=self._busy_s,
+            steps=self._steps,
+            preemptions=self.scheduler.counters.preemptions,
+            loads_from_disk=self._loader.num_from_disk,
+            loads_from_host=self._loader.num_from_host,
+            evictions=self.memory.adapter_manager.num_evictions,
+            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.memory.layout.num_pages),
+        )
+
+    # Rounds.
+
+    def _begin(self) -> list[SimulatedRequest]:
+        """Plan a step and begin to compute it; without one, wait for the next event."""
+        for message in self._inbox:
+            self.scheduler.add(message)
+        self._inbox.clear()
+        self._take_reports()
+        step = self.scheduler.schedule()
+        self._give_orders(step)
+        if step.scheduled or step.num_preempted:
+            self._loader.take_stall_s()
+            self._pass = _Pass(step, self.now, self.now + self._seconds(step))
+            return []
+        ended = self._hear(self.scheduler.update_from_output(step, {}))
+        if not self._loader.has_reports:
+            wake_s = math.inf if step.wake_s is None else step.wake_s
+            self._waits_until_s = max(wake_s, self.now + SHORTEST_WAIT_S)
+        return ended
+
+    def _seconds(self, step: SchedulerOutput) -> float:
+        """Return the time of a step that nothing disturbs."""
+        if not step.scheduled:
+            return self._costs.between_steps_s + SHORTEST_WAIT_S
+        swapped = sum(len(op.pages) for op in step.page_ops if isinstance(op, SwapOut | SwapIn))
+        seconds = self._step_costs.seconds(StepShape.of(step)) + self._costs.between_steps_s
+        return seconds + swapped * self._server.geometry.block_bytes * self._costs.swap_byte_s
+
+    def _end(self, done: _Pass) -> list[SimulatedRequest]:
+        self._pass = None
+        if done.step.scheduled:
+            self._steps += 1
+            self._busy_s += self.now - done.begun_s
+            held = self.memory.layout.num_pages - self.memory.num_free - self.memory.num_unused_prefix_pages
+            self._used_page_s += held * (self.now - done.begun_s)
+        return self._hear(self.scheduler.update_from_output(done.step, self._sampled(done.step)))
+
+    def _move_to(self, time_s: float) -> None:
+        assert time_s < math.inf, "requests wait, but there is no event"
+        self.now = max(self.now, time_s)
+        self._loader.advance(self.now)
+        if self._pass is not None:
+            self._pass.ends_s += self._loader.take_stall_s()
+
+    # Requests.
+
+    def _why_not(self, request: TraceRequest) -> str | None:
+        """Return the reason to refuse a request before tokenization, if there is one."""
+        options, scheduler = self._server.scheduler, self.scheduler
+        sent = len(self._inbox) + 1
+        if num_queued(sent, scheduler.num_waiting, scheduler.num_running, options.max_num_seqs) > (
+            options.max_num_queued_seqs
+        ):
+            return "overloaded"
+        if request.prompt_tokens + request.output_tokens > self._server.max_model_len:
+            return "too long"
+        return None
+
+    def _message(self, rid: RequestId, outcome: SimulatedRequest) -> EngineCoreRequest | None:
+        """Return a request's message; None if it can never fit."""
+        request = outcome.request
+        # Where the context is shorter than the recorded server's, an answer gets only the rest of the context.
+        most = max(request.output_tokens, request.max_tokens or 0)
+        most = min(most, self._server.max_model_len - request.prompt_tokens)
+        try:
+            return self._inputs.process(
+                rid,
+                self._traffic.prompts.of(outcome.number),
+                SamplingParams(max_tokens=most, temperature=0.0),
+                None if request.adapter is None else key_of(request.adapter),
+                principal=request.key or "anonymous",
+                adapter_id=request.adapter or "",
+                priority=request.priority,
+                timeout_s=request.timeout_s,
+            )
+        except InvalidRequest:
+            return None
+
+    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int, ...]]:
+        """Sample the end token as an answer's last token, unless its length ends it, and others as far as drafts are
+        right."""
+        tokens = {}
+        for share in step.scheduled:
+            if share.samples:
+                left = self._live[share.request_id].request.output_tokens - share.num_generated
+                right = (OTHER_TOKEN,) * max(0, left - 1) + (EOS,)
+                num_right = len(path_along(share.draft_token_ids, share.draft_parents, right))
+                tokens[share.request_id] = right[: num_right + 1]
+        return tokens
+
+    def _hear(self, outputs: Sequence[EngineOutput]) -> list[SimulatedRequest]:
+        """Enter what the requests got; return those that have ended."""
+        ended = []
+        for output in outputs:
+            outcome = self._live[output.request_id]
+            for _ in output.new_token_ids:
+                self._has_token(outcome)
+            if output.finish_reason is not None:
+                outcome.timing, outcome.end_s = output.timing, self.now
+                if not outcome.tokens or output.refusal is not None:
+                    outcome.refused = str(output.refusal or output.finish_reason)
+                ended.append(self._live.pop(output.request_id))
+        return ended
+
+    def _has_token(self, outcome: SimulatedRequest) -> None:
+        if outcome.first_token_s is None:
+            outcome.first_token_s = self.now
+        else:
+            self._gaps.append(self.now - outcome.last_token_s)
+        outcome.last_token_s = self.now
+        outcome.tokens += 1
+
+    # Adapters.
+
+    def _take_reports(self) -> None:
+        for key, part in self._loader.poll():
+            if part is LoadPart.LOADED:
+                self.memory.adapter_manager.on_loaded(key)
+            else:
+                self.scheduler.on_adapter_copied(key)
+
+    def _give_orders(self, step: SchedulerOutput) -> None:
+        for key in step.orders.cancels:
+            self._loader.cancel(key)
+        for key in step.orders.loads:
+            self._loader.load(key)
+        for key, _ in step.orders.copies:
+            self._loader.copy(key)
