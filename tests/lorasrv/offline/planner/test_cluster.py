@@ -1,0 +1,219 @@
+"""Clusters: one of one machine is a replay, nothing is lost or doubled when machines come and go, and laws hold."""
+
+import statistics
+from collections import Counter
+from dataclasses import astuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
+from lorasrv.errors import ConfigError
+from lorasrv.memory.memory_manager import PoolLayout
+from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.planner.adapter_sizes import layout_of_bytes
+from lorasrv.offline.planner.cluster import (
+    LOST,
+    NO_REPLICA,
+    ChangeKind,
+    ClusterOptions,
+    ClusterResult,
+    MachineChange,
+    replay_on,
+)
+from lorasrv.offline.planner.cluster_report import cluster_stats
+from lorasrv.offline.planner.laws import LAWS, TrafficLaw
+from lorasrv.offline.planner.machine_profile import MachineProfile
+from lorasrv.offline.planner.sim_replica import SimServer
+from lorasrv.offline.planner.simulator import replay
+from lorasrv.placement.kinds import PLACEMENTS
+
+STEP = {"step": 5e-3, "token": 5e-4, "request": 2e-4, "adapter_byte": 2e-9, "attention_pair": 1e-8, "second_token": 0.0}
+BOUNDS_MS = {"ttft": 1000.0, "tpot": 100.0}
+FAIL, JOIN = ChangeKind.FAIL, ChangeKind.JOIN
+
+
+def _server(pages: int = 100, load_byte_s: float = 2e-9, edge_s: float = 1e-3, **options: object) -> SimServer:
+    costs = MachineProfile(STEP, 1e-4, edge_s, load_s=2e-3, load_byte_s=load_byte_s, copy_s=1e-4, stall_s=5e-3)
+    memory = MemoryOptions(host_cache_bytes=1 << 18, swap_bytes=1 << 16)
+    scheduler = SchedulerOptions(**{"max_num_seqs": 16, "max_num_batched_tokens": 64, **options})
+    layout = layout_of_bytes(16384, 2, 2)
+    return SimServer(PoolLayout(pages, 16, 2048, 2), memory, scheduler, costs, lambda name: layout, 4096)
+
+
+requests = st.builds(
+    TraceRequest,
+    arrival_s=st.floats(0, 2) | st.sampled_from((0.0, 0.5, 1.0)),
+    prompt_tokens=st.integers(1, 300),
+    output_tokens=st.integers(1, 20),
+    adapter=st.none() | st.sampled_from("abcdef"),
+    timeout_s=st.none() | st.floats(0.05, 5),
+    key=st.none() | st.sampled_from("xy"),
+    cached_tokens=st.just(0) | st.just(1),
+    drafted_tokens=st.just(9),
+    accepted_tokens=st.integers(0, 4),
+    steps=st.integers(0, 9),
+)
+traces = st.lists(requests, min_size=1, max_size=24)
+quickly = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quickly
+@given(traces, st.sampled_from(PLACEMENTS), st.sampled_from(POLICIES), st.sampled_from((6, 24, 100)), st.integers(1, 3))
+def test_a_cluster_of_one_is_a_replay_to_the_bit(
+    trace: list[TraceRequest], placement: str, policy: str, pages: int, routers: int
+) -> None:
+    for edge_s in (0.0, 1e-3):
+        server = _server(pages, 1e-6, edge_s, scheduling_policy=policy, max_num_queued_seqs=8)
+        alone = replay(server, trace)
+        (only,) = replay_on(server, trace, ClusterOptions(1, placement, routers)).machines
+        assert repr(astuple(only)) == repr(astuple(alone))
+
+
+@st.composite
+def changes(draw: st.DrawFn, machines: int) -> list[MachineChange]:
+    """Machines that fail, come back and join, in an order that is possible."""
+    there, done = {f"m{number}" for number in range(machines)}, []
+    times = sorted(draw(st.lists(st.floats(0, 3) | st.sampled_from((0.0, 0.5)), max_size=6)))
+    for at_s in times:
+        name = draw(st.sampled_from([f"m{number}" for number in range(machines + 1)]))
+        done.append(MachineChange(at_s, FAIL if name in there else JOIN, name))
+        there ^= {name}
+    return done
+
+
+def _check(done: ClusterResult, trace: list[TraceRequest]) -> None:
+    """Every request ended once: in full, or refused, or lost with its machine."""
+    assert [o.request for o in done.outcomes] == sorted(trace, key=lambda r: r.arrival_s)
+    for outcome in done.outcomes:
+        assert outcome.end_s is not None
+        if outcome.refused is None:
+            assert outcome.tokens == outcome.request.output_tokens
+            assert outcome.first_token_s is not None
+            assert outcome.request.arrival_s < outcome.first_token_s <= outcome.last_token_s == outcome.end_s
+        assert (outcome.refused != LOST) or outcome.tokens < outcome.request.output_tokens
+    tokens = sum(o.tokens for o in done.outcomes)
+    firsts = sum(o.tokens > 0 for o in done.outcomes)
+    assert sum(len(machine.gaps_s) for machine in done.machines) == tokens - firsts
+
+
+@quickly
+@given(st.data(), traces, st.integers(1, 3), st.sampled_from(PLACEMENTS), st.integers(1, 2))
+def test_nothing_is_lost_or_doubled(
+    data: st.DataObject, trace: list[TraceRequest], machines: int, placement: str, routers: int
+) -> None:
+    options = ClusterOptions(machines, placement, routers, 0.1, data.draw(changes(machines)))
+    done = replay_on(_server(40), trace, options)
+    _check(done, trace)
+    again = replay_on(_server(40), trace, options)
+    assert repr(done) == repr(again), "the same seed, the same figures"
+
+
+def test_a_failure_ends_streams_and_sends_the_rest_again() -> None:
+    """Both requests are where their adapter is at home; one has begun when that machine fails."""
+    trace = [TraceRequest(0.0, 10, 200, "a"), TraceRequest(0.98, 300, 5, "a")]
+    stayed = replay_on(_server(), trace, ClusterOptions(3))
+    assert [o.refused for o in stayed.outcomes] == [None, None]
+    (home,) = (number for number, machine in enumerate(stayed.machines) if machine.outcomes)
+    done = replay_on(_server(), trace, ClusterOptions(3, changes=[MachineChange(1.0, FAIL, f"m{home}")]))
+    _check(done, trace)
+    begun, waiting = done.outcomes
+    assert (begun.refused, begun.end_s, 0 < begun.tokens < 200) == (LOST, 1.0, True)
+    assert waiting.first_token_s is not None
+    assert (waiting.refused, waiting.first_token_s > 1.0, done.resent) == (None, True, 1)
+    assert sorted(len(machine.outcomes) for machine in done.machines) == [0, 1, 2]
+
+
+def test_without_machines_requests_are_refused_until_one_joins() -> None:
+    trace = [TraceRequest(1.0, 10, 5, "a"), TraceRequest(3.0, 10, 5, "a")]
+    changed = [MachineChange(0.5, FAIL, "m0"), MachineChange(2.0, JOIN, "m0")]
+    done = replay_on(_server(), trace, ClusterOptions(1, changes=changed))
+    assert [o.refused for o in done.outcomes] == [NO_REPLICA, None]
+    assert [len(machine.outcomes) for machine in done.machines] == [0, 1]
+
+
+def test_a_full_machine_passes_a_request_on_once() -> None:
+    trace = [TraceRequest(0.0, 40, 40, "a") for _ in range(8)]
+    server = _server(max_num_seqs=1, max_num_queued_seqs=1)
+    done = replay_on(server, trace, ClusterOptions(2, "hash"))
+    _check(done, trace)
+    assert Counter(o.refused for o in done.outcomes) == {None: 4, "overloaded": 4}
+
+
+def test_affinity_loads_less_than_chance() -> None:
+    trace = TrafficLaw("poisson", 30.0, 8.0, 40, 0.8, 40, 10).trace()
+    stats = {
+        name: cluster_stats(name, replay_on(_server(), trace, ClusterOptions(4, name)), BOUNDS_MS)
+        for name in ("bounded", "random")
+    }
+    assert stats["bounded"].loads_from_disk < 0.7 * stats["random"].loads_from_disk
+    assert {one.requests for one in stats.values()} == {len(trace)}
+
+
+def test_reports_let_routers_see_what_others_sent() -> None:
+    """Each of two routers gets one of two long requests: they go to different machines, ten times in a row."""
+    trace = [TraceRequest(10.0 * pair + at_s, 40, 50) for pair in range(10) for at_s in (0.0, 0.05)]
+    done = replay_on(_server(), trace, ClusterOptions(2, "least", routers=2, report_s=0.01))
+    assert [sorted(o.number // 2 for o in machine.outcomes) for machine in done.machines] == [list(range(10))] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"machines": 0}, "machines must be positive, not 0"),
+        ({"machines": 1, "routers": 0}, "routers must be positive, not 0"),
+        ({"machines": 1, "report_s": 0.0}, "report_s must be positive, not 0.0"),
+        ({"machines": 1, "changes": [MachineChange(1.0, FAIL, "m1")]}, "fail of m1 at 1 s: it is not there"),
+        ({"machines": 1, "changes": [MachineChange(1.0, JOIN, "m0")]}, "join of m0 at 1 s: it is there already"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ClusterOptions(**options)
+
+
+# Laws.
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_laws_keep_their_means(law: str) -> None:
+    traffic = TrafficLaw(law, 50.0, 400.0, 100, 1.0, 200, 50, 0.8, seed=3)
+    trace = traffic.trace()
+    assert trace == traffic.trace()
+    assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
+    assert 0 <= trace[0].arrival_s <= trace[-1].arrival_s < 400
+    # The busy state of `mmpp` lasts a random share of the time.
+    assert len(trace) == pytest.approx(20_000, rel=0.2 if law == "mmpp" else 0.05)
+    assert statistics.mean(r.prompt_tokens for r in trace) == pytest.approx(200, rel=0.05)
+    assert statistics.mean(r.output_tokens for r in trace) == pytest.approx(50, rel=0.05)
+    by_adapter = Counter(r.adapter for r in trace)
+    if law != "flash":
+        assert by_adapter["a0"] / by_adapter["a9"] == pytest.approx(10, rel=0.35)
+
+
+def test_laws_differ_in_when_they_ask() -> None:
+    def share(law: str, begin: float, end: float) -> float:
+        trace = TrafficLaw(law, 50.0, 400.0, 100).trace()
+        return sum(begin <= r.arrival_s < end for r in trace) / len(trace)
+
+    assert share("diurnal", 0, 40) + share("diurnal", 180, 220) < 0.1 < 0.17 < share("diurnal", 80, 120)
+    assert share("flash", 200, 280) == pytest.approx(0.5, abs=0.03)
+    crowd = Counter(r.adapter for r in TrafficLaw("flash", 50.0, 400.0, 100).trace() if 200 <= r.arrival_s < 280)
+    assert crowd.most_common(1)[0][1] > 0.45 * crowd.total()
+    counts = Counter(int(r.arrival_s) for r in TrafficLaw("mmpp", 50.0, 400.0, 100, seed=3).trace())
+    assert statistics.variance(counts.values()) > 5 * statistics.mean(counts.values()), "Poisson's is equal to its mean"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("law", "chaos", "law 'chaos' is unknown; there are poisson, diurnal, flash, mmpp"),
+        ("rate", 0.0, "rate must be positive, not 0.0"),
+        ("seconds", float("inf"), "seconds must be positive, not inf"),
+        ("zipf", -1.0, "zipf must be from 0 to 10, not -1.0"),
+    ],
+)
+def test_wrong_laws(field: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TrafficLaw(**{field: value})
