@@ -34,6 +34,7 @@ STATIC_FILES = (
     "try_it.js",
     "upload.js",
     "verdict.js",
+    "weights.js",
 )
 """Files of `static/` except for the page itself."""
 CONSOLE_PATHS = ("/console", "/console/", *(f"/console/{name}" for name in STATIC_FILES))

@@ -102,3 +102,34 @@ def test_an_error_in_the_middle_of_a_stream(page) -> None:
     assert answer(page, 1) == "Ahoy"
     assert page.locator(".problem").first.text_content() == f"The engine died {MARKUP}."
     assert page.locator(".problem *").count() == 0
+
+
+def said(served, model: str) -> str:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = served.post("/v1/chat/completions", model=model, messages=messages, max_tokens=12, temperature=0)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_weights_of_a_sum_are_sliders_and_what_is_typed(page, served, eventually) -> None:
+    ask(page, "two", "two")
+    wait_until_done(page)
+    page.locator(".weights summary").first.click()
+    page.get_by_label("Adapter to add to model 1").fill("one")
+    page.get_by_label("Adapter to add to model 1").press("Enter")
+    assert page.input_value("#lane-1") == "two+0.5*one"
+    slider = page.get_by_label("Weight of one in model 1")
+    for _ in range(30):
+        slider.press("ArrowRight")
+    assert page.input_value("#lane-1") == "two+2*one"
+    assert page.locator(".weights code").first.inner_text() == "lorasrv compose NAME two 2*one"
+    # The answer follows the weights, once they rest; the other model is not asked.
+    eventually(lambda: answer(page, 1) == said(served, "two+2*one"))
+    wait_until_done(page)
+    assert answer(page, 2) == said(served, "two") != answer(page, 1)
+    page.fill("#lane-1", "-3.5*three+two")
+    assert page.get_by_label("Weight of three in model 1").input_value() == "-3.5"
+    page.get_by_label("Leave three out of model 1").click()
+    assert page.input_value("#lane-1") == "two"
+    assert page.get_by_label("Leave two out of model 1").is_disabled()
+    page.fill("#lane-1", "two+")
+    assert page.locator(".lane").first.locator(".weights-row").count() == 0

@@ -5,6 +5,7 @@ import { Problem, ask } from "./api.js";
 import { el, setText } from "./dom.js";
 import { UNKNOWN, count, digest, ms, rate } from "./format.js";
 import { events } from "./sse.js";
+import { Weights } from "./weights.js";
 
 const ENDS = { stop: "ended by itself", length: "cut at the most tokens", stopped: "stopped by you" };
 const FIGURES = ["First token", "Tokens/s", "Tokens", "Found in", "Version", "Waited", "Loaded", "End"];
@@ -15,11 +16,15 @@ const place = (tier) => (tier ? (TIERS[tier]?.[1] ?? tier) : "the base");
 export class Lane {
   #cells = {};
   #abort = null;
+  #wasAsked = false;
   #output = el("div", { class: "answer", tabindex: "0", role: "region", "aria-busy": "false" });
   #problem = el("p", { class: "problem", role: "alert", hidden: true });
 
-  /** `announce` says a sentence to screen readers; `changed` is told when the lane starts and ends. */
-  constructor(number, listId, announce, changed) {
+  /**
+   * `announce` says a sentence to screen readers; `changed` is told when the lane starts and ends; `askAgain` when its
+   * answer is no longer that of its weights.
+   */
+  constructor(number, listId, announce, changed, askAgain) {
     this.announce = announce;
     this.changed = changed;
     this.input = el("input", {
@@ -29,6 +34,7 @@ export class Lane {
       spellcheck: "false",
       required: true,
     });
+    this.weights = new Weights(number, this.input, listId, () => this.#wasAsked && askAgain(this));
     this.stopButton = el(
       "button",
       { type: "button", disabled: true, "aria-label": `Stop model ${number}`, onclick: () => this.stop() },
@@ -49,6 +55,7 @@ export class Lane {
         this.input,
         this.stopButton,
       ),
+      this.weights.node,
       this.#output,
       this.#problem,
       el("dl", { class: "lane-figures" }, rows),
@@ -64,7 +71,7 @@ export class Lane {
   }
 
   async run(prompt, maxTokens, temperature) {
-    this.#begin();
+    const abort = this.#begin();
     const model = this.input.value.trim();
     const body = {
       model,
@@ -77,20 +84,23 @@ export class Lane {
     const clock = { sent: performance.now(), first: null, last: null };
     let end = "";
     try {
-      const answer = await ask("POST", "/v1/chat/completions", { body, signal: this.#abort.signal });
+      const answer = await ask("POST", "/v1/chat/completions", { body, signal: abort.signal });
       this.#set("Found in", place(answer.headers.get("x-adapter-tier")));
-      end = await this.#read(answer, clock);
+      end = await this.#read(answer, clock, abort.signal);
     } catch (problem) {
       if (problem.name === "AbortError") end = "stopped";
-      else this.#fail(problem);
+      else if (this.#abort === abort) this.#fail(problem);
     }
+    // Asked again meanwhile: the lane is the other answer's.
+    if (this.#abort !== abort) return;
     this.#set("End", ENDS[end] ?? (end || UNKNOWN));
     this.#finish(model, end);
   }
 
-  async #read(answer, clock) {
+  async #read(answer, clock, signal) {
     let end = "";
     for await (const chunk of events(answer)) {
+      signal.throwIfAborted();
       if (chunk.error) throw new Problem(answer.status, chunk.error);
       const choice = chunk.choices?.[0];
       const text = choice?.delta?.content;
@@ -138,6 +148,7 @@ export class Lane {
 
   #begin() {
     this.stop();
+    this.#wasAsked = true;
     this.#abort = new AbortController();
     this.#output.replaceChildren();
     this.#output.setAttribute("aria-busy", "true");
@@ -145,6 +156,7 @@ export class Lane {
     for (const name of FIGURES) this.#set(name, UNKNOWN);
     this.stopButton.disabled = false;
     this.changed();
+    return this.#abort;
   }
 
   #finish(model, end) {

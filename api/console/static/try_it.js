@@ -8,7 +8,8 @@ const LISTED = 20;
 
 export function startTryIt() {
   const status = byId("try-status");
-  const lanes = [1, 2].map((number) => new Lane(number, `models-${number}`, (text) => setText(status, text), update));
+  const announce = (text) => setText(status, text);
+  const lanes = [1, 2].map((number) => new Lane(number, `models-${number}`, announce, update, askOne));
   const lists = [1, 2].map((number) => el("datalist", { id: `models-${number}` }));
   byId("lanes").append(...lanes.map((lane) => lane.node), ...lists);
 
@@ -18,10 +19,14 @@ export function startTryIt() {
     setText(byId("try-run"), running ? "Ask again" : "Ask both");
   }
 
+  function askOne(lane) {
+    const [prompt, tokens, temperature] = ["try-prompt", "try-tokens", "try-temperature"].map((id) => byId(id).value);
+    if (lane.input.reportValidity()) lane.run(prompt, Number(tokens), Number(temperature));
+  }
+
   byId("try-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const [prompt, tokens, temperature] = ["try-prompt", "try-tokens", "try-temperature"].map((id) => byId(id).value);
-    for (const lane of lanes) if (lane.input.reportValidity()) lane.run(prompt, Number(tokens), Number(temperature));
+    lanes.forEach(askOne);
   });
   byId("try-prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("try-form").requestSubmit();
@@ -31,7 +36,8 @@ export function startTryIt() {
     const suggest = debounced(() => fillList(lists[index], lane.input.value), 200);
     lane.input.addEventListener("input", suggest);
     // Else the list would have nothing but what is in the field already.
-    lane.input.addEventListener("focus", () => fillList(lists[index], ""));
+    for (const field of [lane.input, lane.weights.adding])
+      field.addEventListener("focus", () => fillList(lists[index], ""));
   });
   const begin = () => chooseFirst(lanes, lists);
   session.addEventListener("key", begin);
@@ -57,5 +63,6 @@ async function chooseFirst(lanes, lists) {
   const wanted = second ? [first, second] : [base, first ?? base];
   lanes.forEach((lane, index) => {
     if (!lane.input.value && wanted[index]) lane.input.value = wanted[index];
+    lane.weights.show();
   });
 }
