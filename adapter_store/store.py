@@ -1,5 +1,7 @@
 """The adapter store: one folder, one owning process, safe to use from many threads.
 
+A store may follow another, its origin: then names come by its feed, weights by their digest, and changes are refused.
+
     root/lock              held while a server uses the store
     root/index.sqlite3     ids, versions, aliases, contents (`registry/index.py`)
     root/blobs, root/tmp   weights by digest (`storage/blobs.py`)
@@ -20,19 +22,31 @@ from types import TracebackType
 from typing import Any, Self
 
 from adapter_store.composition import Compositions
-from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
+from adapter_store.errors import (
+    AdapterNotFound,
+    BlobNotFound,
+    BlobTooLarge,
+    StoreFollows,
+    StoreFull,
+    StoreUnusable,
+    VersionInUse,
+)
 from adapter_store.formats.composed import compose_specs, compose_weights
 from adapter_store.formats.peft_dir import CHUNK_BYTES, digest_file
 from adapter_store.formats.weights import AdapterWeights
 from adapter_store.quota import ANONYMOUS, StoreQuota
+from adapter_store.registry.added_tokens import AddedTokens
 from adapter_store.registry.base_identity import BaseIdentity, bind_base
 from adapter_store.registry.content_reader import ContentReader
+from adapter_store.registry.feed import CONTENTS, FeedPage
 from adapter_store.registry.index import NO_QUOTA, Content, Index, Upload
+from adapter_store.registry.name_feed import Followed, NameFeed
 from adapter_store.registry.names import Names, read_records
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
+from adapter_store.storage.blob_cache import BlobCache, Origin
 from adapter_store.storage.blobs import (
     REGISTRATION_S,
     UNREFERENCED_BLOB_AGE_S,
@@ -52,6 +66,8 @@ from adapter_store.validation.validate import max_adapter_bytes
 
 IfMatch = Collection[str] | None
 """States that an id may be in for a change to be applied (`records.check_preconditions`); None: any state."""
+CACHE_BYTES = 16 << 30
+"""Bytes of weights that a follower keeps if its quota names none."""
 
 
 class AdapterStore:
@@ -67,6 +83,7 @@ class AdapterStore:
         base_sample: numbers that identify the base's weights; empty: they are not compared.
         accept_base_change: accept a store of another base if every adapter fits this one.
         form: the form of new versions whose uploader names none.
+        origin: the store to follow; the bytes of the quota then bound the weights that are kept here.
 
     Raises:
         StoreLocked: another server has it open.
@@ -85,8 +102,10 @@ class AdapterStore:
         base_sample: Sequence[float] = (),
         accept_base_change: bool = False,
         form: Form = BF16,
+        origin: Origin | None = None,
     ) -> None:
         self.root = root
+        self._origin = origin
         self.form: Form = form
         self.base = base
         self.max_lora_rank = max_lora_rank
@@ -99,22 +118,45 @@ class AdapterStore:
         self._closed = False
         with contextlib.ExitStack() as undo, opening_errors(root):
             undo.callback(os.close, lock_root(root))
-            self._blobs = BlobDirectory(root)
+            self._blobs = self._open_blobs()
             self._index = Index(root / "index.sqlite3")
             self.pending_uploads = PendingUploads(self._blobs, self._referenced, self._quarantine.clear)
             self._content_reader = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
             self._refcounts = ContentRefcounts(self._index.keys())
-            self.version_history = VersionHistory(self._lock, self._index, self._blobs, self._check_open)
+            self.version_history = VersionHistory(
+                self._lock, self._index, self._blobs, self._check_open, self._check_owner
+            )
             self._leases = BlobLeases(
                 self._lock, self._blobs, self._check_open, self._index.may_reference, self.pending_uploads
             )
+            self.added_tokens = AddedTokens(
+                self._blobs, self._leases, self.pending_uploads, self.compositions, self._content, self._check_owner
+            )
             self._names = Names(read_records(self._index, self._reserved), draw)
-            bind_base(self._index, BaseIdentity.of(base, base_sample), self._content_reader.spec, accept_base_change)
+            identity = BaseIdentity.of(base, base_sample)
+            follows = None if origin is None else origin.address
+            self.feed = NameFeed(
+                self._lock,
+                self._index,
+                self._names,
+                self._refcounts,
+                identity,
+                self._reserved,
+                follows,
+                self._check_open,
+            )
+            bind_base(self._index, identity, self._content_reader.spec, accept_base_change)
             self.collect()
             self._blobs.sweep(self._index.referenced_digests())
             self.snapshots = SnapshotFiles(root, self._owners)
             self._undo = undo.pop_all()
+
+    def _open_blobs(self) -> BlobDirectory:
+        if self._origin is None:
+            return BlobDirectory(self.root)
+        max_bytes = CACHE_BYTES if self.quota.store_bytes is None else self.quota.store_bytes
+        return BlobCache(self.root, self._origin, max_bytes, self._held_digests)
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +174,25 @@ class AdapterStore:
             self._closed = True
             self._undo.close()
 
+    def follow(self, page: FeedPage) -> Followed:
+        """Take over a page of the origin's changes, as `NameFeed.take`."""
+        with self._lock:
+            followed = self.feed.take(page)
+            for name, versions in followed.gone.items():
+                self.snapshots.remove_versions(name, versions)
+            if page.is_last:
+                with contextlib.suppress(StoreUnusable, StoreFull):
+                    self.collect()
+        for _, digest, *_ in page.rows[CONTENTS]:
+            # It was uploaded again, perhaps because it was damaged.
+            self._quarantine.clear(digest)
+        return followed
+
+    def _held_digests(self) -> set[str]:
+        with self._lock:
+            contents = [self._index.content(key) for key in self._refcounts.held()]
+            return {content.weights_digest for content in contents if content is not None}
+
     @property
     def is_writable(self) -> bool:
         """Return whether uploads can be accepted: the store is open, its folder is writable and its disk not full."""
@@ -145,6 +206,17 @@ class AdapterStore:
         """
         return self._blobs.exists(check_digest(digest))
 
+    def blob_path(self, digest: str) -> Path:
+        """Return where weights are, for another thread or process to read; they are removed when nothing needs them.
+
+        Raises:
+            InvalidDigest: not 64 hex digits.
+            BlobNotFound: there are none of this digest.
+        """
+        if not self.blob_exists(digest):
+            raise BlobNotFound(digest)
+        return self._blobs.path(digest)
+
     def open_blob(self, digest: str, length: int, uploader: Uploader = ANONYMOUS_UPLOADER) -> BlobUpload:
         """Start an upload of `length` bytes whose SHA-256 is `digest`.
 
@@ -156,7 +228,7 @@ class AdapterStore:
         """
         if length > self.max_blob_bytes:
             raise BlobTooLarge(length, self.max_blob_bytes)
-        self._check_open()
+        self._check_owner()
         return self.pending_uploads.open(check_digest(digest), length, self.quota.store_bytes, uploader)
 
     def add_blob(self, path: Path) -> str:
@@ -221,6 +293,7 @@ class AdapterStore:
             QuotaExceeded: the principal, or the store, would exceed a limit.
             StoreFull, StoreUnusable: the disk refused.
         """
+        self._check_owner()
         name = check_adapter_id(adapter_id, self._reserved)
         digest = check_digest(weights_digest)
         if alias is not None:
@@ -264,7 +337,7 @@ class AdapterStore:
         if alias is not None:
             check_alias(alias)
         with self._lock:
-            self._check_open()
+            self._check_owner()
             check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
             upload = None
             if weights_of is not None and weights_of.key is not None:
@@ -348,7 +421,7 @@ class AdapterStore:
         """
         change.check()
         with self._lock:
-            self._check_open()
+            self._check_owner()
             record = self.get(adapter_id)
             check_preconditions(adapter_id, record, if_match)
             change.check_versions(record)
@@ -375,7 +448,7 @@ class AdapterStore:
             VersionInUse: an alias points to it; `force` removes the alias too.
         """
         with self._lock:
-            self._check_open()
+            self._check_owner()
             record, selected = self._names.select(reference)
             check_preconditions(record.adapter_id, record, if_match)
             versions = frozenset(v.version for v in selected)
@@ -508,6 +581,18 @@ class AdapterStore:
         if content is None:
             raise AdapterNotFound(key)
         return content
+
+    def _check_owner(self) -> None:
+        """Check that changes may be made here.
+
+        Raises:
+            StoreFollows: they belong to the origin.
+            OriginUnreachable: and cannot be sent there now.
+        """
+        self._check_open()
+        if self._origin is not None:
+            self._origin.check()
+            raise StoreFollows(self._origin.address)
 
     def _check_open(self) -> None:
         if self._closed:

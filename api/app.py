@@ -17,11 +17,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from adapter_store.errors import AdapterError
+from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
 from api.asgi.body_limits import BodyLimitMiddleware
 from api.asgi.draining import DrainMiddleware
 from api.asgi.middleware import Envelope, HeadRequests, LoopbackGuard
 from api.asgi.response_limits import ResponseLimitMiddleware
+from api.asgi.resumption import ResumptionMiddleware
 from api.asgi.sse import ClientDisconnected
 from api.auth.key_cache import KeyCache
 from api.auth.middleware import AuthMiddleware, check_key
@@ -33,6 +35,11 @@ from api.config.settings import ServerSettings
 from api.console import pages as console
 from api.errors import INTERNAL_MESSAGE, answer_for, describe_at
 from api.observability.setup import Observability
+from api.replication.follower import Follower
+from api.replication.gate import ReplicationGate
+from api.replication.headers import REVISION
+from api.replication.peer_headers import PeerHeaders
+from api.replication.usage_sender import UsageSender
 from api.routes import (
     adapter_stats,
     adapters,
@@ -41,8 +48,11 @@ from api.routes import (
     health,
     models,
     openai,
+    pages,
     personas,
     pool,
+    registry,
+    replica,
     tgi,
     tokenize,
     unsupported,
@@ -56,7 +66,7 @@ from api.serving.generation import key_salt
 from api.serving.services import Services
 from api.serving.tgi_responses import LORAX_HEADERS
 from lorasrv import __version__
-from lorasrv.errors import EngineDead, LorasrvError
+from lorasrv.errors import EngineDead, InvalidLimits, LorasrvError
 from lorasrv.offline.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -65,6 +75,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 COLLECT_EVERY_S = 60.0
+MANY_IDS = 100
 EXPOSED_HEADERS = (
     "etag",
     "x-request-id",
@@ -75,6 +86,7 @@ EXPOSED_HEADERS = (
     "x-adapter-fallback",
     "x-queue-ms",
     "x-load-ms",
+    REVISION,
     *RATE_HEADERS,
     *LORAX_HEADERS,
 )
@@ -85,20 +97,28 @@ _ROUTES = (
     models,
     adapters,
     pool,
+    replica,
     adapter_stats,
     verify,
     personas,
+    registry,
     files,
     batches,
     health,
     vllm_lora,
+    pages,
     console,
     unsupported,
 )
 
 
-def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings) -> FastAPI:
+def create_app(
+    engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings, follower: Follower | None = None
+) -> FastAPI:
     """Build an application around an engine, which it starts and shuts down; the caller closes the store.
+
+    Args:
+        follower: keeps a store up to date that follows another; started and closed here.
 
     Raises:
         ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
@@ -106,9 +126,15 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     limits = AdapterLimits(engine, store, settings.limits("adapter"))
     limits.check()
     verifier = Verifier()
-    services = Services.create(engine, store, settings, limits, verifier)
+    services = Services.create(engine, store, settings, limits, verifier, follower)
+    sender = None if follower is None else UsageSender(services.ledger, follower.client)
     watching = Observability.of(services)
-    keys = KeyCache(store.root, settings.secret_key, open_without_keys=settings.serves_without_keys)
+    keys = KeyCache(
+        store.root,
+        settings.secret_key,
+        open_without_keys=settings.serves_without_keys,
+        cluster_secret=settings.read_cluster_secret(),
+    )
     batch_keeper = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
 
     @asynccontextmanager
@@ -121,8 +147,14 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         try:
             await limits.apply_all()
             await batch_keeper.start()
+            if follower is not None:
+                await follower.start(partial(_followed, services))
+            if sender is not None:
+                sender.start()
             yield
         finally:
+            if follower is not None:
+                await follower.stop()
             collecting.cancel()
             noting.cancel()
             forgetting.cancel()
@@ -131,7 +163,12 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
             await engine.shutdown()
             await keys.write_uses()
             keys.close()
+            services.registry.close()
             await watching.close()
+            if sender is not None:
+                await sender.close()
+            if follower is not None:
+                await follower.close()
 
     app = DocumentedApi(
         EXAMPLES,
@@ -146,6 +183,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     app.state.services = services
     app.state.batches = batch_keeper
     app.state.registry = watching.registry
+    app.state.residents = watching.residents
     for module in _ROUTES:
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
@@ -164,6 +202,16 @@ async def _collect(store: AdapterStore) -> None:
             _LOG.warning("cannot remove deleted adapters from the disk now: %s", error)
 
 
+async def _followed(services: Services, changed: Followed) -> None:
+    """Do what a change does on the server that it was sent to, for one that came by the feed."""
+    # A page of a whole history has thousands.
+    await services.ledger.prune(changed.ids if len(changed.ids) < MANY_IDS else None)
+    try:
+        await services.forget_deleted(changed.ids, changed.unnamed)
+    except (EngineDead, InvalidLimits) as error:
+        _LOG.warning("limits of changed adapters are not applied: %s", error)
+
+
 async def _forget_answers(keys: KeyCache, engine: "AsyncEngine") -> None:
     """Drop what was said to keys that have ended, from which later answers would be drafted."""
     with suppress(EngineDead):
@@ -180,6 +228,7 @@ def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) ->
     around = [
         Middleware(Envelope),
         Middleware(DrainMiddleware, draining=services.draining),
+        Middleware(ReplicationGate, store=services.store, follower=services.follower),
         Middleware(HeadRequests),
         Middleware(
             LoopbackGuard,
@@ -202,6 +251,8 @@ def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) ->
         Middleware(ResponseLimitMiddleware),
         Middleware(BodyLimitMiddleware),
         Middleware(RateLimitMiddleware, rate_limiter=services.admission.rate_limiter),
+        Middleware(ResumptionMiddleware, is_cluster=keys.is_cluster),
+        Middleware(PeerHeaders, keys=keys),
     ]
 
 

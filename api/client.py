@@ -1,9 +1,11 @@
 """Call the server from the command line: uploads, lists, streams. Torch-free, without an engine."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +22,7 @@ ANSWER_S, CONNECT_S = 600.0, 5.0
 TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
 BUSY = (429, 503)
+FORBIDDEN = 403
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 ByteProgress = Callable[[str, int, int], None]
 """Called with the activity (hashing, sending), bytes done and total bytes."""
@@ -251,6 +254,20 @@ class Client:
         """Return the memory map of the pool."""
         return self._json("GET", "/v1/pool")
 
+    def with_tokenizer(self, peft: PeftDir) -> PeftDir:
+        """Return an adapter with its tokenizer, if that has tokens that the server's base lacks."""
+        return peft.with_tokenizer(self._num_base_tokens) if peft.has_tokenizer else peft
+
+    @cached_property
+    def _num_base_tokens(self) -> int:
+        """Return how many tokens the base has; 0 for a key that may only upload: the server finds out."""
+        try:
+            return int(self._json("GET", "/tokenizer_info")["vocab_size"])
+        except Refused as error:
+            if error.status != FORBIDDEN:
+                raise
+            return 0
+
     def upload(
         self,
         peft: PeftDir,
@@ -276,12 +293,14 @@ class Client:
         """
         tell = progress or (lambda *_: None)
         digest = digest_file(peft.weights_path, lambda done, total: tell("hashing", done, total))
+        named = None if peft.tokenizer is None else f"sha256:{hashlib.sha256(peft.tokenizer).hexdigest()}"
         body = {
             "id": adapter_id,
             "config": peft.config,
             "weights": f"sha256:{digest}",
             "if_not_exists": if_not_exists,
             **({} if alias is None else {"alias": alias}),
+            **({} if named is None else {"tokenizer": named}),
             **({"allow_partial": True} if allow_partial else {}),
             **({} if stored is None else {"stored": stored}),
             **({"allow_drift": True} if allow_drift else {}),
@@ -292,6 +311,9 @@ class Client:
             self._send(peft.weights_path, digest, tell)
             sends = 1
         while True:
+            if peft.tokenizer is not None and named is not None:
+                # Each registration reads it once.
+                self._put(peft.tokenizer, named, len(peft.tokenizer))
             try:
                 return self._json("POST", "/v1/adapters", json=body)
             except Refused as error:
@@ -305,12 +327,11 @@ class Client:
 
     def _send(self, weights: Path, digest: str, tell: ByteProgress) -> None:
         length = weights.stat().st_size
-        self._json(
-            "PUT",
-            f"/v1/blobs/sha256:{digest}",
-            content=_read_chunks(weights, lambda done: tell("sending", done, length)),
-            headers={"content-length": str(length), "content-type": "application/octet-stream"},
-        )
+        self._put(_read_chunks(weights, lambda done: tell("sending", done, length)), f"sha256:{digest}", length)
+
+    def _put(self, content: bytes | Iterator[bytes], digest: str, length: int) -> None:
+        headers = {"content-length": str(length), "content-type": "application/octet-stream"}
+        self._json("PUT", f"/v1/blobs/{digest}", content=content, headers=headers)
 
     def metrics(self) -> dict[str, float]:
         """Return the samples of /metrics by name, with labels as written there."""

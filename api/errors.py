@@ -69,7 +69,11 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     ),
     engine_errors.EngineOverloaded: Answer(429, "server_overloaded", "rate_limit_error", retry_after_s=1.0),
     engine_errors.NoReplicaReady: Answer(503, "no_replica_ready", SERVER, retry_after_s=1.0),
+    engine_errors.ReplicaLost: Answer(502, "replica_lost", SERVER, retry_after_s=1.0),
+    engine_errors.NoEngine: Answer(503, "no_engine", SERVER, retry=False),
     engine_errors.SnapshotFailure: Answer(503, "snapshot_failed", SERVER, retry=False),
+    engine_errors.PagesDiffer: Answer(409, "pages_differ", retry=False),
+    engine_errors.LeaseEnded: Answer(404, "lease_ended"),
     engine_errors.VerificationUnavailable: Answer(503, "verification_unavailable", SERVER, retry=False),
     engine_errors.VerificationBusy: Answer(429, "verification_running", "rate_limit_error", retry_after_s=30.0),
     engine_errors.VerificationFailed: Answer(503, "verification_failed", SERVER, retry=False),
@@ -101,6 +105,9 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.StoreFull: Answer(
         507, "store_full", SERVER, retry=False, message="the disk of the adapter store is full; nothing was stored"
     ),
+    store_errors.StoreFollows: Answer(409, "store_follows", retry=False),
+    store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0),
+    store_errors.CacheFull: Answer(503, "adapter_cache_full", SERVER, retry_after_s=5.0),
     store_errors.InvalidArchive: Answer(400, "invalid_archive"),
     store_errors.StoreLocked: Answer(
         503, "store_locked", SERVER, retry_after_s=10.0, message="another server uses the adapter store"
@@ -139,6 +146,13 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.code = code
         self.param = param
+
+
+class ModelNotFound(ApiError):
+    """Report a name of a model that does not exist."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(404, message, code="model_not_found", param=param)
 
 
 @dataclass(frozen=True, slots=True)

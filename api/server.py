@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -15,19 +16,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
+from typing import TYPE_CHECKING, Any, cast
 
 from api.app import create_app
-from api.asgi.limits import ConnectionLimits
-from api.asgi.protocol import allow_open_files, bounded
+from api.asgi.draining_server import DrainingServer
+from api.asgi.protocol import allow_open_files
 from api.auth.key_store import has_keys
 from api.config.device_defaults import fitted
 from api.config.lora_modules import register_modules
 from api.config.settings import ServerSettings
+from api.replication.follower import Follower, first_page
+from api.replication.page_client import PageClient
+from api.replication.registry_client import HttpOrigin, RegistryClient
 from lorasrv.config import EngineConfig
 from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
@@ -102,15 +105,15 @@ def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, 
     }
 
 
-GRACE_S = 5
-"""Time for requests to finish after Ctrl-C, for a user who waits at a terminal."""
-LAST_WORDS_S = 2
-"""Time that aborted requests then have to send their last response."""
 Progress = Callable[[str, float], None]
 """Called with the current activity and the share of it that is done, from 0 to 1."""
 
 
-class CannotListen(Exception):
+class CannotStart(Exception):
+    """Report a server that cannot start, with the reason, where no other package has an error for it."""
+
+
+class CannotListen(CannotStart):
     """Report an address that cannot be bound, with the reason; distinguishes it from other system errors."""
 
 
@@ -124,27 +127,54 @@ class Ready:
     pool_bytes: int
     pages: int
     seconds: float
+    # Servers behind the address, each with such a pool.
+    replicas: int = 1
 
 
-def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Hold a server that serves."""
+
+    ready: Ready
+    services: "Services"
+    # Begins to drain it; for any thread.
+    stop: Callable[[], None]
+
+
+def run(
+    settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None], *, computes: bool = True
+) -> None:
     """Serve until SIGINT or SIGTERM, then drain (`api/asgi/draining.py`); a second signal shortens that.
 
     Both signals also end a server that is still loading.
 
+    Args:
+        computes: whether it has an engine; without one it keeps a store for the servers that follow it.
+
     Raises:
-        LorasrvError, AdapterError: model, options or store are not usable, or other machines would need no key.
+        LorasrvError, AdapterError: model, options or store are not usable, an option would do nothing, or other
+            machines would need no key.
         ModulesRefused: adapters of `--lora-modules` are refused.
         CannotListen: the address cannot be bound.
         OSError.
     """
     started = time.monotonic()
+    settings.check_alone()
     check_guarded(settings)
     faults = FaultInjector(settings.faults())
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with bind(settings.host, settings.port) as listener:
-            _serve(settings, faults, listener, progress, on_ready, started)
+            serve_on(
+                listener,
+                settings,
+                faults,
+                progress,
+                lambda running: on_ready(running.ready),
+                started,
+                computes=computes,
+            )
     except KeyboardInterrupt:
         return
 
@@ -156,6 +186,9 @@ def check_guarded(settings: ServerSettings) -> None:
         ConfigError: they need none.
         StoreUnusable: the store's keys cannot be read.
     """
+    if settings.registry is not None:
+        # Its keys are not here yet; until they are, nobody is served.
+        return
     if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
         return
     raise ConfigError(
@@ -184,14 +217,22 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(
+def serve_on(
+    listener: socket.socket,
     settings: ServerSettings,
     faults: FaultInjector,
-    listener: socket.socket,
     progress: Progress,
-    on_ready: Callable[[Ready], None],
+    on_running: Callable[[Running], None],
     started: float,
+    *,
+    computes: bool = True,
 ) -> None:
+    """Serve at a bound socket until it is stopped: in the main thread by a signal, anywhere by `Running.stop`.
+
+    Args:
+        started: monotonic time from which `Ready.seconds` counts.
+        computes: as of `run`.
+    """
     progress("importing torch", 0.0)
     # Before torch: its OpenMP threads would busy-wait for long between products, and starve the event loop on few
     # cores; without busy-waiting (OMP_WAIT_POLICY=PASSIVE) a step takes three times as long. Figures:
@@ -203,20 +244,31 @@ def _serve(
         opened.callback(gc.enable)
         # Compiling takes longest at a first start, and needs nothing of what follows.
         compiling_early = opened.enter_context(ExitStack())
-        compiling_early.enter_context(compiling(_cpu_kernels(settings.engine_config())))
+        compiling_early.enter_context(compiling(_cpu_kernels(settings.engine_config()) if computes else ()))
+        from api.replication.store_engine import StoreEngine
         from lorasrv.engine.async_engine import AsyncEngine
+        from lorasrv.models.loader.locate import read_tokenizer
 
         progress("importing torch", 1.0)
         settings = fitted(settings)
         check_profile_path(settings.profile)
         observers = _open_recorder(settings, opened)
-        store = opened.enter_context(_open_store(settings))
+        origin = _origin(settings)
+        store = opened.enter_context(_open_store(settings, origin))
+        if origin is not None:
+            progress("following the registry", 0.0)
+            first_page(store, origin)
         faults.arm_store(store)
-        register_modules(store, settings.lora_modules, progress)
-        engine = AsyncEngine.build(settings.engine_config(), store, progress, observers)
+        register_modules(store, settings.lora_modules, progress, partial(read_tokenizer, settings.model))
+        if computes:
+            fetch = PageClient.of(settings.read_cluster_secret())
+            engine = AsyncEngine.build(settings.engine_config(), store, progress, observers, fetch)
+        else:
+            engine = cast(AsyncEngine, StoreEngine.build(settings.engine_config().model, store))
         compiling_early.close()
-        faults.arm_engine(engine)
-        app = create_app(engine, store, settings)
+        if computes:
+            faults.arm_engine(engine)
+        app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:
             # Exclude the objects so far from garbage collection: scanning them takes a full collection 120 ms, during a
@@ -225,14 +277,29 @@ def _serve(
             gc.freeze()
             gc.enable()
             release_freed()
-            on_ready(_ready(settings, engine, listener, time.monotonic() - started))
+            ready = _ready(settings, engine, listener, time.monotonic() - started)
+            on_running(Running(ready, app.state.services, lambda: server.handle_exit(signal.SIGTERM, None)))
 
         watchdog = Watchdog(engine, settings.watchdog_s)
         opened.callback(watchdog.disarm)
         with profile_written(settings.profile, engine.profile):
-            bounds = settings.connection_limits()
-            allow_open_files(bounds.max_connections)
-            _Uvicorn(app, bounds, tell_ready, watchdog).run(sockets=[listener])
+            allow_open_files(settings.max_connections)
+            server = _EngineServer(app, tell_ready, watchdog)
+            server.run(sockets=[listener])
+
+
+def _origin(settings: ServerSettings) -> HttpOrigin | None:
+    if settings.registry is None:
+        return None
+    if settings.lora_modules:
+        raise ConfigError("--lora-modules registers adapters, which belong to the registry (--registry); do it there")
+    return HttpOrigin(settings.registry, settings.read_registry_key())
+
+
+def _follower(settings: ServerSettings, store: "AdapterStore", origin: HttpOrigin | None) -> Follower | None:
+    if origin is None:
+        return None
+    return Follower(store, origin, RegistryClient(origin, settings.read_registry_key()), secrets.token_hex(8))
 
 
 def _cpu_kernels(config: EngineConfig) -> tuple[Kernel, ...]:
@@ -263,7 +330,7 @@ def open_store(settings: ServerSettings) -> "AdapterStore":
     return _open_store(settings)
 
 
-def _open_store(settings: ServerSettings) -> "AdapterStore":
+def _open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "AdapterStore":
     from adapter_store.store import AdapterStore
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import checkpoint_name
@@ -285,28 +352,20 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
         base_sample=sample,
         accept_base_change=settings.accept_base_change,
         form=settings.adapter_storage,
+        origin=origin,
     )
 
 
-class _Uvicorn(uvicorn.Server):
-    """Extend uvicorn: report readiness, and drain before shutdown."""
+class _EngineServer(DrainingServer):
+    """Serve an application around an engine: with its watchdog, its batches and its last words."""
 
-    def __init__(
-        self, app: "FastAPI", bounds: ConnectionLimits, on_started: Callable[[], None], watchdog: Watchdog
-    ) -> None:
-        config = uvicorn.Config(
-            app,
-            http=bounded(bounds, app.state.services.connections_cut),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=LAST_WORDS_S,
-        )
-        super().__init__(config)
-        self._services: Services = app.state.services
+    def __init__(self, app: "FastAPI", on_started: Callable[[], None], watchdog: Watchdog) -> None:
+        services: Services = app.state.services
+        settings = services.settings
+        cuts = services.connections_cut
+        super().__init__(app, settings.connection_limits(), services.draining, settings.drain_s, on_started, cuts)
+        self._services = services
         self._batches: BatchManager = app.state.batches
-        self._on_started = on_started
         self._watchdog = watchdog
         self._pausing: asyncio.Task[None] | None = None
 
@@ -314,28 +373,11 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._watchdog.start()
-            self._on_started()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn raises them again after its shutdown, for the handlers that were installed before.
-        self._captured_signals.append(sig)
-        draining = self._services.draining
-        if draining.is_over:
-            self.force_exit = self.should_exit = True
-        seconds = self._services.settings.drain_s
-        draining.begin(0.0 if draining.is_on else min(seconds, GRACE_S) if sig == signal.SIGINT else seconds)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Return whether to shut down; called ten times a second."""
-        if await super().on_tick(counter):
-            return True
-        draining = self._services.draining
-        if not draining.is_on:
-            return False
+    def on_drain(self) -> None:
         if self._pausing is None:
             # Batches would not finish in time; they continue at the next start.
             self._pausing = asyncio.create_task(self._batches.close())
-        return draining.is_over or not self.server_state.tasks
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._watchdog.close()

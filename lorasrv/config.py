@@ -299,6 +299,27 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionOptions:
+    """Divide a replica among processes; `lorasrv.distributed.partition` reads it.
+
+    Args:
+        partition: ranks, joined by & for columns and ; for stages; None takes the counts below.
+        tp: columns; parts of the outputs of every linear.
+        pp: stages; layers one after another.
+        cp: parts of the rows of a step, in place of the other two.
+    """
+
+    partition: str | None = None
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp"):
+            _positive(f"--{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Configure an engine."""
 
@@ -306,6 +327,7 @@ class EngineConfig:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
     # Options of requests that ask for a watermark.
     watermark: Watermark = field(default_factory=Watermark)
 

@@ -21,7 +21,11 @@
     │   ├── EngineOverloaded               the queue is full
     │   ├── NoReplicaReady                 no replica can take the request now
     │   └── VerificationBusy               another adapter is being verified
+    ├── ReplicaLost                        the replica that computed the answer is gone, and no other could go on
     ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
+    ├── NoEngine                           the server keeps a store and computes nothing
+    ├── PagesDiffer                        a peer's keys and values are not those of this server
+    ├── LeaseEnded                         pages are not held for a peer any more
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
     ├── VerificationFailed                 a verification has ended without a verdict; says why
     ├── StepFailed                         the request could not be computed, though others could
@@ -137,6 +141,12 @@ class LimitExceeded(RetryLater):
     """Report that the adapter or the key has as many waiting requests as allowed. Names the limit and its owner."""
 
 
+class ReplicaLost(LorasrvError):
+    """Report an answer whose replica is gone, and that no other replica could begin or go on with. Partial output is
+    not an answer.
+    """
+
+
 class RequestTimeout(LorasrvError):
     """Report a request that was not done in the time that it or the server allows. Partial output is not an answer."""
 
@@ -153,8 +163,20 @@ class NoReplicaReady(RetryLater):
     """No replica can take the request now. Has the number of those that are known."""
 
 
+class NoEngine(LorasrvError):
+    """Report a request to compute something on a server that only keeps a store."""
+
+
 class SnapshotFailure(LorasrvError):
     """Report that a snapshot of a persona's prompt was not made, and why."""
+
+
+class PagesDiffer(LorasrvError):
+    """Report that a peer's keys and values are not those of this server. Names what differs."""
+
+
+class LeaseEnded(LorasrvError):
+    """Report that pages are not held for a peer any more."""
 
 
 class VerificationUnavailable(LorasrvError):

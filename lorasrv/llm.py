@@ -13,7 +13,7 @@ from types import TracebackType
 
 from adapter_store.composition import Composition, is_sum, parse_sum
 from adapter_store.formats.adapter_dir import open_adapter_dir
-from adapter_store.spec import BF16, AdapterRef, Form
+from adapter_store.spec import BF16, AdapterKey, AdapterRef, Form
 from adapter_store.store import AdapterStore
 from lorasrv.config import BUILTIN_MODEL, EngineConfig
 from lorasrv.engine.core import EngineCore
@@ -29,6 +29,8 @@ from lorasrv.outputs import Completion, RequestId, RequestOutput, refused
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.own_tokenizers import with_own_tokens
+from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import InlineLoader
 
 MAX_SLEEP_S = 0.05
@@ -90,6 +92,7 @@ class LLM:
             checkpoint.close()
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
+        self._own_tokenizers = built.own_tokenizers
         loader = InlineLoader(built.parts.source, built.parts.executor.write_adapter)
         self.weights = built.weights
         self.engine = EngineCore(built.parts, loader)
@@ -105,7 +108,7 @@ class LLM:
         stored: Form = BF16,
         allow_drift: bool = False,
     ) -> AdapterRef:
-        """Register a PEFT or MLX adapter folder under a name.
+        """Register a PEFT or MLX adapter folder under a name, with the tokens that its tokenizer.json adds, if any.
 
         Args:
             allow_partial: accept a config that names more modules than there are tensors for.
@@ -115,7 +118,8 @@ class LLM:
         Raises:
             AdapterInvalid: the adapter cannot be served; lists every problem found.
         """
-        with open_adapter_dir(Path(directory)) as peft:
+        with open_adapter_dir(Path(directory)) as found:
+            peft = with_own_tokens(found, lambda: self.tokenizer)
             digest = self.store.add_blob(peft.weights_path)
             return self.store.register(
                 adapter_id,
@@ -256,6 +260,18 @@ class LLM:
             request_id, prompt, sampling, composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy
         )
 
+    def tokenizer_of(self, adapter: str | None) -> Tokenizer:
+        """Return the tokenizer of an adapter, which may have tokens of its own; None is the base.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
+        """
+        return self._tokenizer_of(None if adapter is None else self.store.resolve(adapter).key)
+
+    def _tokenizer_of(self, key: AdapterKey | None) -> Tokenizer:
+        assert self._own_tokenizers is not None, "there is a store"
+        return self._own_tokenizers.of(key) or self.tokenizer
+
     def _answer(self, message: EngineCoreRequest) -> _Answer:
-        detokenizer = Detokenizer(self.tokenizer)
+        detokenizer = Detokenizer(self._tokenizer_of(message.adapter_key))
         return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))

@@ -79,6 +79,17 @@ class KvUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class PageLease:
+    """Describe pages that stay as they are until a time, for a peer to read."""
+
+    lease_id: str
+    # Empty: there is no lease.
+    pages: tuple[int, ...]
+    # On the engine's clock.
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTiming:
     """Say how the time before the first token was spent."""
 
@@ -89,6 +100,9 @@ class RequestTiming:
     num_preemptions: int = 0
     # Prompt tokens that were in the prefix cache.
     num_cached_tokens: int = 0
+    # Those of them that came from a peer, and whether one was named.
+    num_peer_tokens: int = 0
+    has_peer: bool = False
     # The base model answered, as the request allowed.
     fell_back: bool = False
     # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.

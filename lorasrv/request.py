@@ -125,6 +125,8 @@ class Request:
     num_pending_tokens: int = 0
     # Prompt tokens found in the prefix cache on first admission.
     num_cached_tokens: int = 0
+    # Places of the prompt tokens whose keys and values a peer has sent.
+    peer_tokens: range = range(0)
     # Pages of computed tokens that are in host memory.
     num_swapped_pages: int = 0
     # Places in its table that had no page when it was swapped out.
@@ -176,10 +178,13 @@ class Request:
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)
-        self.token_ids = list(self.message.prompt_token_ids)
+        self.token_ids = [*self.message.prompt_token_ids, *self.message.resumed_token_ids]
         self.adapter_key = self.message.adapter_key
         constraint = self.message.constraint
         self.constraint_state = constraint.begin() if constraint is not None else None
+        if self.constraint_state is not None:
+            for token in self.message.resumed_token_ids:
+                self.constraint_state.advance(token)
 
     @property
     def request_id(self) -> RequestId:
@@ -312,6 +317,8 @@ class Request:
             tier=self.tier,
             num_preemptions=self.num_preemptions,
             num_cached_tokens=self.num_cached_tokens,
+            num_peer_tokens=len(self.peer_tokens[: max(0, self.num_cached_tokens - self.peer_tokens.start)]),
+            has_peer=self.message.peer is not None,
             fell_back=self.fell_back,
             num_steps=self.num_steps,
             num_draft_tokens=self.num_draft_tokens,
@@ -385,6 +392,15 @@ class FixedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """Name a replica that is asked for the pages of a prompt."""
+
+    url: str
+    # Whether it is to compute those that it does not have.
+    computes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """Carry a request to the engine: frozen, no tensors."""
 
@@ -426,12 +442,20 @@ class EngineCoreRequest:
     # Tokens that Medusa heads can draft, and whether the adapter has heads of its own.
     num_draft_heads: int = 0
     has_draft_heads: bool = False
+    # Tokens of the adapter, if not as many as the base has; 0: as many.
+    vocab_size: int = 0
     # How draft tokens are accepted, where the server has more ways than one.
     accept: str | None = None
     # Why it is not drafted though drafts are asked for; None if it may be.
     not_drafted: str | None = None
     # Which keys and values its tokens see; None: all before them.
     kv_policy: KvPolicy | None = None
+    # First tokens of the answer, which another engine has generated: they are computed like a preempted request's.
+    resumed_token_ids: tuple[int, ...] = ()
+    # Asked for the prompt's pages before they are computed.
+    peer: Peer | None = None
+    # Whether its pages alone are wanted, by a peer that counts the request.
+    is_for_peer: bool = False
 
     @property
     def account(self) -> Account:

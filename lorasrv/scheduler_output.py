@@ -12,7 +12,7 @@ from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import Facts, SnapshotName
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.outputs import RequestId
-from lorasrv.request import Account, ConstraintState, Request
+from lorasrv.request import Account, ConstraintState, EngineCoreRequest, Peer, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import REJECTION
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
@@ -77,16 +77,40 @@ class SnapshotFile(NamedTuple):
     num_pages: int
 
 
+class PeerSnapshot(NamedTuple):
+    """Describe pages of a prompt that a peer has, or is to compute."""
+
+    name: SnapshotName
+    peer: Peer
+    # What has to be equal there.
+    facts: Facts
+    # Of the pages that are wanted, in order.
+    digests: tuple[bytes, ...]
+    # Place of the first of them in the prompt.
+    first: int
+    # Prompt up to the end of the last of them.
+    token_ids: tuple[int, ...]
+    # Whose prompt it is.
+    message: EngineCoreRequest
+    # Longest time until the pages are in host memory.
+    wait_s: float
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of pages that are wanted."""
+        return len(self.digests)
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotOrders:
     """List what is to be done with snapshots of prefixes beside the step."""
 
     # Read to host memory.
-    loads: tuple[SnapshotFile, ...] = ()
+    loads: tuple[SnapshotFile | PeerSnapshot, ...] = ()
     # Copy from host memory: the place of each page in the snapshot, and the page, which nothing reads before it is
     # done.
     copies: tuple[tuple[SnapshotName, tuple[tuple[int, int], ...]], ...] = ()
-    # Host copies that are not needed any more.
+    # Loads and host copies that are not needed any more.
     cancels: tuple[SnapshotName, ...] = ()
     # Write these pages to the disk; they are read before the step computes.
     saves: tuple[tuple[SnapshotFile, tuple[int, ...]], ...] = ()
@@ -184,6 +208,8 @@ class ScheduledRequest:
     by_rejection: bool = False
     # Whether the adapter has Medusa heads.
     has_draft_heads: bool = False
+    # Tokens that may be said, if not as many as the base has; 0: as many.
+    vocab_size: int = 0
     kv_policy: KvPolicy | None = None
     # Last tokens whose attention to each page is wanted.
     num_observed: int = 0
@@ -214,6 +240,7 @@ class ScheduledRequest:
             drafts=drafts,
             by_rejection=request.message.accept == REJECTION,
             has_draft_heads=request.message.has_draft_heads,
+            vocab_size=request.message.vocab_size,
             kv_policy=policy,
             num_observed=observed or 0,
         )

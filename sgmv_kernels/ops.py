@@ -47,7 +47,7 @@ from sgmv_kernels.checks import (
     site_dims,
 )
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter, RowTokens
 from sgmv_kernels.formats.group_quant import (
     INT4_LEVELS,
     INT8_LEVELS,
@@ -63,6 +63,7 @@ from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
 from sgmv_kernels.pointwise_ops import PointwiseOps
 from sgmv_kernels.torch_ops.columns import columns_torch
+from sgmv_kernels.torch_ops.vocab_rows import own_embeddings_torch_, own_logits_
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
@@ -101,8 +102,8 @@ class Ops(PointwiseOps):
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
         self._copies = copies
-        # Of the layers, and of what lies outside them.
-        self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=3)
+        # Of the layers, of what lies outside them, and of own rows of the vocabulary, in the embedding and in the head.
+        self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=5)
         self._chosen = kernels is not None
         super().__init__(device, choose_backend(device) if kernels is None else load_backend(kernels))
         if self._backend.name == "numba" and device.type != "cpu":
@@ -247,6 +248,56 @@ class Ops(PointwiseOps):
         require(len(slabs) == len(firsts) == layers, f"slabs and firsts must have {layers} layers")
         check_slab(slabs[0], plan, self.device)
         return columns_torch(ids, slabs, plan, site, firsts)
+
+    def own_embeddings_(
+        self, x: Tensor, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
+    ) -> None:
+        """Replace the embedding of every token that has a row of its own in its adapter, in place.
+
+        Semantics: x[t] = row of ids[t] of row t's adapter, where it has one
+
+        Args:
+            x: [T, H], written in place.
+            ids: [T] int64 tokens.
+            slabs: [slabs, bytes] uint8; block b of rows is layer b of the plan, and in slab b modulo their number.
+            plan: the step's rows and adapters, of layouts of rows.
+            site: which rows.
+            tokens: what the rows of each segment of the plan stand for.
+        Raises:
+            KernelArgumentError: a shape or dtype does not fit.
+        """
+        fits = ids.dtype == torch.int64 and ids.shape == (plan.num_rows,)
+        require(fits, f"ids must be int64 [{plan.num_rows}]")
+        self._check_own_rows(slabs, plan, tokens)
+        self._check_rows(x, "x", plan, site_dims(plan, 0, site)[0])
+        own_embeddings_torch_(x, ids, slabs, plan, site, tokens)
+
+    def own_logits_(
+        self, logits: Tensor, states: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
+    ) -> None:
+        """Replace the logits of tokens that have rows of their own in a row's adapter, in place.
+
+        Semantics: logits[t, token] = states[t] . row of this token of row t's adapter, where it has one. Sums are fp32,
+        and a row's result does not depend on the rows beside it.
+
+        Args:
+            logits: [S, V], written in place; V above every token.
+            states: [S, H] contiguous.
+            Others as `own_embeddings_`.
+        Raises:
+            KernelArgumentError: a shape or dtype does not fit.
+        """
+        self._check_own_rows(slabs, plan, tokens)
+        self._check_rows(states, "states", plan, site_dims(plan, 0, site)[0])
+        highest = max((int(own.tokens[site].max(initial=-1)) for own in tokens), default=-1)
+        fits = logits.dim() == 2 and len(logits) == len(states) and logits.shape[1] > highest
+        require(fits, f"logits must be [{len(states)}, over {highest}]")
+        own_logits_(logits, states, slabs, plan, site, tokens, self.shrink)
+
+    def _check_own_rows(self, slabs: Tensor, plan: SgmvPlan, tokens: Sequence[RowTokens]) -> None:
+        require(slabs.dim() == 2 and slabs.is_contiguous(), "slabs must be contiguous [slabs, bytes]")
+        check_slab(slabs[0], plan, self.device)
+        require(len(tokens) == plan.tables.num_segments, f"tokens must be of {plan.tables.num_segments} segments")
 
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
         """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.

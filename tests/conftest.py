@@ -5,8 +5,13 @@ import signal
 import threading
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+# Tests share processors with each other and with the servers that they start: a thread of a parallel region that waits
+# spinning takes time from all. OpenMP reads this when torch loads it. Two test processes on two cores: half the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
 
 # How fast an example runs says nothing about the code where others use the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,6 +17,7 @@ MAX_LINES = 600
 TORCH_FREE_IMPORTS = (
     "adapter_store.store",
     "api.cli.main",
+    "lorasrv.distributed.rank_spec",
     "lorasrv.memory.memory_manager",
     "lorasrv.metrics.request_stats",
     "lorasrv.placement.kinds",

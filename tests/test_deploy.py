@@ -66,6 +66,13 @@ def unit() -> dict[str, list[str]]:
     return found
 
 
+def _arguments(name: str) -> Iterator[list[str]]:
+    """What lorasrv is started with by pods in a file."""
+    for part in yaml.safe_load_all((DEPLOY / name).read_text()):
+        pod = part["spec"].get("template", {}).get("spec", {})
+        yield from (one["args"] for one in pod.get("containers", ()) if "args" in one)
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """(where, words behind `lorasrv`) of everything that is started."""
     instructions = dict(dockerfile())
@@ -73,6 +80,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     yield "Dockerfile", json.loads(instructions["CMD"])
     yield "compose.yaml", compose()["command"]
     yield "kubernetes.yaml", container()["args"]
+    yield from ((name, args) for name in ("followers.yaml", "rayservice.yaml") for args in _arguments(name))
     entry, *words = shlex.split(unit()["ExecStart"][0])
     assert entry == ENTRY
     yield "lorasrv.service", words
@@ -157,7 +165,7 @@ def drain_s(words: list[str]) -> float:
 
 
 def test_every_stop_timeout_covers_the_drain() -> None:
-    named = dict(COMMANDS[:4])
+    named = dict(reversed(COMMANDS))
     assert float(unit()["TimeoutStopSec"][0]) > drain_s(named["lorasrv.service"])
     assert float(compose()["stop_grace_period"].removesuffix("s")) > drain_s(named["compose.yaml"])
     pod = stateful_set()["spec"]["template"]["spec"]

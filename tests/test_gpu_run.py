@@ -75,8 +75,19 @@ def test_the_next_call_runs_what_is_not_done(
     assert capsys.readouterr().out.startswith("good: done")
 
 
-def test_what_travels_is_all_that_the_server_needs_but_torch() -> None:
+def test_what_travels_is_all_that_server_and_tests_need_but_torch() -> None:
     needed = gpu_fetch.needed("3.12")
-    assert {"fastapi", "pydantic-core", "uvicorn", "tokenizers", "typing-extensions"} <= set(needed)
+    assert {"hypothesis", "fastapi", "pydantic-core", "uvicorn", "tokenizers", "typing-extensions"} <= set(needed)
     assert not gpu_fetch.THERE & set(needed)
     assert not [name for name in needed if name.startswith(("nvidia", "pytest"))]
+
+
+def test_what_is_timed_is_what_is_served() -> None:
+    """Groups of 32 in both formats, and a head of int8."""
+    pytest.importorskip("triton")
+    import gpu_cases
+
+    from lorasrv.models.quantization.grouped import Int4Format, Int8Format
+
+    assert {fmt.default_group for fmt in (Int4Format, Int8Format)} == {gpu_cases.GROUP}
+    assert gpu_cases.HEAD.items() <= gpu_cases.linear_sites("int8").items()

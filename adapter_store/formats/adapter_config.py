@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
 from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Pattern, parse_pattern
+from adapter_store.spec import AddedToken
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
@@ -111,8 +112,12 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
-    "ensure_weight_tying": _honoured("must be false with LoRA on lm_head or embed_tokens, which PEFT would tie"),
-    "modules_to_save": _honoured("norms only: those of the file replace the base's"),
+    "ensure_weight_tying": _honoured(
+        "a tied head follows modules_to_save; must be false with LoRA on lm_head or embed_tokens, which PEFT would tie"
+    ),
+    "modules_to_save": _honoured("norms, lm_head and embed_tokens: those of the file replace the base's"),
+    "trainable_token_indices": _honoured("rows of embed_tokens, and of lm_head, replace the base's"),
+    "added_tokens": _honoured("not PEFT's: tokens of the adapter's own, which `upload` reads from its tokenizer.json"),
     "target_modules": _honoured(
         "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"
     ),
@@ -139,7 +144,6 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "qalora_group_size": _harmless("read with use_qalora only"),
     "use_qalora": _refused("QALoRA pools the input of lora_A", f"{RETRAIN} (use_qalora=false)"),
     "alora_invocation_tokens": _refused("aLoRA acts only after its invocation tokens", RETRAIN),
-    "trainable_token_indices": _refused("rows of the embedding were trained", f"{MERGE}, or train without them"),
     "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
     "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
     "fan_in_fan_out": _refused(
@@ -153,8 +157,16 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
 DECISIVE_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-_EXTRA_FIELDS = {"bias": "none", "use_dora": False, "lora_bias": False, "modules_to_save": None}
-"""Fields that name more tensors than A and B, with the value that names none."""
+_EXTRA_FIELDS = {
+    "bias": "none",
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "ensure_weight_tying": False,
+    "added_tokens": None,
+}
+"""Fields that name more tensors than A and B, or say what they stand for, with the value that names none."""
 BIASES = ("none", "lora_only", "all")
 # MiCA's forward pass is plain LoRA's; only the start of training differs. The same holds for the others.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -166,7 +178,8 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. Of several patterns the first match counts.
 
     `target_modules` is None if the config does not name modules literally: then the tensors alone say which modules
-    are adapted, unless `all_linear` selects every linear module of the layers.
+    are adapted, unless `all_linear` selects every linear module of the layers. `token_indices` has the tokens of each
+    module that `trainable_token_indices` names; "" is the embedding, whatever its name.
     """
 
     r: int
@@ -183,7 +196,9 @@ class AdapterConfig:
     use_dora: bool = False
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
+    token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
+    added_tokens: tuple[AddedToken, ...] = ()
 
     @property
     def names_modules(self) -> bool:
@@ -298,7 +313,9 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         use_dora=_flag(config, "use_dora", problems),
         lora_bias=_flag(config, "lora_bias", problems),
         modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
+        token_indices=tuple(_token_indices(config.get("trainable_token_indices"), problems)),
         ensure_weight_tying=_flag(config, "ensure_weight_tying", problems),
+        added_tokens=tuple(read_added_tokens(config, problems)),
     )
     return adapter_config if len(problems) == before else None
 
@@ -426,6 +443,55 @@ def _saved_modules(value: object, problems: ProblemList) -> tuple[str, ...]:
             "invalid_modules_to_save", "modules_to_save", f"= {show(value)}; it must be a list of module names"
         )
     return names or ()
+
+
+def _token_indices(value: object, problems: ProblemList) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the module and the tokens of each list of `trainable_token_indices`."""
+    field = "trainable_token_indices"
+    lists = value if isinstance(value, Mapping) else {"": value} if value is not None else {}
+    for module, ids in lists.items():
+        where = f"{field}[{show(module)}]" if module else field
+        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            problems.add(f"invalid_{field}", where, f"= {show(ids)}; it must be a list of token ids")
+        elif (twice := next((i for i, count in Counter(ids).items() if count > 1), None)) is not None:
+            problems.add(f"invalid_{field}", where, f"names token {twice} twice, and one of its rows would be lost")
+        elif ids:
+            yield module, tuple(ids)
+
+
+TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+
+
+def read_added_tokens(config: Config, problems: ProblemList) -> Iterator[AddedToken]:
+    """Yield the tokens of an adapter's own, in the form of a tokenizer.json."""
+    value = config.get("added_tokens")
+    if not isinstance(value, list | None):
+        problems.add("invalid_added_tokens", "added_tokens", f"= {show(value)}; it must be a list of tokens")
+        return
+    for number, token in enumerate(value or []):
+        try:
+            yield read_added_token(token)
+        except ValueError:
+            what = f"= {show(token)}; it must have id and content, as in tokenizer.json"
+            problems.add("invalid_added_tokens", f"added_tokens[{number}]", what)
+
+
+def read_added_token(value: object) -> AddedToken:
+    """Return a token, in the form of a tokenizer.json.
+
+    Raises:
+        ValueError: it has no id or content, no text as content, or flags that are none.
+    """
+    fields = value if isinstance(value, Mapping) else {}
+    token_id, content = fields.get("id"), fields.get("content")
+    flags = {name: fields[name] for name in TOKEN_FLAGS if name in fields}
+    if type(token_id) is not int or not isinstance(content, str) or not content:
+        raise ValueError(value)
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ValueError(value)
+    # JSON may spell half a surrogate pair, which no tokenizer takes.
+    content.encode("utf-8")
+    return AddedToken(token_id, content, **flags)
 
 
 def _patterns(

@@ -70,6 +70,13 @@ def _why_not_composable(spec: AdapterSpec) -> str:
         return (
             "it has biases or norms of its own (bias, modules_to_save), and PEFT activates one such adapter at a time"
         )
+    if spec.added_tokens:
+        return "it has tokens of its own (its tokenizer.json), and a sum is written with the base's"
+    if spec.rows:
+        return (
+            "it has rows of the vocabulary of its own (modules_to_save, trainable_token_indices, or a copy that "
+            "save_embedding_layers=False leaves out), and PEFT activates one such adapter at a time"
+        )
     return ""
 
 

@@ -1,8 +1,9 @@
 """Adapter folders as PEFT saves them: find config and weights, list the rest. Files are read, never executed."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -13,6 +14,8 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 MLX_WEIGHTS_NAME = "adapters.safetensors"
 HEADS_NAME = "medusa_lm_head.safetensors"
+TOKENIZER_NAME = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 64 << 20
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 CHUNK_BYTES = 1 << 20
 _CONVERT = (
@@ -56,7 +59,7 @@ class PeftDir:
     """Describe the adapter found in a folder.
 
     `subdirectory` is the folder it was found in, if not the one given; `ignored_files` are the other files there,
-    sorted; `notices` say what was converted.
+    sorted; `notices` say what was converted. `tokenizer` is the tokenizer.json that names tokens of the adapter's own.
     """
 
     config: dict[str, object]
@@ -65,6 +68,36 @@ class PeftDir:
     subdirectory: str | None = None
     notices: tuple[str, ...] = ()
     opener: Opener = field(default=open_file, compare=False, repr=False)
+    folder: Path | None = None
+    tokenizer: bytes | None = field(default=None, repr=False)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer.json."""
+        return self.folder is not None and TOKENIZER_NAME in self.ignored_files
+
+    def with_tokenizer(self, num_tokens: int) -> "PeftDir":
+        """Return it with its tokenizer, if that has tokens of the adapter's own: trainers save one in any case.
+
+        Args:
+            num_tokens: those of the base's tokenizer.
+
+        Raises:
+            OSError: it cannot be read.
+            AdapterInvalid: it is too large.
+        """
+        if not self.has_tokenizer:
+            return self
+        assert self.folder is not None
+        with self.opener(self.folder / TOKENIZER_NAME) as file:
+            text = file.read(MAX_TOKENIZER_BYTES + 1)
+        if len(text) > MAX_TOKENIZER_BYTES:
+            what = f"has more than {MAX_TOKENIZER_BYTES} bytes, which are the most; --no-tokenizer leaves it out"
+            raise _refused("unsupported_tokenizer", TOKENIZER_NAME, what)
+        if not _adds_tokens(text, num_tokens):
+            return self
+        others = tuple(name for name in self.ignored_files if name != TOKENIZER_NAME)
+        return replace(self, ignored_files=others, tokenizer=text)
 
     def open_weights(self) -> BufferedReader:
         """Open the weights file.
@@ -87,7 +120,16 @@ def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
         raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_REMEDY}")
     if not weights.is_file():
         raise AdapterInvalid((_no_weights(folder),))
-    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory, opener=opener)
+    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory, opener=opener, folder=folder)
+
+
+def _adds_tokens(text: bytes, num_tokens: int) -> bool:
+    """Return whether a tokenizer.json has added tokens behind those of the base; the rest is checked later."""
+    try:
+        tokens = json.loads(text)["added_tokens"]
+        return any(token["id"] >= num_tokens for token in tokens)
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return False
 
 
 def find_folder(path: Path) -> tuple[Path, str | None]:

@@ -50,7 +50,7 @@ class SafetensorsHeader:
 def header_cap_bytes(base: BaseShapes) -> int:
     """Return the longest header that an adapter of this base can need: five for every module, one for every norm, twice
     over."""
-    expected_tensors = base.num_layers * (5 * len(base.modules) + len(base.norms)) + 5 * len(base.ends) + 1
+    expected_tensors = base.num_layers * (5 * len(base.modules) + len(base.norms)) + 9 * len(base.ends) + 1
     return max(MIN_HEADER_CAP_BYTES, 2 * expected_tensors * BYTES_PER_TENSOR)
 
 

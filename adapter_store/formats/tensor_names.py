@@ -11,6 +11,9 @@ from adapter_store.spec import BaseShapes
 
 WRAPPER = "base_model.model."
 A, B, MAGNITUDE, B_BIAS, BASE_BIAS, BIAS, WEIGHT = "A", "B", "magnitude", "B bias", "base bias", "bias", "weight"
+FROZEN, TOKEN_ROWS, SECOND_COPY = "base weight", "trained rows", "second copy"
+"""Parts of the embedding and of the head: the base's own weight as it was saved, rows of some tokens, and a copy of
+WEIGHT that PEFT does not read."""
 _SUFFIXES = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -24,9 +27,18 @@ _SUFFIXES = {
 """What a tensor of a module is, by the end of its name; the first match counts."""
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
+_END_SUFFIXES = {
+    ".base_layer.weight": FROZEN,
+    ".original_module.weight": FROZEN,
+    ".token_adapter.base_layer.weight": FROZEN,
+    ".token_adapter.trainable_tokens_delta": TOKEN_ROWS,
+    ".modules_to_save.weight": SECOND_COPY,
+    ".weight": WEIGHT,
+}
+"""What a tensor of the embedding or of the head is, beside LoRA, by the end of its name."""
 _FULL_COPY = (
-    "a full copy of weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or train again "
-    "without it in modules_to_save, and with save_embedding_layers=False"
+    "a full copy of a linear's weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or "
+    "train again without it in modules_to_save"
 )
 _EMBEDDING = "not LoRA of the embedding as PEFT saves it, or is its DoRA; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
@@ -49,7 +61,11 @@ _PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # (part of the name, code, what it is and the remedy); the first match counts.
 KNOWN_FORMS = (
-    ("trainable_tokens", "unsupported_trainable_token_indices", "trained embedding rows; merge or train without them"),
+    (
+        "trainable_tokens",
+        "unsupported_trainable_token_indices",
+        "rows of a module that is no table of this base's tokens",
+    ),
     ("lora_embedding_", "unsupported_embedding", _EMBEDDING),
     ("lora_up.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
     ("lora_down.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
@@ -70,8 +86,8 @@ KNOWN_FORMS = (
     (".lora_b.weight", "trainer_names", _TRAINER),
     ("embed_tokens.lora_", "unsupported_embedding", _EMBEDDING),
     ("lm_head.lora_", "unsupported_embedding", "DoRA or lora_bias of the head; train again without lm_head"),
-    ("lm_head.", "unsupported_modules_to_save", _FULL_COPY),
-    ("embed_tokens.", "unsupported_modules_to_save", _FULL_COPY),
+    ("lm_head.", "unsupported_modules_to_save", "no weight of the head as PEFT saves it; save the adapter again"),
+    ("embed_tokens.", "unsupported_modules_to_save", "no weight of the embedding as PEFT saves it; save it again"),
     ("proj.weight", "unsupported_modules_to_save", _FULL_COPY),
 )
 
@@ -118,7 +134,7 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
     text = ".".join(kept)
     outside = (*base.ends, *([base.final_norm] if base.final_norm else []))
     own = (base.layer_prefix, *(f"{module}." for module in outside))
-    if text.startswith(own) and text.endswith((*_SUFFIXES, *EMBEDDING_MATRICES)):
+    if text.startswith(own) and text.endswith((*_SUFFIXES, *EMBEDDING_MATRICES, *_END_SUFFIXES)):
         text = WRAPPER + text
         notices.append(f"names had no {WRAPPER}, which was put before them")
     seen = ".".join(part for part in parts if part not in _PUT_AFTER_PEFT)
@@ -164,12 +180,12 @@ def module_name(base: BaseShapes, layer: int, module: str) -> str:
 
 
 def _end_of(text: str, base: BaseShapes) -> tuple[str, str]:
-    """Return the module outside the layers that a matrix is for, and which; "" if it is for none."""
+    """Return the module outside the layers that a tensor is for, and what of it; "" if it is for none."""
     for end in base.ends:
-        suffixes = EMBEDDING_MATRICES if end == base.embedding else _MATRICES
-        for suffix, part in zip(suffixes, (A, B), strict=True):
-            if text == f"{WRAPPER}{end}{suffix}":
-                return end, part
+        matrices = EMBEDDING_MATRICES if end == base.embedding else _MATRICES
+        suffixes = dict(zip(matrices, (A, B), strict=True)) | _END_SUFFIXES
+        if text.startswith(WRAPPER + end) and (part := suffixes.get(text.removeprefix(WRAPPER + end))):
+            return end, part
     return "", ""
 
 

@@ -41,7 +41,7 @@ class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
 
     BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own. `heads` holds
     the weight [H, H] and bias [H] of each block of each Medusa head, `saved` the biases and norm weights that replace
-    the base's, by (layer, module); both float32.
+    the base's, by (layer, module); both float32. `rows` holds a matrix [N, H] of each of `spec.rows`, of its own type.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
         tensors: Mapping[tuple[int, str], LoraTensors],
         heads: HeadArrays = (),
         saved: Mapping[tuple[int, str], Array] | None = None,
+        rows: tuple[Array, ...] = (),
     ) -> None:
         self.spec = spec
+        self.rows = rows
         self.saved = saved or {}
         self.dtype = spec.dtype
         self.heads = heads
@@ -120,7 +122,8 @@ def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: Adapter
         scaled = None if bias is None else np.float32(m.scaling) * bias
         tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b, vector(m.magnitude), scaled)
     saved = {(s.layer, s.module): _array(data, header, header.tensors[s.name], "F32") for s in spec.saved}
-    return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads), saved)
+    rows = tuple(_array(data, header, header.tensors[r.name], header.tensors[r.name].dtype) for r in spec.rows)
+    return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads), saved, rows)
 
 
 def head_arrays(data: bytearray, header: SafetensorsHeader, heads: Iterable[Iterable[HeadBlock]]) -> HeadArrays:

@@ -91,6 +91,30 @@ def stored_base(index: Index) -> BaseIdentity:
         raise StoreUnusable(f"the record of its base is damaged in the index: {error}") from None
 
 
+def check_same_base(ours: BaseIdentity, theirs: str) -> None:
+    """Check that adapters of another store fit this base.
+
+    Args:
+        theirs: the base that they were checked for, as text.
+
+    Raises:
+        StoreUnusable: they are of another base; says in what they differ.
+    """
+    try:
+        other = BaseIdentity.from_text(theirs)
+    except (ValueError, RecursionError) as error:
+        raise StoreUnusable(f"the registry does not say which base its adapters are for: {error}") from None
+    if not ours.has_shapes_of(other):
+        raise StoreUnusable(
+            f"the registry's adapters are for a base of shapes {other.shapes[:12] or 'unknown'}, this server's base "
+            f"has {ours.shapes[:12]}; give both the same --model"
+        )
+    if not ours.has_weights_of(other):
+        raise StoreUnusable(
+            "the registry's adapters are for a base of other weights, in the same shapes; give both the same --model"
+        )
+
+
 def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], object], accept_change: bool) -> None:
     """Bind a store to this base; rebind one filled for another only if accepted and `check` passes every adapter.
 

@@ -75,6 +75,16 @@ class ContentReader:
 
     def load(self, content: Content, should_stop: Callable[[], bool]) -> AdapterWeights:
         """Return a content's weights, as `AdapterStore.load`."""
+        try:
+            return self._load(content, should_stop)
+        except AdapterCorrupt:
+            if not self._blobs.drop_damaged(content.weights_digest):
+                raise
+        with self._lock:
+            self._newest.pop(content.key, None)
+        return self._load(content, should_stop)
+
+    def _load(self, content: Content, should_stop: Callable[[], bool]) -> AdapterWeights:
         checked = self._checked(content)
         with self._open(content) as file, disk_errors("reading weights"):
             data = read_verified(file, content.weights_digest, should_stop)

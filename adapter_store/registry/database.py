@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adapter_store.errors import StoreFull, StoreUnusable
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 # The tables that each layout added. A layout is never changed: files of it exist.
 _LIMITS = """
@@ -93,6 +93,17 @@ INSERT INTO versions SELECT * FROM old_versions;
 DROP TABLE old_versions;
 {_PERSONAS}
 """
+# Each transaction that changes ids gives them the next revision, and a deleted id keeps its row. `feed` has a row for
+# every time that the file was opened and changed, with a random name: a revision of another history, as after a
+# restored backup, is told by it. `followed` has one row in a follower's index: how far it has followed which history.
+_FEED = """
+ALTER TABLE last_versions ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
+UPDATE last_versions SET revision = rowid;
+CREATE INDEX last_versions_by_revision ON last_versions (revision);
+CREATE TABLE feed (revision INTEGER PRIMARY KEY, history TEXT NOT NULL) STRICT;
+INSERT INTO feed VALUES (0, lower(hex(randomblob(16))));
+CREATE TABLE followed (history TEXT NOT NULL, revision INTEGER NOT NULL) STRICT;
+"""
 SCHEMA = f"""
 CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
 CREATE TABLE contents (
@@ -107,6 +118,7 @@ CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NUL
 {_UPLOADS_VERDICTS}
 {_FORMS}
 {_PERSONAS}
+{_FEED}
 """
 MIGRATIONS: Mapping[int, str] = {
     1: _LIMITS,
@@ -114,6 +126,7 @@ MIGRATIONS: Mapping[int, str] = {
     3: _SHARE_OUT,
     4: _FORMS,
     5: _KEYS_OPTIONAL,
+    6: _FEED,
 }
 """Statements that turn a layout into the next one."""
 BUSY_TIMEOUT_MS = 5000

@@ -16,7 +16,8 @@ from typing import Any, Self
 
 from adapter_store.formats.adapter_config import canonical_json, decisive_fields
 from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
-from adapter_store.registry.database import Database, sql_errors
+from adapter_store.registry.database import sql_errors
+from adapter_store.registry.feed import ChangeFeed
 from adapter_store.registry.records import AdapterRecord, Change, VersionRecord
 from adapter_store.registry.references import Shares, check_shares
 from adapter_store.spec import BF16, AdapterId, AdapterKey, Form
@@ -81,18 +82,12 @@ def _parsed(text: str) -> dict[str, Any]:
     return values
 
 
-class Index(Database):
+class Index(ChangeFeed):
     """Read and write the index through one connection.
 
     Every writing method is one transaction: complete when it returns, undone when it raises. Return values are read
     before the commit, since nothing that can fail may come after it.
     """
-
-    def base(self) -> str | None:
-        """Return the base that adapters were checked for, as given to `bind_base`; None if there is none."""
-        with sql_errors():
-            row = self._db.execute("SELECT fingerprint FROM base").fetchone()
-        return row[0] if row is not None else None
 
     def bind_base(self, fingerprint: str) -> None:
         """Record the base that adapters are checked for."""
@@ -109,7 +104,17 @@ class Index(Database):
 
     def records(self, adapter_id: AdapterId | None = None) -> dict[AdapterId, AdapterRecord]:
         """Return every id with its versions, or only the one given."""
-        where, values = ("WHERE adapter_id = ?", (adapter_id,)) if adapter_id is not None else ("", ())
+        return self._records(*(("WHERE adapter_id = ?", (adapter_id,)) if adapter_id is not None else ("", ())))
+
+    def changed_since(self, revision: int) -> dict[AdapterId, AdapterRecord | None]:
+        """Return the ids that changed after a revision with their versions; None for those that were deleted."""
+        changed = "SELECT adapter_id FROM last_versions WHERE revision > ?"
+        with sql_errors():
+            names = [AdapterId(name) for (name,) in self._db.execute(changed, (revision,))]
+        found = self._records(f"WHERE adapter_id IN ({changed})", (revision,))
+        return {name: found.get(name) for name in names}
+
+    def _records(self, where: str, values: tuple[str | int, ...]) -> dict[AdapterId, AdapterRecord]:
         versions: dict[AdapterId, list[VersionRecord]] = {}
         with sql_errors():
             rows = self._db.execute(
@@ -132,7 +137,7 @@ class Index(Database):
                 for name, current, created_s in heads
             }
 
-    def _aliases(self, where: str, values: tuple[str, ...]) -> dict[AdapterId, dict[str, dict[int, float]]]:
+    def _aliases(self, where: str, values: tuple[str | int, ...]) -> dict[AdapterId, dict[str, dict[int, float]]]:
         found: dict[AdapterId, dict[str, dict[int, float]]] = {}
         query = f"SELECT adapter_id, alias, version, share FROM aliases {where} ORDER BY adapter_id, alias, version"
         for name, alias, version, share in self._db.execute(query, values):
@@ -272,7 +277,7 @@ class Index(Database):
         Raises:
             QuotaExceeded: a new version would exceed the quota.
         """
-        with self._transaction():
+        with self._changing(adapter_id):
             version = self._find_version(
                 adapter_id, None if upload is None else upload.content.key, defaults, principal
             )
@@ -348,7 +353,7 @@ class Index(Database):
 
     def _next_version(self, adapter_id: AdapterId) -> int:
         row = self._db.execute(
-            "INSERT INTO last_versions VALUES (?, 1) ON CONFLICT (adapter_id) DO UPDATE SET version = version + 1 "
+            "INSERT INTO last_versions VALUES (?, 1, 0) ON CONFLICT (adapter_id) DO UPDATE SET version = version + 1 "
             "RETURNING version",
             (adapter_id,),
         ).fetchone()
@@ -366,7 +371,7 @@ class Index(Database):
 
         A version that is not in `uploads` has no weights.
         """
-        with self._transaction():
+        with self._changing(*last_versions):
             for upload in uploads.values():
                 self._insert_content(upload.content, time.time())
             for record in records:
@@ -381,14 +386,14 @@ class Index(Database):
                     self._set_alias(name, alias, shares)
                 self._set_limits(name, record.limits)
             self._db.executemany(
-                "INSERT INTO last_versions VALUES (?, ?) "
+                "INSERT INTO last_versions VALUES (?, ?, 0) "
                 "ON CONFLICT (adapter_id) DO UPDATE SET version = max(version, excluded.version)",
                 list(last_versions.items()),
             )
 
     def change(self, adapter_id: AdapterId, change: Change) -> AdapterRecord:
         """Apply a change to an existing id, whose versions were checked, and return the new record."""
-        with self._transaction():
+        with self._changing(adapter_id):
             if change.version is not None:
                 self._set_current(adapter_id, change.version)
             for alias, target in change.aliases.items():
@@ -426,7 +431,7 @@ class Index(Database):
             What is left of the id, and the contents that no version refers to any more.
         """
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in deleted]
-        with self._transaction():
+        with self._changing(adapter_id):
             for alias in record.aliases_of(deleted):
                 self._set_alias(adapter_id, alias, {})
             rows = [(adapter_id, version) for version in sorted(deleted)]
@@ -456,7 +461,7 @@ class Index(Database):
     def record_verdict(self, adapter_id: AdapterId, version: int, verdict: Mapping[str, object]) -> None:
         """Replace the verdict about an existing version."""
         row = (adapter_id, version, json.dumps(dict(verdict), allow_nan=False), time.time())
-        with self._transaction():
+        with self._changing(adapter_id):
             self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", row)
 
     def verdict(self, adapter_id: AdapterId, version: int) -> Mapping[str, object] | None:

@@ -53,10 +53,12 @@ class Names:
 
     def replace(self, adapter_id: AdapterId, record: AdapterRecord | None) -> None:
         """Update one id; None removes it."""
-        records = dict(self._records)
-        records.pop(adapter_id, None)
-        if record is not None:
-            records[adapter_id] = record
+        self.update({adapter_id: record})
+
+    def update(self, changed: Mapping[AdapterId, AdapterRecord | None]) -> None:
+        """Update ids, all at once; None removes one."""
+        records = {name: record for name, record in self._records.items() if name not in changed}
+        records |= {name: record for name, record in changed.items() if record is not None}
         self._records = records
 
     def resolve(self, reference: str, sticky_to: tuple[str, ...] = ()) -> AdapterRef:

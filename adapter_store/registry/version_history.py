@@ -19,15 +19,21 @@ class VersionHistory:
         index: the store's index.
         blobs: the weights.
         check_open: raises StoreUnusable once the store is closed.
+        check_owner: raises StoreFollows too, where changes are made elsewhere.
     """
 
     def __init__(
-        self, lock: threading.RLock, index: Index, blobs: BlobDirectory, check_open: Callable[[], None]
+        self,
+        lock: threading.RLock,
+        index: Index,
+        blobs: BlobDirectory,
+        check_open: Callable[[], None],
+        check_owner: Callable[[], None],
     ) -> None:
         self._lock = lock
         self._index = index
         self._blobs = blobs
-        self._check_open = check_open
+        self._check_open, self._check_owner = check_open, check_owner
 
     def report(self, ref: AdapterRef) -> UploadReport:
         """Return the report that answered the upload.
@@ -74,6 +80,7 @@ class VersionHistory:
             StoreFull, StoreUnusable: the disk refused; the earlier one stays.
         """
         with self._lock:
+            self._check_owner()
             self._upload(ref)
             self._index.record_verdict(ref.adapter_id, ref.version, verdict)
 

@@ -255,6 +255,10 @@ class BlobDirectory:
                 raise BlobNotFound(digest) from None
             raise
 
+    def drop_damaged(self, digest: str) -> bool:
+        """Remove a blob that was read back damaged if it can be had again; return whether that is so."""
+        return False
+
     def adopt(self, temporary: Path, digest: str) -> None:
         """Rename a complete file into place and make its name durable.
 

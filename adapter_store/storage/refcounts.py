@@ -72,6 +72,12 @@ class ContentRefcounts:
             self._counts[key] += 1
         return ContentHold(key, self._released.append)
 
+    def held(self) -> list[AdapterKey]:
+        """Return the contents that have holds."""
+        with self._lock:
+            self._count_released()
+            return list(self._counts)
+
     def mark_deleted(self, keys: Collection[AdapterKey]) -> frozenset[AdapterKey]:
         """Refuse new holds of those contents that have none, and return them; the caller removes or re-adds them."""
         with self._lock:

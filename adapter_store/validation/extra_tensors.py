@@ -4,7 +4,7 @@ PEFT loads what the file has and the model has a place for, and leaves out the r
 has no place is a problem, and so is a place without the tensor that the config promises.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from adapter_store.errors import ProblemList, show
 from adapter_store.formats.adapter_config import AdapterConfig
@@ -50,7 +50,8 @@ def match_saved(
 ) -> tuple[SavedTensor, ...]:
     """Return the tensors that replace the base's; record a problem for each that PEFT would leave out."""
     saved = []
-    for (layer, module), parts in sorted(groups.items()):
+    inside = {site: parts for site, parts in groups.items() if site[1] not in base.ends}
+    for (layer, module), parts in sorted(inside.items()):
         at = module_name(base, layer, module)
         if name := parts.get(WEIGHT):
             parameter = f"{at}.weight"
@@ -73,7 +74,8 @@ def match_saved(
 
 def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
     """Record a problem if PEFT would share one LoRA between the head and the embedding."""
-    if config.ensure_weight_tying and any(module in base.ends for _, module in groups):
+    adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
+    if config.ensure_weight_tying and not adapted.isdisjoint(base.ends):
         message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
@@ -82,10 +84,10 @@ def check_promised(
     groups: Mapping[Site, Parts],
     base: BaseShapes,
     config: AdapterConfig,
-    tensor_names: Collection[str],
     problems: ProblemList,
 ) -> None:
-    """Record what modules_to_save names as PEFT does, by the end of a full name, if it is no norm or has no tensor.
+    """Record what modules_to_save names as PEFT does, by the end of a full name, if it is neither a norm nor a table of
+    the vocabulary, or has no tensor.
 
     PEFT fails on a module without its tensors, and leaves LoRA out of what lies inside a named one.
     """
@@ -102,9 +104,11 @@ def check_promised(
         if not own or not own.replace(".", "").replace("_", "").isalnum():
             problems.add("unsupported_modules_to_save", "modules_to_save", f"{show(own)} is no name of a module")
         elif inside := next((name for name in others if name.endswith(own)), None):
-            message = f"{show(own)} names {inside}; only norms are served so. Train again without it"
+            message = (
+                f"{show(own)} names {inside}; only norms, head and embedding are served so. Train again without it"
+            )
             problems.add("unsupported_modules_to_save", "modules_to_save", message)
-    outside = [name for name in OUTSIDE_LAYERS if not any(f".{name}." in tensor for tensor in tensor_names)]
+    outside = base.ends or OUTSIDE_LAYERS
     promised = [name for name in (*norms, base.final_norm, *outside) if name and name.endswith(config.modules_to_save)]
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"

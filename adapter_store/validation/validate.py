@@ -8,7 +8,7 @@ adapter is loaded; it does not check completeness, which was decided, and perhap
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,11 +35,13 @@ from adapter_store.spec import (
     INT8,
     AdapterKey,
     AdapterSpec,
+    AddedToken,
     BaseShapes,
     Form,
     HeadBlock,
     LoraModule,
     SavedTensor,
+    VocabRows,
 )
 from adapter_store.validation.extra_tensors import (
     Parts,
@@ -55,6 +57,7 @@ from adapter_store.validation.int8_drift import measure_drift
 from adapter_store.validation.report import UploadReport, build_report
 from adapter_store.validation.target_modules import check_complete, check_targeted, missing_modules, spellings
 from adapter_store.validation.tensor_scan import DataFacts, scan_data
+from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS, match_rows, row_notices
 
 KEY_FORMAT = 1
 _MOST_VECTORS = 3
@@ -74,8 +77,9 @@ class CheckedAdapter:
 class MatchedTensors:
     """Hold the match of tensors to the base.
 
-    `modules` and `saved` passed, sorted by (layer, module); `groups` holds the tensors of every module by part,
-    `places` the place of every A and B, `notices` what was read, and how names were.
+    `modules` and `saved` passed, sorted by (layer, module), and `rows`, in the order in which they count; `groups`
+    holds the tensors of every module by part, `places` the place of every A and B, `notices` what was read, and how
+    names were.
     """
 
     modules: tuple[LoraModule, ...] = ()
@@ -84,6 +88,9 @@ class MatchedTensors:
     places: tuple[TensorPlace, ...] = ()
     notices: tuple[str, ...] = ()
     heads: tuple[tuple[HeadBlock, ...], ...] = ()
+    rows: tuple[VocabRows, ...] = ()
+    vocab_size: int = 0
+    added_tokens: tuple[AddedToken, ...] = ()
 
 
 def validate_adapter(
@@ -177,7 +184,7 @@ def _check_modules(
 ) -> tuple[str, ...]:
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
     check_targeted(adapter_config, base, matched.places, problems)
-    check_promised(matched.groups, base, adapter_config, header.tensors, problems)
+    check_promised(matched.groups, base, adapter_config, problems)
     check_tying(matched.groups, base, adapter_config, problems)
     found = {(place.layer, place.module) for place in matched.places}
     missing = (
@@ -204,9 +211,12 @@ def max_names(base: BaseShapes) -> int:
 
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
-    """Return the size of the largest adapter of this base: float32, every module at the highest rank, and heads."""
+    """Return the size of the largest adapter of this base: float32, every module at the highest rank, a copy of each
+    table of the vocabulary, and heads.
+    """
     linears = sum(max_rank * (n_in + n_out) + _MOST_VECTORS * n_out for n_in, n_out in base.modules.values())
-    outside = sum(max_rank * sum(widths) for widths in base.ends.values()) + base.hidden_size
+    outside = sum(max_rank * (n_in + n_out) + n_in * n_out for n_in, n_out in base.ends.values()) + base.hidden_size
+    outside += len(base.ends) * MAX_ADDED_TOKENS * base.hidden_size
     values = base.num_layers * (linears + sum(base.norms.values())) + outside
     return LENGTH_BYTES + header_cap_bytes(base) + 4 * values + max_head_bytes(base.hidden_size)
 
@@ -242,14 +252,18 @@ def match_modules(
         extras = check_lora_extras((layer, module), names, header, base, adapter_config, problems)
         modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name, **extras))
     saved = match_saved(groups, header, base, adapter_config, problems)
+    vocabulary = match_rows(groups, header, base, adapter_config, problems)
+    rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
-    notices |= dict.fromkeys(notices_of(tuple(modules), saved, base))
+    notices |= dict.fromkeys([*notices_of(tuple(modules), saved, base), *row_notices(rows)])
+    if added:
+        notices[f"has {len(added)} tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
     if heads:
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
     of_lora = tuple(place for place in places.values() if place.part in (A, B))
     if not of_lora:
         problems.add("no_modules", FILE, "matches no linear module of this base; serving it would change nothing")
-    return MatchedTensors(tuple(modules), saved, groups, of_lora, tuple(notices), heads)
+    return MatchedTensors(tuple(modules), saved, groups, of_lora, tuple(notices), heads, rows, vocabulary.size, added)
 
 
 def is_adapted(parts: Parts) -> bool:
@@ -337,7 +351,7 @@ def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest
     """Return the spec of validated tensors, with its key."""
     dtypes = {header.tensors[name].dtype for m in matched.modules for name in (m.a_name, m.b_name)}
     return AdapterSpec(
-        key=adapter_key(matched.modules, weights_digest, stored),
+        key=adapter_key(matched.modules, weights_digest, stored, matched.rows, matched.added_tokens),
         weights_digest=weights_digest,
         modules=matched.modules,
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
@@ -345,17 +359,29 @@ def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest
         stored=stored,
         heads=matched.heads,
         saved=matched.saved,
+        rows=matched.rows,
+        vocab_size=matched.vocab_size,
+        added_tokens=matched.added_tokens,
     )
 
 
-def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str, stored: Form) -> AdapterKey:
-    """Return the SHA-256 over the resolved config, the weights' digest and the form, unless that is "bf16".
+def adapter_key(
+    modules: tuple[LoraModule, ...],
+    weights_digest: str,
+    stored: Form,
+    rows: tuple[VocabRows, ...] = (),
+    added_tokens: tuple[AddedToken, ...] = (),
+) -> AdapterKey:
+    """Return the SHA-256 over the resolved config, the weights' digest, the form, unless that is "bf16", and the rows
+    of the vocabulary and tokens of its own, if any.
 
-    r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, and every other field
-    changes nothing or is refused; so two configs of equal meaning have one key. The scaling is written as an exact
-    hexadecimal float.
+    r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, modules_to_save and
+    trainable_token_indices through the rows, and every other field changes nothing or is refused; so two configs of
+    equal meaning have one key. The scaling is written as an exact hexadecimal float.
     """
     resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]
     form = {} if stored == BF16 else {"stored": stored}
-    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest, **form}
+    own = {"rows": [[r.module, r.name, r.token_ids, r.frozen] for r in rows]} if rows else {}
+    tokens = {"added_tokens": [astuple(token) for token in added_tokens]} if added_tokens else {}
+    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest, **form, **own, **tokens}
     return AdapterKey(hashlib.sha256(canonical_json(content).encode()).hexdigest())

@@ -14,6 +14,8 @@ from lorasrv.errors import ServerStopping
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Served until the end, for monitoring."""
+PEER_PATHS = "/v1/pages/"
+"""Begins the paths of what the next server may take over of requests that run here."""
 
 
 class Draining:
@@ -56,7 +58,8 @@ class DrainMiddleware:
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        if self._draining.is_on and scope["path"] not in OPEN_PATHS:
+        path = scope["path"]
+        if self._draining.is_on and path not in OPEN_PATHS and not path.startswith(PEER_PATHS):
             error = ServerStopping("the server is shutting down and takes no new requests")
             await describe_at(scope["path"], error).response()(scope, receive, send_and_close)
         else:

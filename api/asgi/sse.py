@@ -49,15 +49,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class ByteStream(Response):
     """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
+        self,
+        chunks: AsyncGenerator[Any, None],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+        num_bytes: int | None = None,
     ) -> None:
-        super().__init__(status_code=200, headers={**headers, **HEADERS})
+        super().__init__(status_code=200, headers=headers)
         del self.headers["content-length"]
-        self._events = events
+        if num_bytes is not None:
+            self.headers["content-length"] = str(num_bytes)
+        self._chunks = chunks
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,18 +72,29 @@ class EventStream(Response):
         except (ClientDisconnected, OSError):
             return
         finally:
-            await self._events.aclose()
+            await self._chunks.aclose()
             await self._close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async def send_body(chunk: bytes) -> None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-        send_chunk = scope.get("extensions", {}).get(SEND_CHUNK, send_body)
+        # A body whose length is announced has no chunks.
+        is_framed = "content-length" in self.headers
+        send_chunk = send_body if is_framed else scope.get("extensions", {}).get(SEND_CHUNK, send_body)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._events:
+        async for chunk in self._chunks:
             await send_chunk(chunk)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(ByteStream):
+    """Send events as they arrive."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(events, close, {**headers, **HEADERS})
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError
 from api.auth.key_store import KeyStore
-from api.auth.principal import API_KEY, Caller, Key, Scope, SecretState, digest_of
+from api.auth.principal import API_KEY, CLUSTER, Caller, Key, Scope, SecretState, digest_of
 
 BUSY_MS = 50
 """Readers only wait to recover the log of a crashed writer."""
@@ -56,15 +56,24 @@ class KeyCache:
 
     Args:
         open_without_keys: serve all clients until there is a key; False refuses all until then.
+        cluster_secret: of the servers that ask each other; it is no key of a client.
 
     Raises:
         StoreUnusable, StoreFull: the folder cannot have a key store.
     """
 
-    def __init__(self, root: Path, api_key: str | None = None, *, open_without_keys: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        api_key: str | None = None,
+        *,
+        open_without_keys: bool = True,
+        cluster_secret: str | None = None,
+    ) -> None:
         self._root = root
         self._book = KeyStore(root, busy_ms=BUSY_MS)
-        self._own = _own_key(api_key)
+        self._own = _own_key(api_key, API_KEY, Scope.ADMIN)
+        self._cluster = _own_key(cluster_secret, CLUSTER, Scope.REPLICATE)
         self._open_without_keys = open_without_keys
         self._used_s: dict[str, float] = {}
         self._ended: set[str] = set()
@@ -79,6 +88,11 @@ class KeyCache:
             return False
         return self._open_without_keys and not self._held
 
+    def is_cluster(self, secret: str) -> bool:
+        """Return whether this is the cluster's secret, by which its servers know each other."""
+        digest = digest_of(secret)
+        return any(hmac.compare_digest(own, digest) for own in self._cluster)
+
     def caller(self, secret: str) -> Caller:
         """Return the holder of this secret.
 
@@ -88,7 +102,7 @@ class KeyCache:
         """
         self._refresh()
         digest = digest_of(secret)
-        held = self._held.get(digest)
+        held = self._held.get(digest) or self._cluster.get(digest)
         if held is None or not hmac.compare_digest(held.digest, digest):
             raise KeyRefused(None)
         if held.key is not None:
@@ -167,8 +181,8 @@ def _caller(key: Key) -> Caller:
     return Caller(key.name, key.scopes, key.adapters, key.limits)
 
 
-def _own_key(secret: str | None) -> Mapping[bytes, _Held]:
+def _own_key(secret: str | None, principal: str, scope: Scope) -> Mapping[bytes, _Held]:
     if secret is None:
         return {}
     digest = digest_of(secret)
-    return {digest: _Held(digest, None, Caller(API_KEY, frozenset({Scope.ADMIN})))}
+    return {digest: _Held(digest, None, Caller(principal, frozenset({scope})))}

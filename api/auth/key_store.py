@@ -13,9 +13,10 @@ import sqlite3
 import stat
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from adapter_store.errors import StoreFull, StoreUnusable
 from api.auth.principal import NAME_RULE, NO_LIMITS, Key, KeyLimits, Scope, digest_of, is_name, is_pattern, new_secret
@@ -32,6 +33,7 @@ _SCHEMA = (
         sha256 BLOB PRIMARY KEY, name TEXT NOT NULL REFERENCES keys, ends_s REAL
     ) STRICT, WITHOUT ROWID""",
 )
+_EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
 _LOG = logging.getLogger(__name__)
 
 
@@ -186,6 +188,36 @@ class KeyStore:
                 raise InvalidKey("NAME", f"there is no key named {name!r}")
             self._db.execute("UPDATE keys SET revoked_s = ? WHERE name = ?", (row[0] or time.time(), name))
             return row[0] is None
+
+    def exported(self) -> list[dict[str, Any]]:
+        """Return all keys as plain JSON values, with the digests of their secrets, for the followers of this store."""
+        with _errors(), self._reading():
+            secrets: dict[str, list[tuple[str, float | None]]] = {}
+            for name, digest, ends_s in self._db.execute("SELECT name, hex(sha256), ends_s FROM secrets ORDER BY 2"):
+                secrets.setdefault(name, []).append((digest, ends_s))
+            columns = ", ".join(_EXPORTED)
+            rows = self._db.execute(f"SELECT {columns} FROM keys ORDER BY name").fetchall()
+            named = (dict(zip(_EXPORTED, row, strict=True)) for row in rows)
+            return [{**key, "secrets": [list(one) for one in secrets.get(key["name"], [])]} for key in named]
+
+    def replace_all(self, keys: Sequence[Mapping[str, Any]]) -> None:
+        """Make these, as `exported` returned them, all the keys there are; keep when they were used here.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are malformed; nothing changed.
+        """
+        rows = [[key[column] for column in _EXPORTED] for key in keys]
+        secrets = [(bytes.fromhex(digest), key["name"], ends_s) for key in keys for digest, ends_s in key["secrets"]]
+        for key in keys:
+            frozenset(Scope(scope) for scope in json.loads(key["scopes"]))
+        with _errors(), self._transaction():
+            used_s = self._db.execute("SELECT last_used_s, name FROM keys WHERE last_used_s IS NOT NULL").fetchall()
+            self._db.execute("DELETE FROM secrets")
+            self._db.execute("DELETE FROM keys")
+            marks = ", ".join("?" * len(_EXPORTED))
+            self._db.executemany(f"INSERT INTO keys ({', '.join(_EXPORTED)}) VALUES ({marks})", rows)
+            self._db.executemany("INSERT INTO secrets VALUES (?, ?, ?)", secrets)
+            self._db.executemany("UPDATE keys SET last_used_s = ? WHERE name = ?", used_s)
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
         """Store when keys were last used, by their names."""

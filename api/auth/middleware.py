@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.auth.key_cache import KeyCache, KeyRefused, KeysUnreadable
 from api.auth.principal import ANYBODY, NOBODY, STATE, Caller
-from api.auth.scopes import ADMIN, needed, needs_no_key
+from api.auth.scopes import ADMIN, REPLICATE, needed, needs_no_key
 from api.errors import ApiError, describe_at
 
 BEARER = "send a key as the header Authorization: Bearer lorasrv-..."
@@ -52,12 +52,18 @@ class AuthMiddleware:
 
     def _caller(self, scope: Scope) -> Caller:
         if self._keys.is_open():
-            return ANYBODY
+            return self._cluster_or_anybody(scope)
         if needs_no_key(scope["method"], scope["path"]):
             return NOBODY
         secret = _secret(scope)
         with _refusals():
             return self._keys.caller(secret)
+
+    def _cluster_or_anybody(self, scope: Scope) -> Caller:
+        """Return who asks a server without keys: the secret of its cluster is the only one that it reads."""
+        kind, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
+        is_cluster = kind.lower() == "bearer" and self._keys.is_cluster(secret.strip())
+        return self._keys.caller(secret.strip()) if is_cluster else ANYBODY
 
 
 def check_key(keys: KeyCache, principal: str) -> None:
@@ -93,15 +99,17 @@ def _check_scope(scope: Scope, caller: Caller) -> None:
     Raises:
         ApiError: 403.
     """
-    if caller is ANYBODY or caller is NOBODY:
-        return
     needs = needed(scope["method"], scope["path"])
+    if caller is NOBODY or (caller is ANYBODY and needs != REPLICATE):
+        return
     if needs is None and _is_route(scope):
         needs = ADMIN
     if needs is not None and not any(caller.may(of) for of in needs):
         raise ApiError(
             403,
-            f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {', '.join(sorted(caller.scopes))}",
+            f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {', '.join(sorted(caller.scopes))}"
+            if needs != REPLICATE
+            else "only servers of this cluster may ask this, with the secret of --cluster-secret-file",
             code="forbidden",
         )
 

@@ -15,8 +15,10 @@ from fastapi import Depends, Request
 PREFIX = "lorasrv-"
 """Prefix of each generated secret, by which people and secret scanners recognise one."""
 ANONYMOUS, API_KEY = "anonymous", "api-key"
-RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY})
-"""Principals without a stored key: any client of a server without keys, and the holder of `--api-key`."""
+CLUSTER = "cluster"
+RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY, CLUSTER})
+"""Principals without a stored key: any client of a server without keys, the holder of `--api-key`, and other servers of
+the same cluster."""
 _ALPHABET = string.ascii_letters + string.digits
 _CHARS = 43  # log2(62 ** 43) = 256 bits
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -101,11 +103,13 @@ STATE = "caller"
 
 
 class Scope(StrEnum):
-    """Name what a key may do; `ADMIN` includes the others."""
+    """Name what a key may do; `ADMIN` includes the others, but for `REPLICATE`."""
 
     INFER = "infer"
     UPLOAD = "upload"
     ADMIN = "admin"
+    # What servers of a cluster tell each other. Digests of pages say who has sent which prompt: no client may ask.
+    REPLICATE = "replicate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class Caller:
 
     def may(self, scope: Scope) -> bool:
         """Return whether the caller has this scope."""
-        return scope in self.scopes or Scope.ADMIN in self.scopes
+        return scope in self.scopes or (Scope.ADMIN in self.scopes and scope is not Scope.REPLICATE)
 
     def may_see(self, adapter_id: str) -> bool:
         """Return whether the caller may see this id."""
@@ -134,8 +138,8 @@ class Caller:
         return "*" in self.adapters
 
 
-ANYBODY = Caller(ANONYMOUS, frozenset(Scope))
-"""Client of a server without keys; may do everything."""
+ANYBODY = Caller(ANONYMOUS, frozenset(Scope) - {Scope.REPLICATE})
+"""Client of a server without keys; may do everything that clients may."""
 NOBODY = Caller(ANONYMOUS, frozenset(), ())
 """Client of a server with keys, on a route that needs none; may do and see nothing."""
 

@@ -14,6 +14,7 @@ from api.console.paths import CONSOLE_PATHS
 INFER = frozenset({Scope.INFER})
 UPLOAD = frozenset({Scope.UPLOAD})
 ADMIN = frozenset({Scope.ADMIN})
+REPLICATE = frozenset({Scope.REPLICATE})
 EITHER = INFER | UPLOAD
 OPEN_PATHS = frozenset({"/", "/health", "/ready", *CONSOLE_PATHS})
 """The console's files contain no data: the page requests that with the key that the user enters."""
@@ -61,10 +62,17 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/version"): EITHER,
     ("GET", "/ping"): EITHER,
     ("GET", "/openapi.json"): EITHER,
+    ("GET", "/v1/registry/changes"): REPLICATE,
+    ("GET", "/v1/registry/blobs/{digest}"): REPLICATE,
+    ("POST", "/v1/registry/lease"): REPLICATE,
+    ("POST", "/v1/registry/usage"): REPLICATE,
     ("GET", "/metrics"): ADMIN,
     ("GET", "/v1/pool"): ADMIN,
+    ("GET", "/v1/replica"): REPLICATE,
+    ("POST", "/v1/pages/offer"): REPLICATE,
+    ("GET", "/v1/pages/{lease}"): REPLICATE,
 }
-"""Any of these scopes is sufficient, and `admin` always is."""
+"""Any of these scopes is sufficient, and `admin` always is, but where `replicate` is needed."""
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 """Methods that change or compute something: each request counts against its key's rate limit."""
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"})

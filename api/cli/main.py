@@ -24,6 +24,7 @@ from api.cli.commands import (
     listing,
     pool,
     quantize,
+    registry,
     serve,
     store,
     verify,
@@ -94,6 +95,13 @@ _command(
     serve.serve,
     "lorasrv serve --pool-bytes 2GiB --lora-modules mia=./mia",
     "LORASRV_PORT=9000 lorasrv serve ./Llama-3.2-1B",
+    "lorasrv serve --replicas 2",
+    cls=settings_command(positional="model"),
+)
+_command(
+    "registry",
+    registry.registry,
+    "lorasrv registry --store ./adapters --cluster-secret-file ./secret",
     cls=settings_command(positional="model"),
 )
 _command(
@@ -162,6 +170,7 @@ _command(
     doctor.doctor,
     "lorasrv doctor",
     "lorasrv doctor --model ./Llama-3.2-1B --rank 32",
+    "lorasrv doctor --cluster --replicas 4",
     cls=settings_command(*doctor.SERVER_SETTINGS, panel="Server"),
 )
 _command(

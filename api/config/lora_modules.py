@@ -28,7 +28,10 @@ from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import validate_adapter
 from api.config.lora_module_path import LoraModulePath
 from api.errors import ApiError
+from lorasrv.text.own_tokenizers import with_own_tokens
+from lorasrv.text.tokenizer import Tokenizer
 
+ReadTokenizer = Callable[[], Tokenizer]
 _LOG = logging.getLogger(__name__)
 
 
@@ -41,9 +44,15 @@ class ModulesRefused(Exception):
 
 
 def register_modules(
-    store: AdapterStore, modules: Sequence[LoraModulePath], progress: Callable[[str, float], None]
+    store: AdapterStore,
+    modules: Sequence[LoraModulePath],
+    progress: Callable[[str, float], None],
+    tokenizer: ReadTokenizer | None = None,
 ) -> None:
     """Register all modules, and collect the problems of all before raising.
+
+    Args:
+        tokenizer: as of `add_folder`.
 
     Raises:
         ModulesRefused: with the names and all reasons; the other modules are registered.
@@ -52,7 +61,7 @@ def register_modules(
     for number, module in enumerate(modules):
         progress("registering adapters", number / len(modules))
         try:
-            done = add_folder(store, module.path.expanduser(), module.name, moves=False)
+            done = add_folder(store, module.path.expanduser(), module.name, moves=False, tokenizer=tokenizer)
         except (AdapterError, OSError) as error:
             reasons[module.name] = _reasons(error)
             continue
@@ -74,6 +83,7 @@ def add_folder(
     if_not_exists: bool = False,
     moves: bool = True,
     opener: Opener = open_file,
+    tokenizer: ReadTokenizer | None = None,
     **owner: Any,
 ) -> Registration:
     """Register the adapter in a folder, as `lorasrv upload` would.
@@ -85,13 +95,15 @@ def add_folder(
         if_not_exists: refuse an existing id.
         moves: whether the current version may change to an older one.
         opener: function that opens the folder's files.
+        tokenizer: returns the base's tokenizer, with which the folder's own is compared; None: that is not read.
         owner: owner of the version, for `AdapterStore.register`.
     Raises:
         OSError: the folder cannot be read.
         AdapterError: as `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
     """
     name = check_adapter_id(adapter_id, VERBS)
-    with open_adapter_dir(folder, opener) as peft, peft.open_weights() as weights:
+    with open_adapter_dir(folder, opener) as found, found.open_weights() as weights:
+        peft = found if tokenizer is None else with_own_tokens(found, tokenizer)
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
         if not moves and (older := _older_version(store, name, peft.config, weights, digest)):
             return Registration(older, created=False, report=store.version_history.report(older))

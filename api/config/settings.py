@@ -4,20 +4,22 @@ A declaration determines the flag (`api.cli.common.settings_options`), the envir
 configuration file (`api.config.sources`), and the field of the engine's configuration.
 """
 
-import re
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from adapter_store.quota import StoreQuota
 from adapter_store.spec import BF16, Form
 from api.asgi.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
 from api.asgi.limits import ConnectionLimits
+from api.config.cluster_settings import ClusterSettings
 from api.config.lora_module_path import LoraModulePath, parse_modules
 from api.config.option_spec import OptionSpec
+from api.config.partition_settings import PartitionSettings
+from api.config.replication_settings import SECRET, SECRET_RULE
 from lorasrv.config import (
     BF16_LINEARS,
     BUILTIN_MODEL,
@@ -78,14 +80,13 @@ _AtLeastOne = Annotated[int, Field(ge=1)]
 _Duration = Annotated[float, Field(ge=0)]
 _Seconds = Annotated[float, Field(gt=0, le=86400)]
 _NO_LIMIT = "no limit"
-_SECRET = re.compile(r"[!-~]{8,512}")
 _SIZES = (
     *("store_bytes", "pool_bytes", "host_cache_bytes", "swap_bytes", "snapshot_bytes", "corpus_bytes"),
     *("resident_bytes_per_adapter", "resident_bytes_per_key"),
 )
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(ClusterSettings, PartitionSettings):
     """Hold all options of `serve`. Sizes take 512MiB, 2GB or plain bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -469,10 +470,8 @@ class ServerSettings(BaseModel):
     @field_validator("api_key")
     @classmethod
     def _check_api_key(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not _SECRET.fullmatch(value.get_secret_value()):
-            raise ValueError(
-                "must be 8 to 512 printable ASCII characters without spaces; lorasrv key create generates one"
-            )
+        if value is not None and not SECRET.fullmatch(value.get_secret_value()):
+            raise ValueError(f"{SECRET_RULE}; lorasrv key create generates one")
         return value
 
     @model_validator(mode="after")
@@ -566,8 +565,11 @@ class ServerSettings(BaseModel):
 
 
 OPTIONS: dict[str, OptionSpec] = {
-    name: next(part for part in field.metadata if isinstance(part, OptionSpec))
-    for name, field in ServerSettings.model_fields.items()
+    name: next(part for part in ServerSettings.model_fields[name].metadata if isinstance(part, OptionSpec))
+    # Inherited ones come last.
+    for name in sorted(
+        ServerSettings.model_fields, key={*PartitionSettings.model_fields, *ClusterSettings.model_fields}.__contains__
+    )
 }
 """Declarations of all options by name."""
 SPELLINGS: dict[str, str] = {spelling: name for name, option in OPTIONS.items() for spelling in (name, *option.aliases)}

@@ -218,7 +218,10 @@ def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
         parts = [_parts(part) for part in get_args(annotation)]
         return [kind for kinds, _ in parts for kind in kinds], [bound for _, bounds in parts for bound in bounds]
     if hasattr(annotation, "__metadata__"):
-        return _parts(annotation.__origin__)[0], list(annotation.__metadata__)
+        # Pydantic's Field holds its bounds one level below.
+        return _parts(annotation.__origin__)[0], [
+            bound for part in annotation.__metadata__ for bound in getattr(part, "metadata", [part])
+        ]
     return [annotation], []
 
 

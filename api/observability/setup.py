@@ -10,6 +10,7 @@ from api.observability.access_middleware import AccessMiddleware, Sink
 from api.observability.logs import request_logger
 from api.observability.metrics.registry import make_registry
 from api.observability.metrics.requests import HttpFigures
+from api.observability.metrics.resident_adapters import ResidentAdapters
 from api.observability.tracing import Tracing, open_tracing
 from api.serving.services import Services
 from lorasrv.metrics.usage_ledger import Ledger
@@ -20,6 +21,8 @@ class Observability:
     """Hold the observers of one server."""
 
     registry: CollectorRegistry
+    # Look before metrics are collected; None: nobody asks for vLLM's names.
+    residents: ResidentAdapters | None
     # Wraps all other middleware.
     middleware: Middleware
     _ledger: Ledger
@@ -39,7 +42,8 @@ class Observability:
         if tracing is not None:
             sinks.append(tracing.saw)
         middleware = Middleware(AccessMiddleware, sinks=sinks, keeps_text=settings.log_prompts)
-        return cls(make_registry(services, http), middleware, services.ledger, tracing)
+        residents = ResidentAdapters(services.engine, services.store) if settings.metrics_compat == "vllm" else None
+        return cls(make_registry(services, http, residents), residents, middleware, services.ledger, tracing)
 
     def start(self) -> None:
         """Start writing the ledger."""

@@ -2,6 +2,8 @@
 
 import logging
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -49,9 +51,16 @@ async def _of_base(name: str, services: Services, view: ScopedStore) -> dict[str
 
 
 async def _read(services: Services, adapter_id: str, keys: list[AdapterKey]) -> dict[AdapterKey, Usage]:
-    try:
+    with unusable_ledger():
         return await services.ledger.stats(adapter_id, keys)
+
+
+@contextmanager
+def unusable_ledger() -> Iterator[None]:
+    """Refuse with 503 if the ledger's disk fails in the block."""
+    try:
+        yield
     except (sqlite3.Error, OSError) as error:
-        _LOG.error("the ledger cannot be read: %s", error)
-        why = "the ledger cannot be read; the server's log says why"
+        _LOG.error("the ledger cannot be read or written: %s", error)
+        why = "the ledger cannot be read or written; the server's log says why"
         raise ApiError(503, why, code="ledger_unusable", headers={"retry-after": "10"}) from None

@@ -11,8 +11,9 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
 from adapter_store.errors import AdapterNotFound
+from adapter_store.formats.peft_dir import MAX_TOKENIZER_BYTES
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
-from adapter_store.spec import AdapterKey, AdapterRef
+from adapter_store.spec import AdapterKey, AdapterRef, AddedToken
 from adapter_store.storage.blobs import BlobUpload
 from api.asgi.json_body import JsonRoute
 from api.asgi.query import IfMatch, Limit, etag_header, listing, page
@@ -26,6 +27,8 @@ from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import EngineDead, InvalidRequest
 from lorasrv.outputs import AdapterTier
+from lorasrv.text.own_tokenizers import added_tokens
+from lorasrv.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -60,7 +63,8 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
 
     Returns 201 for a new version, 200 if the id had this content with these defaults already.
     """
-    checked = await check_defaults(body.defaults, services, view) if body.defaults else None
+    config, own = await _with_tokens(body, services, view)
+    checked = await check_defaults(body.defaults, services, view, own) if body.defaults else None
     if body.config is not None and body.defaults and body.defaults.get("adapters"):
         raise InvalidRequest(
             "adapters are the weights of a sum; leave config and weights out", param="defaults.adapters"
@@ -73,13 +77,34 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
         "alias": body.alias or None,
         "if_match": if_match,
     }
-    if body.config is None or body.weights is None:
+    if config is None or body.weights is None:
         add = partial(view.register_defaults, body.id, defaults, **options)
     else:
         terms = {"allow_partial": body.allow_partial, "stored": body.stored, "allow_drift": body.allow_drift}
-        add = partial(view.register, body.id, body.config, body.weights, defaults=defaults, **terms, **options)
+        add = partial(view.register, body.id, config, body.weights, defaults=defaults, **terms, **options)
     done = await run_in_threadpool(add)
     return registered(done, checked, {"alias": body.alias} if body.alias else {})
+
+
+async def _with_tokens(
+    body: AdapterBody, services: Services, view: ScopedStore
+) -> tuple[dict[str, Any] | None, Tokenizer | None]:
+    """Return the config with the tokens that the uploaded tokenizer adds, and the tokenizer with them."""
+    if body.config is None or body.tokenizer is None:
+        if body.tokenizer is not None:
+            raise InvalidRequest("a tokenizer belongs to weights; send config and weights, too", param="tokenizer")
+        if body.config is not None and body.config.get("added_tokens"):
+            why = "added_tokens are read from tokenizer.json; upload it, and send its digest as tokenizer"
+            raise InvalidRequest(why, param="config.added_tokens")
+        return body.config, None
+    base, config, digest = services.engine.tokenizer, body.config, body.tokenizer
+
+    def read() -> tuple[dict[str, Any], Tokenizer | None]:
+        tokens = added_tokens(view.read_upload(digest, MAX_TOKENIZER_BYTES), base)
+        extended = base.extended([AddedToken(**token) for token in tokens]) if tokens and body.defaults else None
+        return config | {"added_tokens": tokens}, extended
+
+    return await run_in_threadpool(read)
 
 
 def registered(done: Registration, checked: CheckedDefaults | None, more: Mapping[str, Any]) -> JSONResponse:
@@ -163,7 +188,7 @@ async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
     """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
-    ref = await run_in_threadpool(view.resolve_one, reference)
+    ref = await services.looking_up(partial(view.resolve_one, reference))
     composition = view.compose(await services.personas.parts(ref) or [Component(ref, 1.0)])
     if composition.key is None:
         raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
@@ -294,19 +319,26 @@ async def delete_adapter(
     services: ServicesDep,
     view: ViewDep,
     if_match: IfMatch,
-    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] | Literal["all"] = 0.0,
     force: Switch = None,
 ) -> JSONResponse:
     """Delete an id, or one version (`mia@3`): returns 202, and running requests finish with their version.
 
-    `wait` returns 200 once they have finished, or 202 after so many seconds. `force` also deletes aliases that point to
-    the version, and ends its requests with an error.
+    `wait` returns 200 once they have finished, or 202 after so many seconds; `wait=all` returns 200 once no server that
+    follows this one takes new requests for it, and `followers` counts those that have said so.
+
+    `force` also deletes aliases that point to the version, and ends its requests on this server with an error.
     """
     is_forced = force in ("true", "1")
     gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
     in_flight = services.engine.in_flight
     ended = in_flight.abort_adapter(gone.adapter_id, gone.versions) if is_forced else 0
-    running = await run_until_disconnect(request.receive, in_flight.until_unused(gone.adapter_id, gone.versions, wait))
+    everywhere = services.registry.leases.everywhere(services.store.feed.revision) if wait == "all" else None
+    told = {} if everywhere is None else {"followers": await run_until_disconnect(request.receive, everywhere)}
+    wait_s = 0.0 if wait == "all" else wait
+    running = await run_until_disconnect(
+        request.receive, in_flight.until_unused(gone.adapter_id, gone.versions, wait_s)
+    )
     answer = {
         "object": "adapter.deleted",
         "id": reference,
@@ -315,8 +347,9 @@ async def delete_adapter(
         "aliases_removed": list(gone.aliases),
         "requests_ended": ended,
         "requests_running": running,
+        **told,
     }
-    return JSONResponse(answer, 202 if running or not wait else 200)
+    return JSONResponse(answer, 202 if wait != "all" and (running or not wait) else 200)
 
 
 async def delete(
@@ -338,14 +371,9 @@ async def delete(
 
 async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None:
     record = view.records().get(gone.adapter_id)
-    if record is None:
-        services.engine.request_stats.forget(gone.adapter_id)
     left = {version.key for version in record.versions} if record is not None else set()
     await services.ledger.forget(gone.adapter_id, {*gone.contents, None} - left)
-    await services.limits.apply(gone.adapter_id)
-    for key in (*gone.unnamed, *services.store.compositions.having(gone.unnamed)):
-        await services.engine.unpin(key)
-        await services.engine.forget_answers(adapter=key)
+    await services.forget_deleted([gone.adapter_id], gone.unnamed)
 
 
 async def _receive(request: Request, upload: BlobUpload) -> None:

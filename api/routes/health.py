@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from api.observability.metrics.registry import as_text, collected
-from api.serving.services import Services, ServicesDep
+from api.serving.services import ServicesDep
 from lorasrv import __version__
 from lorasrv.models.spec import operations
 from lorasrv.request import MAX_CHOICES
@@ -61,14 +61,10 @@ async def info(services: ServicesDep) -> dict[str, Any]:
     }
 
 
-# Without a watchdog, an engine that stalls for so long counts as dead.
-STALLED_AFTER_S = 60.0
-
-
 @router.get("/health")
 async def health(services: ServicesDep) -> JSONResponse:
     """Return 200 while the engine is alive: its thread runs, and makes steps while there is work."""
-    problem = _health_problem(services)
+    problem = services.health_problem
     if problem is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": problem}, 503)
@@ -86,7 +82,9 @@ async def root(request: Request, services: ServicesDep) -> Response:
 @router.get("/ready")
 async def ready(services: ServicesDep) -> JSONResponse:
     """Return 200 while the server should get requests."""
-    problem = "draining" if services.draining.is_on else _health_problem(services)
+    problem = "draining" if services.draining.is_on else services.health_problem
+    if problem is None and services.follower is not None and not services.follower.has_lease:
+        problem = "registry unreachable"
     if problem is None and not await services.store_probe.is_writable():
         problem = "store not writable"
     if problem is None:
@@ -97,12 +95,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Return metrics as Prometheus text."""
+    if (residents := request.app.state.residents) is not None:
+        await residents.look()
     text = await run_in_threadpool(as_text, collected(request.app.state.registry))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-
-def _health_problem(services: Services) -> str | None:
-    if not services.engine.is_alive:
-        return "engine dead"
-    limit_s = services.settings.watchdog_s or STALLED_AFTER_S
-    return "engine stalled" if services.engine.heartbeat.is_stuck(limit_s) else None

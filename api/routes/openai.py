@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from api.asgi.json_body import JsonRoute
+from api.asgi.resumption import resumption_of
 from api.auth.principal import CallerDep
 from api.schemas.openai import ChatBody, CompletionBody
 from api.serving.generation import generate_openai, respond
@@ -15,10 +16,14 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionBody, services: ServicesDep, caller: CallerDep) -> Response:
     """Continue one or more prompts."""
-    return await respond(request.receive, generate_openai(body, services, caller), streamed=bool(body.stream))
+    return await respond(
+        request.receive, generate_openai(body, services, caller, resumption_of(request)), streamed=bool(body.stream)
+    )
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatBody, services: ServicesDep, caller: CallerDep) -> Response:
     """Answer a conversation."""
-    return await respond(request.receive, generate_openai(body, services, caller), streamed=bool(body.stream))
+    return await respond(
+        request.receive, generate_openai(body, services, caller, resumption_of(request)), streamed=bool(body.stream)
+    )

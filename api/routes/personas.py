@@ -86,7 +86,8 @@ async def put_defaults(
     if ref.key is not None and body.get("adapters"):
         why = f"{ref.adapter_id}@{ref.version} has weights of its own; give the sum another id"
         raise InvalidRequest(why, param="adapters")
-    checked = await check_defaults(body, services, view) if body else None
+    own = await services.engine.own_tokenizer(ref.key)
+    checked = await check_defaults(body, services, view, own) if body else None
     text = checked.text if checked is not None else ""
     done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
     return registered(done, checked, {})

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from api.asgi.json_body import JsonRoute
+from api.asgi.resumption import resumption_of
 from api.auth.principal import Caller, CallerDep
 from api.schemas.tgi import GenerateBody, Parameters
 from api.serving.generation import GenerationPlan, generate, respond
@@ -54,7 +55,7 @@ async def _answer(
     model = body.model or services.base_name
     plan = partial(_plan, body, streamed, as_list)
     turn = body.inputs if parameters.apply_chat_template else None
-    generating = generate(plan, model, parameters, services, caller, turn)
+    generating = generate(plan, model, parameters, services, caller, turn, resumption_of(request))
     return await respond(request.receive, generating, streamed=streamed)
 
 
@@ -77,14 +78,20 @@ async def _plan(
     prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, target, services), caller)
     grammar = await run_in_threadpool(parameters.wanted_grammar)
     figures = ResponseBuilder(f"gen-{secrets.token_hex(12)}", target, CompletionFormat())
-    tokens = TokenWriter(services.engine.tokenizer, parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0)
+    tokens = TokenWriter(
+        _tokenizer(target, services), parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0
+    )
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
     return GenerationPlan(writer, figures.answer_id, [prompt], sampling, parameters.num_choices, grammar)
 
 
+def _tokenizer(target: ResolvedModel, services: Services) -> Tokenizer:
+    return target.own_tokenizer or services.engine.tokenizer
+
+
 def _prompt_ids(body: GenerateBody, parameters: Parameters, target: ResolvedModel, services: Services) -> list[int]:
     """Return the prompt's tokens, the last `truncate` if it is set, as TGI does."""
-    tokenizer, longest = services.engine.tokenizer, services.engine.max_model_len - 1
+    tokenizer, longest = _tokenizer(target, services), services.engine.max_model_len - 1
     if parameters.truncate is not None and parameters.truncate > longest:
         raise InvalidRequest(f"truncate must be between 1 and {longest}", param="truncate")
     check_could_fit([body.inputs], tokenizer, longest)

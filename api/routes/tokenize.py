@@ -14,6 +14,7 @@ from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
+from lorasrv.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -24,18 +25,24 @@ async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> 
 
     There may be more than the context holds, but no text whose length alone exceeds it.
     """
-    return await services.in_thread([body.prompt, body.messages], partial(_tokenize, body, services, view), view.caller)
+    tokenizer = await _tokenizer_of(body.model, services, view)
+    work = partial(_tokenize, body, services, tokenizer)
+    return await services.in_thread([body.prompt, body.messages], work, view.caller)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, str]:
     """Return the text of token ids, special tokens included; at most as many ids as the context holds."""
-    return await run_in_threadpool(_detokenize, body, services, view)
+    tokenizer = await _tokenizer_of(body.model, services, view)
+    return await run_in_threadpool(_detokenize, body, services, tokenizer)
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
-    """Return the tokenizer's special tokens by name, and the chat template. All adapters share the base's tokenizer."""
+    """Return the special tokens of the base's tokenizer by name, and the chat template.
+
+    Adapters may have tokens beyond these: /tokenize and /detokenize use them with the adapter as `model`.
+    """
     tokenizer, template = services.engine.tokenizer, services.engine.chat_template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -52,10 +59,8 @@ async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
     }
 
 
-def _tokenize(body: TokenizeBody, services: Services, view: ScopedStore) -> dict[str, Any]:
-    _check_model(body.model, services, view)
-    tokenizer = services.engine.tokenizer
-    ids = _ids(body, services)
+def _tokenize(body: TokenizeBody, services: Services, tokenizer: Tokenizer) -> dict[str, Any]:
+    ids = _ids(body, services, tokenizer)
     return {
         "count": len(ids),
         "max_model_len": services.engine.max_model_len,
@@ -64,9 +69,9 @@ def _tokenize(body: TokenizeBody, services: Services, view: ScopedStore) -> dict
     }
 
 
-def _ids(body: TokenizeBody, services: Services) -> list[int]:
+def _ids(body: TokenizeBody, services: Services, tokenizer: Tokenizer) -> list[int]:
     engine = services.engine
-    tokenizer, template = engine.tokenizer, engine.chat_template
+    template = engine.chat_template
     check = partial(check_could_fit, tokenizer=tokenizer, max_model_len=engine.max_model_len)
     if body.prompt is not None:
         check([body.prompt])
@@ -82,9 +87,8 @@ def _ids(body: TokenizeBody, services: Services) -> list[int]:
         raise error.renamed({"prompt": "messages"}) from None
 
 
-def _detokenize(body: DetokenizeBody, services: Services, view: ScopedStore) -> dict[str, str]:
-    _check_model(body.model, services, view)
-    tokenizer, most = services.engine.tokenizer, services.engine.max_model_len
+def _detokenize(body: DetokenizeBody, services: Services, tokenizer: Tokenizer) -> dict[str, str]:
+    most = services.engine.max_model_len
     if len(body.tokens) > most:
         # A number of three digits may stand for eighty characters.
         raise InvalidRequest(
@@ -95,5 +99,8 @@ def _detokenize(body: DetokenizeBody, services: Services, view: ScopedStore) -> 
     return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _check_model(model: str | None, services: Services, view: ScopedStore) -> None:
-    resolve_target(model or services.base_name, None, None, services.base_name, view)
+async def _tokenizer_of(model: str | None, services: Services, view: ScopedStore) -> Tokenizer:
+    names = model or services.base_name, None, None
+    target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
+    own = await services.engine.own_tokenizer(target.ref.key if target.ref is not None else None)
+    return own or services.engine.tokenizer

@@ -70,6 +70,9 @@ def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: Verify
     config, store = services.settings.engine_config(), services.store
     # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
     peft, spec = store.version_history.peft_dir(ref), store.load(key).spec
+    if spec.vocab_size:
+        why = f"{ref.adapter_id}@{ref.version} has {spec.vocab_size} tokens, and the base has others to compare it with"
+        raise InvalidRequest(f"{why}: adapters with a vocabulary of their own are not verified", param="id")
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))

@@ -64,9 +64,16 @@ def _add(services: Services, view: ScopedStore, root: ImportRoot, body: LoadBody
         view.check_may_name(body.lora_name, "lora_name")
         if not body.load_inplace:
             _check_new(view, body.lora_name)
-        new = {"if_not_exists": not body.load_inplace}
         with view.hide_usage_of_others():
-            return add_folder(services.store, folder, body.lora_name, **new, opener=root.open, **view.owner)
+            return add_folder(
+                services.store,
+                folder,
+                body.lora_name,
+                if_not_exists=not body.load_inplace,
+                opener=root.open,
+                tokenizer=lambda: services.engine.tokenizer,
+                **view.owner,
+            )
     except AdapterExists:
         message = (
             f"The lora adapter {show(body.lora_name)} has already been loaded. If you want to load the adapter in "

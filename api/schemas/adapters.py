@@ -30,12 +30,14 @@ class AdapterBody(ClosedBody):
 
     `defaults` are what requests have where they say nothing else; an id that has some needs no weights. `alias` is
     moved to the new version. `stored` is the form that it is kept in, by default the server's (`--adapter-storage`);
-    with `allow_drift` int8 is accepted however much it changes the adapter.
+    with `allow_drift` int8 is accepted however much it changes the adapter. `tokenizer` is the digest of an uploaded
+    tokenizer.json, which names tokens that the adapter has beyond the base's.
     """
 
     id: str
     config: dict[str, Any] | None = None
     weights: str | None = None
+    tokenizer: str | None = None
     if_not_exists: bool = False
     allow_partial: bool = False
     stored: Literal["bf16", "int8"] | None = None

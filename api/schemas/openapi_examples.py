@@ -127,7 +127,7 @@ _BASE_CARD: Json = {
     "root": _BASE,
     "parent": None,
     "max_model_len": 2048,
-    "weights": {"format": "int4"},
+    "weights": {"format": "int4", "bits_per_weight": 5.0, "error": 0.0, "exact": True},
     "batch_invariant": True,
 }
 _CARD: Json = {**_BASE_CARD, "id": "mia", "root": _DIGEST, "parent": _BASE}

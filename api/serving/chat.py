@@ -14,6 +14,7 @@ from api.serving.personas import AppliedPersona
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.structured_output.grammar import Grammar
+from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
 
 if TYPE_CHECKING:
@@ -34,16 +35,22 @@ class ChatPlan:
     dropped_turns: int | None = None
 
 
-def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | None = None) -> ChatPlan:
+def plan_chat(
+    body: ChatBody,
+    engine: "AsyncEngine",
+    persona: AppliedPersona | None = None,
+    own_tokenizer: Tokenizer | None = None,
+) -> ChatPlan:
     """Convert the body. Call in a thread: long conversations and large schemas take milliseconds.
 
     Args:
         persona: what the body got of a persona's defaults.
+        own_tokenizer: that of an adapter with tokens of its own; None: the base's.
 
     Raises:
         InvalidRequest: a field is malformed, or the base's template does not support it.
     """
-    template, tokenizer = engine.chat_template, engine.tokenizer
+    template, tokenizer = engine.chat_template, own_tokenizer or engine.tokenizer
     if template is None:
         raise InvalidRequest(
             "this base has no chat template; use /v1/completions (lorasrv generate --raw)", param="messages"
@@ -54,7 +61,8 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
     if body.uses_tools:
         variables["tools"] = body.tools
     with nullcontext() if persona is None else persona.hiding_errors():
-        prompt, dropped = _prompt(body, engine, template, variables, 0 if persona is None else persona.num_fixed)
+        num_fixed = 0 if persona is None else persona.num_fixed
+        prompt, dropped = _prompt(body, engine, template, tokenizer, variables, num_fixed)
     if not body.uses_tools:
         return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
     if grammar is not None:
@@ -66,6 +74,11 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine", persona: AppliedPersona | N
         grammar = form.unforced_grammar(tools, tokenizer)
     protocol_format = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
     return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer), dropped)
+
+
+def vocab_size_of(engine: "AsyncEngine", own: Tokenizer | None) -> int:
+    """Return above which number there are no tokens; the engine knows whether those below have rows."""
+    return max(engine.spec.vocab_size, 0 if own is None else own.vocab_size)
 
 
 def check_tellable(messages: Sequence[Message], template: "ChatTemplate", num_added: int = 0) -> None:
@@ -83,7 +96,12 @@ def check_tellable(messages: Sequence[Message], template: "ChatTemplate", num_ad
 
 
 def _prompt(
-    body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", variables: dict[str, Any], num_fixed: int
+    body: ChatBody,
+    engine: "AsyncEngine",
+    template: "ChatTemplate",
+    tokenizer: Tokenizer,
+    variables: dict[str, Any],
+    num_fixed: int,
 ) -> tuple[list[int], int | None]:
     """Return the prompt's tokens, and how many turns were dropped for it; None if none may be.
 
@@ -97,10 +115,10 @@ def _prompt(
 
     # Check the template's output, as it may leave out part of the messages.
     def check(texts: Sequence[str]) -> None:
-        check_could_fit(texts, engine.tokenizer, engine.max_model_len * (MAX_CONTEXTS if may_drop else 1))
+        check_could_fit(texts, tokenizer, engine.max_model_len * (MAX_CONTEXTS if may_drop else 1))
 
     def encode(told: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
-        return template.encode(told, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
+        return template.encode(told, tokenizer, body.add_generation_prompt is not False, check, **variables)
 
     if not may_drop:
         return encode(messages, **variables), None

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from api.errors import ApiError
@@ -15,6 +16,9 @@ class ChoiceStream:
     A choice that fails fails all of them. With `unanswered`, outputs contain only the prompt, as if nothing was
     generated.
 
+    With `is_marked`, `mark` tells the tokens of the outputs that were taken, and whether the server is draining. With
+    `is_resumed`, the first output repeats what another replica has answered.
+
     A single stream is read as it is. Of several, each has a task that waits for its next output, and then until it is
     taken: for a slow client little is buffered. Must be closed, also at the end.
 
@@ -22,14 +26,27 @@ class ChoiceStream:
         LorasrvError, AdapterError, ApiError: a choice failed; earlier outputs are not an answer.
     """
 
-    def __init__(self, streams: Sequence[OutputStream], width: int | None = None, *, unanswered: bool = False) -> None:
+    def __init__(
+        self,
+        streams: Sequence[OutputStream],
+        width: int | None = None,
+        *,
+        unanswered: bool = False,
+        is_marked: bool = False,
+        is_resumed: bool = False,
+        is_draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.width = width or len(streams)
-        self._unanswered = unanswered
+        self.is_resumed = is_resumed
+        self.num_taken = 0
+        self._unanswered, self._is_marked = unanswered, is_marked
+        self._is_draining = is_draining
+        self._unmarked: list[int] = []
         self.latest: dict[int, RequestOutput] = {}
         self.first_token_s: float | None = None
         self._streams = streams
         self._num_unfinished = len(streams)
-        self._ahead: tuple[int, RequestOutput] | None = None
+        self._ahead: deque[tuple[int, RequestOutput]] = deque()
         self._arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
         self._pumps = [
             asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(streams) if len(streams) > 1
@@ -44,20 +61,39 @@ class ChoiceStream:
         return self
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
-        if self._ahead is not None:
-            taken, self._ahead = self._ahead, None
-            return taken
-        if not self._num_unfinished:
-            raise StopAsyncIteration
-        return await self._take()
+        if not self._ahead:
+            if not self._num_unfinished:
+                raise StopAsyncIteration
+            self._ahead.append(await self._take())
+        index, output = self._ahead.popleft()
+        self.num_taken += 1
+        if self._is_marked:
+            self._unmarked += output.token_ids
+        return index, output
+
+    def mark(self) -> bytes:
+        """Return what an event stream says behind the events of an output, so that it can be resumed behind them: a
+        comment with the tokens since the last one, and another where it had better go on elsewhere. The end has none.
+        """
+        if not self._is_marked or not (self._num_unfinished or self._ahead):
+            return b""
+        tokens, self._unmarked = self._unmarked, []
+        leaving = ": draining\n\n" if self._is_draining() else ""
+        return f": tokens {' '.join(map(str, tokens))}\n\n{leaving}".encode()
+
+    def mark_nothing(self) -> None:
+        """Write no more marks: the answer turned out to be none that can be resumed."""
+        self._is_marked = False
 
     async def wait_for_first(self) -> None:
-        """Wait for the first output, which stays in the stream.
+        """Wait for the first output of this engine, which stays in the stream.
 
         Raises: as iteration, after closing the stream.
         """
         try:
-            self._ahead = await self._take()
+            self._ahead.append(await self._take())
+            if self.is_resumed:
+                self._ahead.append(await self._take())
         except BaseException:
             await self.aclose()
             raise

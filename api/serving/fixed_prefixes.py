@@ -20,6 +20,7 @@ from api.serving.chat import plan_chat
 from api.serving.personas import PROMPT_FIELDS, AppliedPersona, Personas, StoredPersona, apply_to_body
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import FixedPrefix
+from lorasrv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
@@ -70,13 +71,13 @@ class FixedPrefixes:
         with self._lock:
             if key in self._known:
                 return self._known[key]
-        stored = await self._personas.find(ref)
-        found = await run_in_threadpool(self._render, stored)
+        stored, own = await self._personas.find(ref), await self._engine.own_tokenizer(ref.key)
+        found = await run_in_threadpool(self._render, stored, own)
         with self._lock:
             self._known[key] = found
         return found
 
-    def _render(self, stored: StoredPersona) -> PrefixTokens | None:
+    def _render(self, stored: StoredPersona, own: Tokenizer | None) -> PrefixTokens | None:
         if self._engine.chat_template is None or not stored.has_prompt:
             return None
         defaults = stored.defaults.model_copy(
@@ -84,7 +85,7 @@ class FixedPrefixes:
         )
         alone = StoredPersona(stored.ref, "", defaults, stored.owner)
         try:
-            prompts = [self._prompt(alone, user, turn) for user, turn in _CONVERSATIONS]
+            prompts = [self._prompt(alone, user, turn, own) for user, turn in _CONVERSATIONS]
         except InvalidRequest:
             return None
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
@@ -94,7 +95,7 @@ class FixedPrefixes:
         owner = owner_of(stored.ref.adapter_id, stored.ref.version)
         return PrefixTokens(FixedPrefix(owner, f"prefix:{stored.ref.persona}", len(tokens)), tokens)
 
-    def _prompt(self, stored: StoredPersona, user: str, turn: str) -> list[int]:
+    def _prompt(self, stored: StoredPersona, user: str, turn: str, own: Tokenizer | None) -> list[int]:
         asked = ChatBody.model_validate({"messages": [{"role": "user", "content": turn}], "user": user})
         body, applied = apply_to_body(asked, stored, may_read=True)
-        return plan_chat(body, self._engine, applied).prompt
+        return plan_chat(body, self._engine, applied, own).prompt

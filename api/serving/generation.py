@@ -1,8 +1,9 @@
 """Plan and admit a generation, for all protocols: OpenAI's routes, TGI's, and batches in this process."""
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,24 +12,28 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
 from adapter_store.errors import AdapterError
+from api.asgi.resumption import Resumption
 from api.asgi.sse import EventStream, run_until_disconnect
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
+from api.replication.peer import PEER
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
 from api.schemas.speculation import speculation_params
 from api.schemas.tgi import Parameters
 from api.serving.admission import AddPrompt, Prompt
-from api.serving.chat import plan_chat
+from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
 from api.serving.model_resolver import ResolvedModel, resolve_target
 from api.serving.openai_responses import CompletionFormat, ProtocolFormat, ResponseBuilder
+from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded
 from lorasrv.request import OnCold, persona_salt
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
+from lorasrv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
@@ -36,6 +41,21 @@ if TYPE_CHECKING:
 
 class Writer(Protocol):
     """Write the response in a protocol's format; implemented by `ResponseBuilder` and `TgiResponseBuilder`."""
+
+    @property
+    def answer_id(self) -> str:
+        """Return what names the answer."""
+
+    @property
+    def created_s(self) -> int:
+        """Return the Unix time that the answer tells."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether a stream can be resumed from its tokens."""
+
+    def continuing(self, answer_id: str, created_s: int) -> "Writer":
+        """Return a writer that goes on with a stream of another replica."""
 
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
         """Return the whole response and its headers, and close the choices."""
@@ -64,6 +84,12 @@ class GenerationPlan:
     # Whether only the prompt is returned.
     unanswered: bool = False
 
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether another replica can go on with its stream: one answer, known by its tokens."""
+        is_one = len(self.prompts) == self.width == 1 and self.beams is None and not self.unanswered
+        return is_one and self.writer.is_resumable
+
 
 Planner = Callable[[Any, ResolvedModel, Services, Caller], Coroutine[Any, Any, GenerationPlan]]
 """Converts one protocol's fields to a plan, given the resolved model."""
@@ -75,6 +101,22 @@ class Generation:
 
     writer: Writer
     choices: ChoiceStream
+    # Header that tells an edge how to resume the stream; empty if it did not ask, or nobody can.
+    offer: Mapping[str, str] = field(default_factory=dict)
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Return the events of the response as a stream."""
+        events = self.writer.events(self.choices)
+        return _behind_first(events, self.choices) if self.choices.is_resumed else events
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a stream whose first output is there."""
+        headers = self.writer.headers(self.choices)
+        if any(output.timing.fell_back for output in self.choices.latest.values()):
+            # The base has answered here; elsewhere the adapter may.
+            self.choices.mark_nothing()
+            return headers
+        return {**headers, **self.offer}
 
 
 async def generate(
@@ -84,6 +126,7 @@ async def generate(
     services: Services,
     caller: Caller,
     turn: str | None = None,
+    resumption: Resumption | None = None,
 ) -> Generation:
     """Plan and admit a request; all protocols use this function.
 
@@ -93,14 +136,16 @@ async def generate(
         fields: fields that all protocols share, such as priority and cache_salt; the plan gets them with the defaults
             of the version that answers.
         turn: the one turn of a conversation that `fields` do not hold (TGI).
+        resumption: what an edge says of the stream.
     Raises:
         LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
     services.admission.check(caller)
-    # In a thread: suggesting similar names takes milliseconds with thousands of adapters.
+    if resumption is not None and resumption.goes_on:
+        fields = fields.model_copy(update=seeded(resumption))
     view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
     names = model, fields.adapter_id, fields.adapters
-    target = await run_in_threadpool(resolve_target, *names, services.base_name, view)
+    target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
     await services.personas.check_parts(target.components, view)
     if target.ref is not None and target.ref.persona:
         ref = target.ref
@@ -108,7 +153,14 @@ async def generate(
             target = target.summed(parts, view)
         fields, persona = await services.personas.apply(fields, ref, view, turn)
         target = replace(target, persona=persona)
+    own = await services.engine.own_tokenizer(target.ref.key if target.ref is not None else None)
+    target = replace(target, own_tokenizer=own) if own is not None else target
     planned = await plan(fields, target, services, caller)
+    writer, resuming = planned.writer, None
+    if resumption is not None:
+        resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable)
+        if resumption.goes_on:
+            writer = writer.continuing(resumption.answer_id, resumption.created_s)
     engine, shared = services.engine, _shared_options(fields, target, caller)
     if not target.components or target.is_stored:
         # Sums that requests name may be any number: nothing of theirs is kept on the disk.
@@ -116,30 +168,42 @@ async def generate(
 
     async def begin() -> AddPrompt:
         grammar = planned.grammar
-        return partial(
+        add = partial(
             engine.add_choices,
             sampling=planned.sampling,
             count=planned.width,
             **shared,
             request_id=planned.request_id,
-            constraint=await engine.grammars.compile(grammar, caller.principal) if grammar is not None else None,
+            constraint=await engine.grammars.compile(grammar, caller.principal, own) if grammar is not None else None,
             shown_token_ids=planned.shown_token_ids,
             beams=planned.beams,
+            **({} if resuming is None else resuming.options),
         )
+        return add if resuming is None else resuming.watched(add)
 
     try:
         streams = await services.admission.admit(caller, planned.prompts, planned.width, begin)
     except AdapterError as error:
         raise target.naming(error) from None
-    return Generation(planned.writer, ChoiceStream(streams, planned.width, unanswered=planned.unanswered))
+    choices = ChoiceStream(
+        streams,
+        planned.width,
+        unanswered=planned.unanswered,
+        is_marked=resuming is not None and resuming.is_offered,
+        is_resumed=resumption is not None and bool(resumption.token_ids),
+        is_draining=lambda: services.draining.is_on,
+    )
+    return Generation(writer, choices, {} if resuming is None else resuming.offer(writer.answer_id, writer.created_s))
 
 
-async def generate_openai(body: GenerationBody, services: Services, caller: Caller) -> Generation:
+async def generate_openai(
+    body: GenerationBody, services: Services, caller: Caller, resumption: Resumption | None = None
+) -> Generation:
     """Plan and admit a body of OpenAI's routes.
 
     Raises: as `generate`.
     """
-    return await generate(_PLANNERS[type(body)], body.model, body, services, caller)
+    return await generate(_PLANNERS[type(body)], body.model, body, services, caller, resumption=resumption)
 
 
 async def collect(generating: Awaitable[Generation]) -> tuple[Any, dict[str, str]]:
@@ -168,8 +232,16 @@ async def respond(receive: Receive, generating: Coroutine[Any, Any, Generation],
         return generation
 
     generation = await run_until_disconnect(receive, wait_for_first())
-    writer, choices = generation.writer, generation.choices
-    return EventStream(writer.events(choices), choices.aclose, writer.headers(choices))
+    headers = generation.headers()
+    return EventStream(generation.events(), generation.choices.aclose, headers)
+
+
+async def _behind_first(events: AsyncGenerator[bytes, None], choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
+    """Leave out the events of the first output, which the client has from another replica."""
+    async with aclosing(events):
+        async for event in events:
+            if choices.num_taken > 1:
+                yield event
 
 
 async def _plan_completion(
@@ -181,7 +253,9 @@ async def _plan_completion(
 
 async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
     texts = [body.messages, body.tools, body.chat_template_kwargs]
-    plan = await services.in_thread(texts, partial(plan_chat, body, services.engine, target.persona), caller)
+    plan = await services.in_thread(
+        texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
+    )
     shown, prompts = plan.shown_token_ids, [plan.prompt]
     return await _plan(
         body, target, services, caller, prompts, plan.protocol_format, plan.grammar, shown, plan.dropped_turns
@@ -206,8 +280,10 @@ async def _plan(
     dropped_turns: int | None = None,
 ) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
-    sampling = body.sampling(engine.spec.vocab_size)
-    echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine), caller) if body.echoes else []
+    tokenizer = target.own_tokenizer or engine.tokenizer
+    sampling = body.sampling(vocab_size_of(engine, target.own_tokenizer))
+    echo = partial(_echoes, prompts, engine, tokenizer)
+    echoes = await services.in_thread(prompts, echo, caller) if body.echoes else []
     writer = ResponseBuilder(
         answer_id=f"{protocol_format.id_prefix}-{secrets.token_hex(12)}",
         target=target,
@@ -215,7 +291,7 @@ async def _plan(
         include_usage=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         shown=body.num_choices,
-        logprobs_formatter=_logprobs_formatter(body, engine),
+        logprobs_formatter=_logprobs_formatter(body, tokenizer),
         top=body.top_shown,
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
@@ -255,6 +331,7 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
         "timeout_s": fields.timeout_s,
         "speculation": speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
         "kv_policy": fields.kv_policy and fields.kv_policy.policy,
+        "peer": PEER.get(),
     }
 
 
@@ -274,21 +351,21 @@ def key_salt(principal: str) -> str:
     return f"key:{principal}"
 
 
-def _logprobs_formatter(body: GenerationBody, engine: "AsyncEngine") -> LogprobsFormatter | None:
+def _logprobs_formatter(body: GenerationBody, tokenizer: Tokenizer) -> LogprobsFormatter | None:
     if body.top_shown is None and body.prompt_logprobs is None:
         return None
-    return LogprobsFormatter(engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+    return LogprobsFormatter(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
 
-def _echoes(prompts: Sequence[Prompt], engine: "AsyncEngine") -> list[PromptEcho]:
+def _echoes(prompts: Sequence[Prompt], engine: "AsyncEngine", tokenizer: Tokenizer) -> list[PromptEcho]:
     """Prepare prompts for output.
 
     Raises: ContextLengthExceeded: a prompt is too long, judged before tokenizing it.
     """
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_could_fit([prompt], engine.tokenizer, engine.max_model_len)
+            check_could_fit([prompt], tokenizer, engine.max_model_len)
         elif len(prompt) > engine.max_model_len:
             why = f"the context has {engine.max_model_len} tokens, but the prompt has {len(prompt)}"
             raise ContextLengthExceeded(why, param="prompt")
-    return [PromptEcho.of(prompt, engine.tokenizer) for prompt in prompts]
+    return [PromptEcho.of(prompt, tokenizer) for prompt in prompts]

@@ -8,13 +8,14 @@ from typing import Any
 from adapter_store.composition import Component, Composition, check_weights, is_sum, parse_sum
 from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterNotFound, NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
-from api.errors import ApiError
+from api.errors import ModelNotFound
 from api.schemas.composition import AdapterWeight
 from api.serving.model_list import digest_text
 from api.serving.personas import AppliedPersona, part_is_gone
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.metrics.usage_ledger import BASE_KEY
+from lorasrv.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class ResolvedModel:
     is_stored: bool = False
     # Known to the store while this refers to it.
     composition: Composition | None = None
+    # Of an adapter with tokens of its own; None: the base's.
+    own_tokenizer: Tokenizer | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -99,7 +102,7 @@ def resolve_target(
     Raises:
         InvalidRequest: the fields contradict each other, or all are missing: the base never answers by default.
         NotComposable: a sum is written wrongly.
-        ApiError: 404, there is no such model; the message has up to three similar names.
+        ModelNotFound: there is no such model; the message has up to three similar names.
     """
     if adapter_id == "":
         raise InvalidRequest("adapter_id is empty; leave it out to ask the base", param="adapter_id")
@@ -141,7 +144,7 @@ def _resolve(name: str, param: str, view: ScopedStore) -> AdapterRef:
         raise model_not_found(error, param) from None
 
 
-def model_not_found(error: AdapterNotFound, param: str) -> ApiError:
+def model_not_found(error: AdapterNotFound, param: str) -> ModelNotFound:
     """Build the 404 of an unknown name."""
     hint = f"; did you mean {', '.join(error.near)}?" if error.near else ""
-    return ApiError(404, f"the model {show(error.reference)} does not exist{hint}", code="model_not_found", param=param)
+    return ModelNotFound(f"the model {show(error.reference)} does not exist{hint}", param=param)

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -133,6 +133,15 @@ class ResponseBuilder:
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether a stream says nothing of its tokens but their text."""
+        return self.logprobs_formatter is None and not self.echoes
+
+    def continuing(self, answer_id: str, created_s: int) -> "ResponseBuilder":
+        """Return a builder that goes on with a stream of another replica."""
+        return replace(self, answer_id=answer_id, created_s=created_s)
+
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
         """Return the whole response and its headers, and close the choices.
 
@@ -201,7 +210,8 @@ class ResponseBuilder:
                     pieces = self.protocol_format.deltas(index, output)
                     for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
                         due_tokens = waiting.pop(index, ())
-                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, due_tokens))
+                        chunk = self._chunk(choices, self._choice(index, piece, None if left else ended, due_tokens))
+                        yield chunk if left else chunk + choices.mark()
             if self.include_usage:
                 body = self._envelope(self.protocol_format.chunk_object, [])
                 yield event({**body, "usage": self.usage(choices)})
@@ -264,7 +274,10 @@ class ResponseBuilder:
             "speculation": _speculation(choices),
             **_kv(choices),
         }
+        sent = sum(first.timing.num_peer_tokens for first in choices.first_outputs())
         told = {
+            # Prompt tokens whose keys and values another replica has sent.
+            "kv_transfer": {"tokens": sent} if timing.has_peer else None,
             "adapters": self.target.usage(),
             "dropped_turns": self.dropped_turns,
             "persona": persona and persona.usage(),

@@ -18,7 +18,7 @@ from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
 from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, unknown_placeholders
 from api.schemas.speculation import speculation_params
-from api.serving.chat import plan_chat
+from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.model_list import digest_text
 from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
@@ -26,6 +26,7 @@ from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import check_token_ids
 from lorasrv.text.structured_output.grammar import Grammar
+from lorasrv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
@@ -50,13 +51,18 @@ class CheckedDefaults:
         return {"prompt_tokens": self.prompt_tokens, "warnings": list(self.warnings)}
 
 
-async def check_defaults(given: Mapping[str, Any], services: Services, view: ScopedStore) -> CheckedDefaults:
+async def check_defaults(
+    given: Mapping[str, Any], services: Services, view: ScopedStore, own: Tokenizer | None = None
+) -> CheckedDefaults:
     """Check defaults with the served base, and pin the versions of a sum.
+
+    Args:
+        own: tokenizer of the version's weights; None: the base's.
 
     Raises:
         AdapterInvalid: with every fault found.
     """
-    check = _Check(services.engine)
+    check = _Check(services.engine, own)
     defaults = await services.in_thread(dict(given), partial(check.fields, given), view.caller)
     if defaults.adapters:
         components = await run_in_threadpool(check.parts, defaults.adapters, view)
@@ -65,7 +71,7 @@ async def check_defaults(given: Mapping[str, Any], services: Services, view: Sco
         given = {**given, "adapters": [_pinned(component) for component in components]}
     for grammar in check.grammars:
         with check.faults_of(grammar.param):
-            await services.engine.grammars.compile(grammar, view.caller.principal)
+            await services.engine.grammars.compile(grammar, view.caller.principal, own)
     check.problems.raise_if_any()
     return CheckedDefaults(to_text(given), check.prompt_tokens, tuple(check.warnings))
 
@@ -82,8 +88,8 @@ def _pinned(component: Component) -> dict[str, Any]:
 class _Check:
     """Collect the faults of one persona's defaults."""
 
-    def __init__(self, engine: "AsyncEngine") -> None:
-        self._engine = engine
+    def __init__(self, engine: "AsyncEngine", own: Tokenizer | None) -> None:
+        self._engine, self._own = engine, own
         self.problems = ProblemList()
         self.grammars: list[Grammar] = []
         self.warnings: list[str] = []
@@ -152,12 +158,12 @@ class _Check:
             self.problems.add(INVALID, "", f"the defaults have {nbytes} bytes; {MAX_DEFAULTS_BYTES} are the most")
 
     def _texts(self, defaults: Defaults) -> None:
-        template, tokenizer = self._engine.chat_template, self._engine.tokenizer
+        template, tokenizer = self._engine.chat_template, self._own or self._engine.tokenizer
         for place, text in defaults.texts():
             if unknown := unknown_placeholders(text):
                 self.problems.add(INVALID, place, f"{show(unknown[0])} is not {{{{char}}}} or {{{{user}}}}")
             if template is not None and (tokens := template.control_tokens(text, tokenizer)):
-                self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token of the base, not a text")
+                self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token, not a text")
         if defaults.system_prompt is not None:
             self._early(defaults.system_prompt.text)
 
@@ -182,7 +188,7 @@ class _Check:
                 self._sample(given)
 
     def _sample(self, fields: Mapping[str, Any]) -> None:
-        vocab_size = self._engine.spec.vocab_size
+        vocab_size = vocab_size_of(self._engine, self._own)
         check_token_ids(GenerationBody(**fields).sampling(vocab_size), vocab_size)
 
     def _answer(self, defaults: Defaults) -> None:
@@ -212,7 +218,7 @@ class _Check:
         asked = ChatBody.model_validate({"messages": [_TURN]})
         with self.faults_of("system"):
             body, _ = apply_to_body(asked, stored, may_read=True)
-            plan = plan_chat(body, self._engine)
+            plan = plan_chat(body, self._engine, own_tokenizer=self._own)
             self.prompt_tokens = len(plan.prompt)
             self.grammars += [] if plan.grammar is None else [plan.grammar]
             most = self._engine.max_model_len // CONTEXT_SHARE

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,17 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from adapter_store.errors import AdapterNotFound
+from adapter_store.spec import AdapterId, AdapterKey
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.asgi.limits import no_cuts
 from api.auth.principal import Caller, CallerDep
 from api.auth.rate_limits import RateLimiter
 from api.config.settings import ServerSettings
+from api.errors import ModelNotFound
+from api.replication.follower import Follower
+from api.replication.registry import Registry
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.admission import AdmissionController
 from api.serving.fixed_prefixes import FixedPrefixes
@@ -78,6 +83,8 @@ class StoreProbe:
 T = TypeVar("T")
 LONG_CHARS = 64 << 10
 MAX_LONG_TEXTS = 256
+STALLED_AFTER_S = 60.0
+"""Without a watchdog, an engine that stalls for so long counts as dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,9 @@ class Services:
     personas: Personas
     prefixes: FixedPrefixes
     long_texts: FairLock
+    registry: Registry
+    # None: this server owns its store.
+    follower: Follower | None = None
 
     @classmethod
     def create(
@@ -109,9 +119,10 @@ class Services:
         settings: ServerSettings,
         limits: AdapterLimits,
         verifier: Verifier,
+        follower: Follower | None = None,
     ) -> "Services":
         """Create the services of a server that starts now."""
-        started_s = int(time.time())
+        started_s, draining = int(time.time()), Draining()
         personas = Personas(store)
         base = base_card(
             settings.served_model_name or engine.model_name,
@@ -127,15 +138,17 @@ class Services:
             limits,
             verifier,
             started_s,
-            Draining(),
+            draining,
             no_cuts(),
             AdmissionController(engine, RateLimiter(on_refused=engine.observers.on_refused)),
             StoreProbe(store),
-            Ledger(engine, store, store.root),
+            Ledger(engine, store, store.root, sends=follower is not None),
             ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
             personas,
             FixedPrefixes(engine, personas),
             FairLock("long texts", MAX_LONG_TEXTS),
+            Registry(store, draining),
+            follower,
         )
 
     async def in_thread(self, texts: object, work: Callable[[], T], caller: Caller) -> T:
@@ -157,6 +170,45 @@ class Services:
     def view(self, caller: Caller, user: str | None = None) -> ScopedStore:
         """Return the store as visible to the caller, for one of its users."""
         return self.views.of(caller, user)
+
+    async def forget_deleted(self, adapter_ids: Iterable[str], unnamed: Collection[AdapterKey]) -> None:
+        """Apply the limits of ids that changed; drop the counts of those that are gone, and what no remaining name
+        could reach: pins and past answers.
+
+        Raises: EngineDead.
+        """
+        for adapter_id in adapter_ids:
+            if AdapterId(adapter_id) not in self.store.records():
+                self.engine.request_stats.forget(adapter_id)
+            await self.limits.apply(adapter_id)
+        for key in (*unnamed, *self.store.compositions.having(unnamed)):
+            await self.engine.unpin(key)
+            await self.engine.forget_answers(adapter=key)
+
+    async def looking_up(self, find: Callable[[], T]) -> T:
+        """Return what a lookup of names finds, in a thread: similar names of thousands take milliseconds to suggest.
+
+        A name that a follower does not know may be new: the registry is asked before it is refused.
+
+        Raises:
+            OriginUnreachable: a follower does not know the name, and the registry does not answer.
+        """
+        begun_s, was_asked = time.monotonic(), self.follower is None
+        while True:
+            try:
+                return await run_in_threadpool(find)
+            except (AdapterNotFound, ModelNotFound):
+                if was_asked or self.follower is None:
+                    raise
+                was_asked = await self.follower.news_since(begun_s)
+
+    @property
+    def health_problem(self) -> str | None:
+        """Return why the engine is not alive: its thread has ended, or makes no steps though there is work."""
+        if not self.engine.is_alive:
+            return "engine dead"
+        limit_s = self.settings.watchdog_s or STALLED_AFTER_S
+        return "engine stalled" if self.engine.heartbeat.is_stuck(limit_s) else None
 
     @property
     def base_name(self) -> str:

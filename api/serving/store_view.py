@@ -122,6 +122,11 @@ class ScopedStore:
         with self.hide_usage_of_others():
             return self._store.register(adapter_id, config, digest, is_known=self._knows(digest), **options)
 
+    def read_upload(self, digest: str, max_bytes: int) -> bytes:
+        """Return a tokenizer that the caller uploaded, as `AddedTokens.read_upload`."""
+        tokens, principal = self._store.added_tokens, self.caller.principal
+        return tokens.read_upload(digest, max_bytes, principal=principal, is_known=self._knows(digest))
+
     def check_may_name(self, adapter_id: str, param: str = "id") -> None:
         """Check that the caller may use an id.
 

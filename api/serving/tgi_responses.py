@@ -8,7 +8,7 @@ tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/sr
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -103,6 +103,25 @@ class TgiResponseBuilder:
     tokens: TokenWriter
     as_list: bool = False
 
+    @property
+    def answer_id(self) -> str:
+        """Return what names the answer."""
+        return self.figures.answer_id
+
+    @property
+    def created_s(self) -> int:
+        """Return the Unix time of its beginning."""
+        return self.figures.created_s
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether a stream says of its tokens only what another replica knows, too."""
+        return not (self.tokens.num_top or self.tokens.num_alternatives or self.parameters.decoder_input_details)
+
+    def continuing(self, answer_id: str, created_s: int) -> "TgiResponseBuilder":
+        """Return a builder that goes on with a stream of another replica."""
+        return replace(self, figures=self.figures.continuing(answer_id, created_s))
+
     async def collect(self, choices: ChoiceStream) -> tuple[Json | list[Json], dict[str, str]]:
         """Return the whole response and its headers, and close the choices.
 
@@ -150,7 +169,8 @@ class TgiResponseBuilder:
                     if output.finished and number == len(entries):
                         yield event({**body, **self._end("".join(text), output), "usage": self.figures.usage(choices)})
                     else:
-                        yield event({**body, "generated_text": None, "details": None})
+                        told = event({**body, "generated_text": None, "details": None})
+                        yield told + choices.mark() if number == len(entries) else told
         except (LorasrvError, AdapterError, ApiError) as error:
             yield event(describe_tgi(error).body)
 

@@ -43,6 +43,7 @@ from lorasrv.engine.messages import (
     WarmAdapter,
 )
 from lorasrv.engine.output_processor import InFlightRequests, OutputProcessor, RequestStream
+from lorasrv.engine.page_lender import PageLender
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.step_retry import FaultHook
 from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
@@ -58,7 +59,7 @@ from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.disk_threads import DiskReadStats
-from lorasrv.worker.snapshot_loader import SnapshotLoader
+from lorasrv.worker.snapshot_loader import FetchPages, SnapshotLoader
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
@@ -71,17 +72,25 @@ class AsyncEngine:
 
     Args:
         observers: told of every request, beside the engine's own: `request_stats`, `queue_limiter`, `in_flight`.
+        fetch: reads pages from the peers that requests name; without it their prompts are computed.
     """
 
     def __init__(
-        self, model: BuiltModel, model_name: str, options: SchedulerOptions, observers: Sequence[RequestObserver] = ()
+        self,
+        model: BuiltModel,
+        model_name: str,
+        options: SchedulerOptions,
+        observers: Sequence[RequestObserver] = (),
+        fetch: FetchPages | None = None,
     ) -> None:
         self.model_name = model_name
         self.weights = model.weights
         self.quantization = model.weights.format
         self.is_batch_invariant = model.is_batch_invariant
+        self.fingerprint = model.fingerprint
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
+        self._own_tokenizers = model.own_tokenizers
         self.chat_template = model.chat_template
         self.grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, frozenset(model.spec.eos_token_ids))
         self.max_model_len = model.parts.max_model_len
@@ -94,7 +103,11 @@ class AsyncEngine:
             write = model.parts.executor.write_adapter
             wake = lambda: self._inbox.put(Wake())  # noqa: E731
             self._loader = ThreadedLoader(model.parts.source, write, wake, options.load_timeout_s)
-        self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options))
+        self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
+        memory = model.parts.memory
+        self.pages = PageLender(
+            memory.exchange.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
+        )
         self.input_processor = model.input_processor(
             self._engine.poison, options.queue_timeout_s, options.load_timeout_s
         )
@@ -117,6 +130,7 @@ class AsyncEngine:
         store: AdapterStore | None = None,
         progress: Progress | None = None,
         observers: Sequence[RequestObserver] = (),
+        fetch: FetchPages | None = None,
     ) -> "AsyncEngine":
         """Load the model, which takes seconds: call it in a thread.
 
@@ -128,13 +142,13 @@ class AsyncEngine:
         checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
             built = build(checkpoint, config, store, progress)
-            return cls(built, checkpoint.name, config.scheduler, observers)
+            return cls(built, checkpoint.name, config.scheduler, observers, fetch)
         finally:
             checkpoint.close()
 
-    def _snapshot_loader(self, model: BuiltModel, options: SchedulerOptions) -> SnapshotLoader | None:
-        if model.snapshots is None:
-            return None
+    def _snapshot_loader(
+        self, model: BuiltModel, options: SchedulerOptions, fetch: FetchPages | None
+    ) -> SnapshotLoader:
         executor, block_bytes = model.parts.executor, model.parts.memory.layout.block_bytes
         wake = lambda: self._inbox.put(Wake())  # noqa: E731
         loader = SnapshotLoader(
@@ -145,6 +159,7 @@ class AsyncEngine:
             executor.write_pages,
             wake,
             options.load_timeout_s,
+            fetch,
         )
         loader.prepare(executor.commit_pages)
         return loader
@@ -299,6 +314,17 @@ class AsyncEngine:
         layout = await self.input_processor.read_layout(adapter)
         return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
+    async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None:
+        """Return the tokenizer of an adapter that has tokens of its own; None if it is the base's.
+
+        Raises:
+            AdapterError: the adapter is not in the store any more, or its tokens do not fit the base's.
+        """
+        own = self._own_tokenizers
+        if own is None:
+            return None
+        return own.of(adapter) if own.knows(adapter) else await asyncio.to_thread(own.of, adapter)
+
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
         """Let an adapter be evicted again; do nothing if it is not pinned.
 
@@ -416,11 +442,13 @@ class AsyncEngine:
         return streams
 
     def _stream(self, request: EngineCoreRequest) -> RequestStream:
-        num_prompt_tokens = len(request.prompt_token_ids)
+        own = self._own_tokenizers and self._own_tokenizers.of(request.adapter_key)
         # With a grammar the text must be exactly that of the tokens.
-        detokenizer = Detokenizer(self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None)
-        processor = OutputProcessor(num_prompt_tokens, request.sampling, detokenizer)
-        return RequestStream(self, request.request_id, processor, num_prompt_tokens)
+        detokenizer = Detokenizer(
+            own or self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None
+        )
+        processor = OutputProcessor(len(request.prompt_token_ids), request.sampling, detokenizer)
+        return RequestStream(self, request, processor)
 
     def _finish(self, request_id: RequestId, why: str = "") -> None:
         """Forget a request: its stream takes no more outputs. Called exactly once for every accepted request."""

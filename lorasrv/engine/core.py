@@ -15,11 +15,13 @@ from adapter_store.spec import AdapterKey
 from lorasrv.engine.messages import (
     AdapterStatus,
     DescribePool,
+    EndLease,
     FindSnapshot,
     ForgetAnswers,
     GetAdapterTier,
     ListResidents,
     MakeSnapshot,
+    OfferPages,
     PinAdapter,
     SetLimits,
     UnpinAdapter,
@@ -192,6 +194,11 @@ class EngineCore:
                 self._complete_call(number, None)
             case MakeSnapshot() | FindSnapshot():
                 self._snapshots.call(number, request)
+            case OfferPages():
+                self._complete_call(number, self._memory.exchange.offer(request.digests))
+            case EndLease():
+                self._memory.exchange.end(request.lease_id)
+                self._complete_call(number, None)
 
     def take_utility_results(self) -> list[UtilityResult]:
         """Return the results of utility calls since the last call."""
@@ -208,6 +215,10 @@ class EngineCore:
         """
         begun = time.perf_counter()
         self.heartbeat.beat()
+        if self._in_flight and self._scheduler.expects_drafts():
+            outputs = self._collect(begun)
+            self._finish_step(self._wake_s, made_progress=True)
+            return outputs
         with self.profile.span("scheduling"):
             self._take_reports()
             try:
@@ -227,11 +238,13 @@ class EngineCore:
         outputs = self._scheduler.take_outputs()
         has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
+        if has_room:
+            self._memory.costs.lead.observe(time.perf_counter() - begun, 1)
         while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
         with self.profile.span("scheduling"):
-            self._finish_step(step, made_progress=was_in_flight or step.num_preempted > 0)
+            self._finish_step(step.wake_s, made_progress=was_in_flight or step.num_preempted > 0)
         return outputs
 
     def check_integrity(self) -> None:
@@ -243,10 +256,11 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop the loaders."""
+        """Stop the loaders, then the executor, which they fill pages with."""
         if self._loader is not None:
             self._loader.close()
         self._snapshots.close()
+        self._executor.close()
 
     def _submit(self, step: SchedulerOutput) -> None:
         most = self.retrier.most_tokens
@@ -271,6 +285,8 @@ class EngineCore:
             outputs = self._update(step, result)
             seconds = time.perf_counter() - begun
             computing_s = seconds - sum(drafted.seconds for drafted in result.output.drafted.values())
+            if step.is_awaited:
+                computing_s = max(0.0, computing_s - self._memory.costs.lead.seconds)
             if result.num_runs == 1:
                 self._memory.costs.observe_step(StepShape.of(step), computing_s)
             self.heartbeat.computed()
@@ -429,8 +445,8 @@ class EngineCore:
         self._snapshots.cancel(number)
 
     # Statistics.
-    def _finish_step(self, step: SchedulerOutput, *, made_progress: bool) -> None:
-        self._wake_s = step.wake_s
+    def _finish_step(self, wake_s: float | None, *, made_progress: bool) -> None:
+        self._wake_s = wake_s
         self._made_progress = made_progress
         self._last_step_s = time.monotonic()
         self.metrics.publish(self._snapshot())
@@ -439,7 +455,7 @@ class EngineCore:
         memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
         fragmentation = memory.adapter_pool.fragmentation
         for_adapter = self._scheduler.num_waiting_for_adapter
-        drafts = self._scheduler.draft_counts
+        drafts, calibration = self._scheduler.draft_counts, self._scheduler.draft_calibration
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineStats(
             requests_running=self._scheduler.num_running,
@@ -478,8 +494,12 @@ class EngineCore:
             adapter_load_failures_total=self._loads.failures,
             adapter_evictions_total=memory.adapter_manager.num_evictions,
             prefix_evictions_total=memory.prefixes.num_evictions if memory.prefixes is not None else 0,
-            draft_tokens_total={name: c.drafted for name, c in drafts.items()},
-            accepted_draft_tokens_total={name: c.accepted for name, c in drafts.items()},
+            draft_tokens_total={name: dict(c.drafted_at) for name, c in drafts.items()},
+            accepted_draft_tokens_total={name: dict(c.accepted_at) for name, c in drafts.items()},
+            draft_tokens_by_chance_total=dict(calibration.drafted),
+            accepted_draft_tokens_by_chance_total=dict(calibration.accepted),
+            expected_draft_tokens_by_chance_total=dict(calibration.expected),
+            min_draft_chance=self._scheduler.min_draft_chance,
             corpus_bytes=self._scheduler.corpus_bytes,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
@@ -495,4 +515,9 @@ class EngineCore:
             snapshots_restored_total=memory.snapshots.counters.restored,
             snapshot_bytes_restored_total=memory.snapshots.counters.restored_bytes,
             snapshots_refused_total=dict(memory.snapshots.counters.refused),
+            page_leases=memory.exchange.num_leases,
+            peer_pages_sent_total=memory.exchange.counters.lent_pages,
+            peer_pages_received_total=memory.exchange.counters.taken.restored_bytes // memory.layout.block_bytes,
+            peer_prompts_received_total=memory.exchange.counters.taken.restored,
+            peer_prompts_refused_total=dict(memory.exchange.counters.taken.refused),
         )

@@ -3,7 +3,7 @@
 import torch
 
 from lorasrv.config import EngineConfig, ModelOptions
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, ModelError
 from lorasrv.models.loader import Checkpoint, WeightMeter, open_checkpoint
 from lorasrv.models.quantization import StoredWeights, get_format, select_format
 from lorasrv.text.tokenizer import Tokenizer
@@ -17,13 +17,16 @@ def open_draft_model(
     """Open the draft model that the options name; None if they name none.
 
     Raises:
-        ModelError: it cannot be read.
-        ConfigError: its tokens are not those of the served base, or its context is shorter than a request's.
+        ConfigError: it cannot be read, its tokens are not those of the served base, or its context is shorter than a
+            request's.
     """
     model = config.speculation.draft_model
     if model is None:
         return None
-    checkpoint = open_checkpoint(model)
+    try:
+        checkpoint = open_checkpoint(model)
+    except ModelError as error:
+        raise ConfigError(f"--draft-model: {error}") from error
     try:
         _check(checkpoint, model, tokenizer, vocab_size, max_model_len)
     except BaseException:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,49 +13,46 @@ from adapter_store.host_cache import HostCache
 from adapter_store.storage.snapshots import SnapshotFiles
 from adapter_store.store import AdapterStore
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
+from lorasrv.distributed.executor import PartitionedExecutor
+from lorasrv.distributed.part_checkpoint import PartCheckpoint
+from lorasrv.distributed.partition import Partition
+from lorasrv.distributed.rank0 import LoadedRanks, PartitionedReplica, ProcessLauncher
+from lorasrv.distributed.rank_adapters import SharedAdapterStore
 from lorasrv.engine.core import EngineParts
 from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.engine.poison_requests import PoisonGuard
-from lorasrv.errors import ConfigError, UnsupportedFormat
+from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
-from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
-from lorasrv.models.quantization.fp8 import Fp8Format
-from lorasrv.models.quantization.grouped import Int8Format
 from lorasrv.models.quantization.served import ServedWeights
-from lorasrv.models.spec import ModelSpec, operations
+from lorasrv.models.spec import ModelSpec
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafter import Drafter
 from lorasrv.speculation.drafters import draft_layers, make_drafters, model_names
 from lorasrv.speculation.speculator import Speculator
 from lorasrv.speculation_params import REJECTION
 from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.base_format import choose_format, make_ops
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads, read_heads
-from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
-from lorasrv.worker.host_memory import free_bytes
-from lorasrv.worker.kv_identity import kv_identity
+from lorasrv.worker.executor import Executor, InProcessExecutor, LaunchingExecutor
+from lorasrv.worker.kv_identity import kv_identity, peer_identity, same_tokens
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
-from lorasrv.worker.weights import load_weights, silent
-from sgmv_kernels.formats.fp8 import multiplies_fp8
+from lorasrv.worker.weights import ModelWeights, load_weights, served_error, silent
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
-PROBED_WIDTH = 2048
-"""Narrower models gain less from bf16 copies of their linears than was measured (`linear_autotune`)."""
-MAX_COPIES_SHARE = 0.2
-"""Largest share of free memory for bf16 copies of the base's linears: two bytes a weight, which is also what a token
-costs in operations. 4-bit weights grow to five times their size with a copy."""
-_OWN_FORMAT = "--quantized-weights fixes format and group"
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,18 @@ class BuiltModel:
     # The format that its weights are in.
     weights: ServedWeights
     tokenizer: Tokenizer
+    # Those of adapters with tokens of their own; None without a store.
+    own_tokenizers: OwnTokenizers | None
     chat_template: ChatTemplate | None
     # Whether a request's result is the same alone and in any batch, to the bit.
     is_batch_invariant: bool
+    # Equal for engines that answer a request in the same tokens; empty where these depend on the batch.
+    fingerprint: str
     # Those of the store; None without one.
     snapshots: SnapshotFiles | None = None
     max_snapshot_bytes: int = 0
+    # Why requests cannot choose which keys their tokens see; None if they can.
+    why_no_kv_policy: str | None = None
 
     def input_processor(
         self, poison: PoisonGuard, queue_timeout_s: float | None = None, load_timeout_s: float | None = None
@@ -83,6 +87,7 @@ class BuiltModel:
             self.parts.max_model_len,
             self.parts.vocab_size,
             self.tokenizer,
+            own_tokenizers=self.own_tokenizers,
             eos_token_ids=self.parts.eos_token_ids,
             watermark=self.parts.watermark,
             poison=poison,
@@ -92,7 +97,7 @@ class BuiltModel:
             num_draft_heads=self.parts.num_draft_heads,
             drafters=self.parts.drafters,
             step_tokens=self.parts.step_tokens,
-            why_no_policy=self.spec.why_no_kv_policy,
+            why_no_policy=self.why_no_kv_policy,
         )
 
 
@@ -110,43 +115,68 @@ def build(
         ConfigError: an option does not fit this model or machine.
         NotEnoughMemory: the model, the pool or a step is too large for this machine.
     """
+    with ExitStack() as on_failure:
+        built = _build(checkpoint, config, store, progress or silent, drafters, on_failure)
+        on_failure.pop_all()
+        return built
+
+
+def _build(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    store: AdapterStore | None,
+    progress: Progress,
+    drafters: Sequence[Drafter] | None,
+    on_failure: ExitStack,
+) -> BuiltModel:
     spec = checkpoint.spec
     device = resolve_device(config.model.device)
     dtype = getattr(torch, config.model.dtype)
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    ops = _ops(config.model, spec, device, dtype, kv_format, progress or silent)
+    ops = _ops(config.model, spec, device, dtype, kv_format, progress)
     # Before the weights, which take long: what can be refused is refused here.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
     drafting = open_draft_model(config, tokenizer, spec.vocab_size, max_model_len)
     draft_spec = None if drafting is None else drafting.spec
+    layers = draft_layers(spec.num_layers, config.speculation.draft_layers, spec.kv_source_layers)
     base_heads = _read_draft_heads(config.speculation, spec)
     plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing, draft_spec)
     plan.check()
     if warning := plan.warning():
         logger.warning(warning)
-    weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
-    served = ServedWeights(fmt.name, checkpoint.packing, weights.kept_codes, weights.remade_codes)
+    replica = _start_ranks(config, spec, device, kv_format)
+    if replica is not None:
+        on_failure.callback(replica.close)
+    own = checkpoint if replica is None else PartCheckpoint(checkpoint, replica.spec)
+    weights = load_weights(own, fmt, dtype, WeightMeter(), progress, device)
+    bits, error = weights.bits_per_weight, served_error(own, weights)
+    others = LoadedRanks() if replica is None else replica.wait_loaded(progress)
+    weights = others.join(weights)
+    served = ServedWeights(fmt.name, checkpoint.packing, weights.kept_codes, weights.remade_codes, bits, error)
     if line := served.line():
         logger.log(logging.INFO if served.is_exact else logging.WARNING, "%s", line)
-    draft = None if drafting is None else load_draft_weights(drafting, config.model, ops, device, progress or silent)
-    weight_bytes = weights.nbytes + (0 if draft is None else draft.nbytes)
+    draft = None if drafting is None else load_draft_weights(drafting, config.model, ops, device, progress)
+    weight_bytes = weights.nbytes + sum(others.weight_bytes) + (0 if draft is None else draft.nbytes)
     plan = _measured(plan, config.memory, weight_bytes, device)
     plan.check()
-    page_bytes = _page_bytes(spec, kv_format)
-    draft_bytes = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_slabs
-    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs, draft_bytes)
-    device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
+    page_bytes = _page_bytes(spec, kv_format) if replica is None else replica.page_bytes
+    elsewhere = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_slabs
+    elsewhere += 0 if replica is None else sum(map(replica.block_bytes, range(1, len(replica.specs))))
+    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, weights.spec.num_slabs, elsewhere)
+    device_pool = DevicePool(
+        weights.spec, geometry.num_pages, geometry.page_size, kv_format, device, page_bytes=page_bytes
+    )
     draft_model = None
     if draft is not None:
         draft_pool = DevicePool(draft.spec, geometry.num_pages, geometry.page_size, kv_format, device)
         draft_model = DraftModel(draft, draft_pool)
-    adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), weights, dtype) if store else None
+    adapters = None if store is None else _adapters(store, config.memory, weights, dtype, replica)
     is_on_host = adapters.is_on_host if adapters else lambda _: False
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
-    sizes = (geometry.page_size, geometry.page_bytes, geometry.num_slabs, geometry.draft_bytes)
+    sizes = (geometry.page_size, geometry.page_bytes, geometry.num_slabs, geometry.elsewhere_bytes)
     identity = kv_identity(weights, fmt, config.model, ops, kv_format, sizes, draft)
     memory = MemoryManager.make(
         geometry,
@@ -155,11 +185,12 @@ def build(
         is_on_host,
         facts=identity if snapshots is not None else None,
         stored=snapshots.sizes() if snapshots is not None else {},
+        # Pages of several ranks can be read by the engine's thread alone, and lent ones are read beside it.
+        peer_facts=peer_identity(identity) if replica is None else None,
     )
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
-    models = model_names(config.speculation)
-    layers = draft_layers(spec.num_layers, config.speculation.draft_layers, spec.kv_source_layers)
+    models = model_names(config.speculation) if replica is None else []
     made = make_drafters(config.speculation) if drafters is None else drafters
     may_reject = config.speculation.accept == REJECTION
     heads = None
@@ -168,9 +199,10 @@ def build(
         max_bytes = config.speculation.draft_head_bytes
         read = adapters.draft_heads if adapters is not None and max_bytes else None
         heads = DraftHeads(base, read, max_bytes, limits.activation, device)
-    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers, heads)
-    executor = LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
-    runner.warm_up(config.memory.max_lora_rank, progress or silent)
+    exchange = None if replica is None else replica.open(device_pool, limits, ops)
+    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers, heads, exchange)
+    has_trees = config.speculation.draft_trees or config.speculation.lookahead is not None
+    runner.warm_up(config.memory.max_lora_rank, progress, has_trees=has_trees)
     parts = EngineParts(
         memory=memory,
         scheduler=Scheduler(
@@ -185,12 +217,12 @@ def build(
                 makes_trees=config.speculation.draft_trees,
             ),
         ),
-        executor=executor,
+        executor=_executor(runner, device, replica, ops),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         weight_bytes=weight_bytes,
-        pool_bytes=device_pool.nbytes + (0 if draft_model is None else draft_model.memory.nbytes),
+        pool_bytes=device_pool.nbytes + geometry.num_pages * geometry.elsewhere_bytes,
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
         may_reject=may_reject,
@@ -200,41 +232,49 @@ def build(
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
+    fingerprint = same_tokens(identity) if is_batch_invariant and not config.speculation.draft_trees else ""
+    why_no_policy = spec.why_no_kv_policy if replica is None else f"not with {replica.partition.text}"
     return BuiltModel(
-        parts, spec, served, tokenizer, template, is_batch_invariant, snapshots, config.memory.snapshot_bytes
+        parts,
+        spec,
+        served,
+        tokenizer,
+        OwnTokenizers(tokenizer, store.added_tokens.of) if store is not None else None,
+        template,
+        is_batch_invariant,
+        fingerprint,
+        snapshots,
+        config.memory.snapshot_bytes,
+        why_no_policy,
     )
 
 
-def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:
-    """Return the format to serve in; "auto" takes the one that fits the checkpoint best.
-
-    Raises:
-        UnsupportedFormat: an unknown format or group, one that the model's linears do not fit, or another than that of
-            --quantized-weights.
-    """
-    asked = options.quantization
-    if asked == Fp8Format.name and not multiplies_fp8(ops.device):
-        logger.warning("--quantization fp8: %s multiplies no e4m3; weights are rounded to int8 instead", ops.device)
-        asked = Int8Format.name
-    name, accepted = select_format(StoredWeights.of(checkpoint), asked, options.quantization_group)
-    if asked not in ("auto", name):
-        logger.info("--quantization %s: served as %s", asked, name)
-    if options.quantized_weights is not None and accepted.fit < Fit.EXACT:
-        raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
-    if accepted.fit == Fit.REFUSED:
-        raise UnsupportedFormat(f"--quantization {name}: {accepted.reason}")
-    return get_format(name, ops, accepted.group, keep_int8_codes=accepted.keep_int8_codes)
+def _start_ranks(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, kv_format: KVFormat
+) -> PartitionedReplica | None:
+    """Start the other processes of this replica; None if it has no others."""
+    if Partition.of(config.partition).num_ranks == 1:
+        return None
+    return PartitionedReplica(config, spec, device, kv_format, ProcessLauncher)
 
 
-def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Ops:
-    """Return the kernels that `options` name.
+def _adapters(
+    store: AdapterStore,
+    options: MemoryOptions,
+    weights: ModelWeights,
+    dtype: torch.dtype,
+    replica: PartitionedReplica | None,
+) -> HostAdapterStore:
+    cache: HostCache[PackedAdapter] = HostCache(options.host_cache_bytes)
+    if replica is None:
+        return HostAdapterStore(store, cache, weights, dtype)
+    return SharedAdapterStore(store, cache, weights, dtype, replica.pool_spec, replica.partition)
 
-    Raises:
-        KernelsUnavailable: they cannot run on this machine.
-    """
-    pays = spec.hidden_size >= PROBED_WIDTH and operations(spec).token <= MAX_COPIES_SHARE * free_bytes()
-    copies = options.bf16_linears == "auto" and pays
-    return Ops(device, None if options.kernels == "auto" else options.kernels, copies=copies)
+
+def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None, ops: Ops) -> Executor:
+    if replica is not None:
+        return PartitionedExecutor(runner, replica, ops)
+    return LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
 
 
 def _ops(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.poison_requests import PoisonGuard
@@ -22,15 +22,17 @@ from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
-from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold, TokenConstraint
+from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
 from lorasrv.speculation_params import (
     ANY_SPECULATION,
     LONG_SIGHTED_DRAFTERS,
+    MODEL_DRAFTERS,
     REJECTION,
     SAME_DRAW,
     SpeculationParams,
 )
+from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -61,6 +63,9 @@ class RequestOptions(TypedDict, total=False):
     speculation: SpeculationParams
     kv_policy: KvPolicy | None
     prefix: FixedPrefix | None
+    resumed_token_ids: tuple[int, ...]
+    peer: Peer | None
+    is_for_peer: bool
 
 
 class AdapterFacts(Protocol):
@@ -77,6 +82,8 @@ class AdapterFacts(Protocol):
 
     def num_draft_heads(self, key: AdapterKey, /) -> int: ...
 
+    def vocab_size(self, key: AdapterKey, /) -> int: ...
+
     def is_on_host(self, key: AdapterKey) -> bool: ...
 
 
@@ -89,6 +96,7 @@ class InputProcessor:
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids must be below it.
         tokenizer: None takes prompts as token ids only.
+        own_tokenizers: those of adapters with tokens of their own; None: there are no such adapters.
         eos_token_ids: tokens that end an answer unless they are ignored.
         watermark: options of requests with `watermark: true`.
         poison: refuses requests that have made the engine fail repeatedly.
@@ -106,6 +114,7 @@ class InputProcessor:
         vocab_size: int,
         tokenizer: Tokenizer | None = None,
         *,
+        own_tokenizers: OwnTokenizers | None = None,
         eos_token_ids: Collection[int] = (),
         watermark: Watermark | None = None,
         poison: PoisonGuard | None = None,
@@ -121,7 +130,7 @@ class InputProcessor:
         self._source = source
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
+        self._tokenizer, self._own_tokenizers = tokenizer, own_tokenizers
         self._eos = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
         self._watermark = watermark or Watermark()
         self._poison = poison or PoisonGuard()
@@ -153,6 +162,9 @@ class InputProcessor:
         speculation: SpeculationParams = ANY_SPECULATION,
         kv_policy: KvPolicy | None = None,
         prefix: FixedPrefix | None = None,
+        resumed_token_ids: tuple[int, ...] = (),
+        peer: Peer | None = None,
+        is_for_peer: bool = False,
     ) -> EngineCoreRequest:
         """Return the message for `EngineCore.add_request`.
 
@@ -161,6 +173,7 @@ class InputProcessor:
         Args:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
+            resumed_token_ids: first tokens of the answer, from an engine of the same fingerprint.
 
         Raises:
             InvalidRequest: the prompt is empty, it or a field names a token that does not exist, the adapter fits
@@ -173,10 +186,12 @@ class InputProcessor:
         _check_order(priority, timeout_s)
         if constraint is not None:
             _check_constrained(sampling)
-        token_ids = self._prompt_token_ids(prompt)
-        check_token_ids(sampling, self._vocab_size)
         hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
         layout = self.layout(adapter) if adapter is not None else None
+        words = self._words(adapter)
+        _check_on_cold(on_cold, words)
+        token_ids = self._prompt_token_ids(prompt, words)
+        check_token_ids(sampling, words.vocab_size)
         if beams is not None:
             sampling = beam_sampling(sampling, constraint)
             self._check_offers(sampling, beams)
@@ -186,6 +201,7 @@ class InputProcessor:
         width = 1 if beams is None else beams.width
         max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width, kv_policy)
         self._check_fits(len(token_ids), max_tokens, layout, width, kv_policy)
+        _check_resumed(resumed_token_ids, max_tokens, words.vocab_size)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -206,13 +222,19 @@ class InputProcessor:
             constraint=constraint,
             shown_token_ids=shown_token_ids,
             beams=beams,
-            speculation=_drafting(speculation, kv_policy),
-            prediction_token_ids=self._prediction_token_ids(speculation.prediction),
+            speculation=_drafting(speculation, kv_policy, words),
+            prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
             num_draft_heads=max(own_heads, self._num_draft_heads),
             has_draft_heads=own_heads > 0,
+            vocab_size=0 if words.vocab_size == self._vocab_size else words.vocab_size,
             accept=self._accept(sampling, constraint),
-            not_drafted=self._why_not_drafted(speculation, max(own_heads, self._num_draft_heads), beams, kv_policy),
+            not_drafted=self._why_not_drafted(
+                speculation, max(own_heads, self._num_draft_heads), beams, kv_policy, words
+            ),
             kv_policy=kv_policy,
+            resumed_token_ids=resumed_token_ids,
+            peer=peer,
+            is_for_peer=is_for_peer,
         )
         self._poison.check(request)
         return request
@@ -312,23 +334,29 @@ class InputProcessor:
         left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
         return [replace(request, timeout_s=left_s) for request in requests]
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _words(self, adapter: AdapterKey | None) -> "_Words":
+        """Return what a request's tokens are. May read a file's header, and build a tokenizer."""
+        own = self._own_tokenizers.of(adapter) if self._own_tokenizers is not None else None
+        size = self._source.vocab_size(adapter) if self._source is not None and adapter is not None else 0
+        return _Words(own or self._tokenizer, size or self._vocab_size, is_own=own is not None or size > 0)
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int], words: "_Words") -> tuple[int, ...]:
         if isinstance(prompt, str):
-            assert self._tokenizer is not None, "prompts are token ids here"
-            check_could_fit([prompt], self._tokenizer, self._max_model_len)
-            prompt = self._tokenizer.encode(prompt, add_special_tokens=True)
+            assert words.tokenizer is not None, "prompts are token ids here"
+            check_could_fit([prompt], words.tokenizer, self._max_model_len)
+            prompt = words.tokenizer.encode(prompt, add_special_tokens=True)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if not all(0 <= token < self._vocab_size for token in prompt):
-            raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        if not all(0 <= token < words.vocab_size for token in prompt):
+            raise InvalidRequest(f"token ids must lie in [0, {words.vocab_size})", param="prompt")
         return tuple(prompt)
 
-    def _prediction_token_ids(self, text: str) -> tuple[int, ...]:
+    def _prediction_token_ids(self, text: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         if not text:
             return ()
-        assert self._tokenizer is not None, "predictions are texts"
-        check_could_fit([text], self._tokenizer, self._max_model_len, param="prediction")
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        assert tokenizer is not None, "predictions are texts"
+        check_could_fit([text], tokenizer, self._max_model_len, param="prediction")
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     def _accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
         """Return how drafts of a request are accepted: with a seed its text depends on nothing else, and a grammar
@@ -338,7 +366,12 @@ class InputProcessor:
         return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
 
     def _why_not_drafted(
-        self, speculation: SpeculationParams, num_heads: int, beams: BeamOptions | None, policy: KvPolicy | None
+        self,
+        speculation: SpeculationParams,
+        num_heads: int,
+        beams: BeamOptions | None,
+        policy: KvPolicy | None,
+        words: "_Words",
     ) -> str | None:
         if not speculation.max_draft:
             return None
@@ -348,6 +381,7 @@ class InputProcessor:
             return f"kv_policy {policy.kind}"
         there = self._drafters if num_heads else self._drafters - {"medusa"}
         there = there if policy is None else there - LONG_SIGHTED_DRAFTERS
+        there = there.difference(MODEL_DRAFTERS) if words.is_own else there
         asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
         return "no such drafter" if asked and not asked & there else None
 
@@ -453,8 +487,31 @@ def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) 
     ]
 
 
-def _drafting(speculation: SpeculationParams, policy: KvPolicy | None) -> SpeculationParams:
-    """Return what a policy leaves of the options."""
+class _Words(NamedTuple):
+    """Say what a request's tokens are."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    # Whether they are an adapter's, and not just the base's.
+    is_own: bool
+
+
+def _check_on_cold(on_cold: OnCold, words: _Words) -> None:
+    if on_cold is OnCold.FALLBACK_BASE and words.is_own:
+        raise InvalidRequest("{param} is not possible: the adapter has tokens that the base lacks", param="on_cold")
+
+
+def _check_resumed(token_ids: tuple[int, ...], max_tokens: int, vocab_size: int) -> None:
+    """Check that an answer can go on behind these tokens."""
+    if not all(0 <= token < vocab_size for token in token_ids):
+        raise InvalidRequest(f"{{param}} must lie in [0, {vocab_size})", param="resumed_token_ids")
+    if len(token_ids) >= max_tokens:
+        raise InvalidRequest(f"{{param}} has all {max_tokens} tokens of the answer", param="resumed_token_ids")
+
+
+def _drafting(speculation: SpeculationParams, policy: KvPolicy | None, words: _Words) -> SpeculationParams:
+    """Return what a policy leaves of the options, and tokens that models do not know."""
+    speculation = speculation.without(frozenset(MODEL_DRAFTERS)) if words.is_own else speculation
     if policy is None:
         return speculation
     return speculation.without(LONG_SIGHTED_DRAFTERS) if policy.may_draft else replace(speculation, max_draft=0)

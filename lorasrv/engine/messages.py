@@ -86,6 +86,20 @@ class FindSnapshot:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OfferPages:
+    """Lease the first cached pages of these hashes to a peer. The result is a `PageLease`."""
+
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """End a lease of pages; do nothing if it has ended. The result is None."""
+
+    lease_id: str
+
+
 UtilityRequest = (
     DescribePool
     | ListResidents
@@ -97,6 +111,8 @@ UtilityRequest = (
     | ForgetAnswers
     | MakeSnapshot
     | FindSnapshot
+    | OfferPages
+    | EndLease
 )
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, name_of
+from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, InvalidRequest, name_of
 from lorasrv.metrics.request_observer import RequestObserver
-from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, refused
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs, refused
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
@@ -57,6 +57,20 @@ class OutputProcessor:
             if result.finished:
                 break
         assert result is not None
+        return result
+
+    def repeat(self, request: EngineCoreRequest) -> RequestOutput:
+        """Process the tokens that another engine has generated for a resumed request, as they were there.
+
+        Raises:
+            InvalidRequest: the answer ends within them.
+        """
+        tokens = request.resumed_token_ids
+        # Their log-probabilities are not known; those who ask for them have had them.
+        logprobs = () if request.sampling.logprobs is None else tuple(TokenLogprobs(token, 0.0) for token in tokens)
+        result = self.process(EngineOutput(request.request_id, tokens, None, RequestTiming(), logprobs=logprobs))
+        if result.finished:
+            raise InvalidRequest("the answer ends within the tokens of {param}", param="resumed_token_ids")
         return result
 
     def _process_one(self, output: EngineOutput) -> RequestOutput:
@@ -145,7 +159,8 @@ class StreamOwner(Protocol):
 
 class RequestStream(AsyncIterator[RequestOutput]):
     """Iterate over the outputs of one accepted request, for one reader. Closing it early aborts the request within
-    one step. Unread outputs are bounded by the length of the answer.
+    one step. Unread outputs are bounded by the length of the answer. The first output of a resumed request repeats the
+    tokens that it had.
 
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be loaded; nothing was generated.
@@ -158,12 +173,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
         EngineDead: the engine ended before the request did.
     """
 
-    def __init__(self, engine: StreamOwner, request_id: RequestId, processor: OutputProcessor, prompt: int) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = prompt
+    def __init__(self, engine: StreamOwner, request: EngineCoreRequest, processor: OutputProcessor) -> None:
+        # Without the hold on its adapter: a stream may be kept for longer than the request.
+        self.request = replace(request, hold=None)
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self._engine = engine
         self._processor = processor
         self._unread: deque[RequestOutput | Exception] = deque()
+        if request.resumed_token_ids:
+            self._unread.append(processor.repeat(request))
         self._reader: asyncio.Future[None] | None = None
         self._finished = False
 

@@ -66,7 +66,7 @@ class SnapshotKeeper:
         for report in self._loader.poll() if self._loader is not None else ():
             match report:
                 case SnapshotLoaded():
-                    self._manager.on_loaded(report.name, report.seconds)
+                    self._manager.on_loaded(report.name, report.seconds, report.num_pages)
                 case SnapshotCopied():
                     self._manager.on_copied(report.name, report.seconds)
                 case SnapshotSaved():

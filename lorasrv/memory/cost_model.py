@@ -207,9 +207,12 @@ class CostModel:
     page_copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
     # A byte of a snapshot, from disk through host memory to the pool, verified.
     restore: Rate = field(default_factory=lambda: Rate(1 / 0.4e9))
+    # Planning and launching a step: what a device waits for where the step before must be collected first. 0 where no
+    # step is planned ahead.
+    lead: Rate = field(default_factory=lambda: Rate(0.0))
     # A token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))
-    # A whole step.
+    # A whole step, without what the device waits for before it.
     step: StepCosts = field(default_factory=StepCosts)
 
     def observe_step(self, shape: StepShape, seconds: float) -> None:

@@ -261,8 +261,8 @@ class Evictor:
         if pool.num_free < pages + keep_free:
             return False
         movable, copying = (self._manager.runs_in(s) for s in (AdapterState.RESIDENT, AdapterState.COPYING))
-        filling = dict.fromkeys((page, 1) for page in self._kv.filling() if pool is self._pool)
-        moves = compact(pool, pages, movable, {**copying, **filling})
+        fixed = dict.fromkeys((page, 1) for page in self._kv.fixed() if pool is self._pool)
+        moves = compact(pool, pages, movable, {**copying, **fixed})
         if moves is None or not moves.pages:
             return False
         self._follow(moves)

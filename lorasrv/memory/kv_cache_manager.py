@@ -14,7 +14,7 @@ from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.page_pool import PagePool
-from lorasrv.memory.prefix_cache import PrefixCache, page_hash, root_hash
+from lorasrv.memory.prefix_cache import PageChain, PrefixCache
 from lorasrv.outputs import RequestId
 from lorasrv.request import FixedPrefix
 from lorasrv.scheduler_output import PageCopy
@@ -24,19 +24,15 @@ from lorasrv.scheduler_output import PageCopy
 class _Table:
     """Hold one request's pages."""
 
+    adapter: AdapterKey | None
+    policy: KvPolicy | None
+    # Keys of its whole pages.
+    chain: PageChain
+    # Places without a page, those that the table will only grow to included.
+    holes: set[int]
     # `HOLE` for those that were dropped.
     pages: list[int] = field(default_factory=list)
-    adapter: AdapterKey | None = None
-    policy: KvPolicy | None = None
-    # Places without a page, those that the table will only grow to included.
-    holes: set[int] = field(default_factory=set)
-    # Keys of its first whole pages, as far as they were needed.
-    hashes: list[bytes] = field(default_factory=list)
-    root: bytes = b""
-    # Number of first pages under that root; those behind them are under `own_root`, too.
-    num_fixed: int = 0
-    own_root: bytes = b""
-    # Number of them that were offered to the prefix cache.
+    # Number of first ones that were offered to the prefix cache.
     num_kept: int = 0
 
 
@@ -50,6 +46,7 @@ class KVCacheManager:
         self.page_size = page_size
         self._tables: dict[RequestId, _Table] = {}
         self._filling: dict[SnapshotName, tuple[int, ...]] = {}
+        self._lent: dict[str, tuple[int, ...]] = {}
         self.num_copies = 0
 
     @property
@@ -77,10 +74,8 @@ class KVCacheManager:
             prefix: what its prompt begins with under another salt.
         """
         assert request_id not in self._tables, f"request {request_id} has a table"
-        table = self._tables[request_id] = _Table([], adapter, policy, set(holes), root=root_hash(adapter, salt))
-        if prefix is not None and prefix.num_tokens >= self.page_size:
-            table.num_fixed, table.own_root = prefix.num_tokens // self.page_size, table.root
-            table.root = root_hash(adapter, prefix.salt)
+        chain = PageChain.of(self.page_size, adapter, salt, policy, prefix)
+        self._tables[request_id] = _Table(adapter, policy, chain, set(holes))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
         """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
@@ -94,7 +89,7 @@ class KVCacheManager:
             return 0
         most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
         for number in range(most // self.page_size):
-            page = self._prefixes.lookup(self._hash(table, token_ids, number))
+            page = self._prefixes.lookup(table.chain.hash(token_ids, number))
             if page is None:
                 break
             table.pages.append(page)
@@ -194,7 +189,7 @@ class KVCacheManager:
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
             if page != HOLE and page not in self._prefixes:
-                self._prefixes.insert(self._hash(table, token_ids, number), page, table.adapter)
+                self._prefixes.insert(table.chain.hash(token_ids, number), page, table.adapter)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
@@ -225,7 +220,7 @@ class KVCacheManager:
         """Yield every page id that a table holds, for `PagePool.check_integrity`."""
         for table in self._tables.values():
             yield from _real(table.pages)
-        yield from self.filling()
+        yield from self.fixed()
 
     # Pages that are filled beside the steps.
 
@@ -253,10 +248,42 @@ class KVCacheManager:
         for page in reversed(pages):
             self._release_page(page)
 
-    def filling(self) -> Iterator[int]:
-        """Yield the pages that are being filled."""
-        for pages in self._filling.values():
+    def fixed(self) -> Iterator[int]:
+        """Yield the pages that may not be moved, as they are filled or read beside the steps."""
+        for pages in (*self._filling.values(), *self._lent.values()):
             yield from pages
+
+    # Pages that are read beside the steps.
+
+    def lend(self, lease: str, digests: Sequence[bytes]) -> int:
+        """Hold the first cached pages of these hashes, up to one that is missing, where they are until `end_loan`;
+        nothing is held if the first one is missing.
+
+        Returns: their number.
+        """
+        assert lease not in self._lent, f"lease {lease} exists"
+        pages = list[int]()
+        for digest in digests if self._prefixes is not None else ():
+            assert self._prefixes is not None
+            if (page := self._prefixes.lookup(digest)) is None:
+                break
+            pages.append(page)
+        if pages:
+            self._lent[lease] = tuple(pages)
+        return len(pages)
+
+    def lent(self, lease: str) -> tuple[int, ...]:
+        """Return the pages of a lease."""
+        return self._lent[lease]
+
+    def leases(self) -> Collection[str]:
+        """Return the leases that hold pages."""
+        return self._lent.keys()
+
+    def end_loan(self, lease: str) -> None:
+        """Give back the pages of a lease."""
+        for page in reversed(self._lent.pop(lease)):
+            self._release_page(page)
 
     def _shared(self, table: _Table, num_computed: int) -> range:
         """Return the places of pages that the request will write into and other tables hold: at most the one it is
@@ -269,16 +296,6 @@ class KVCacheManager:
         self._pool.release((page,))
         if self._prefixes is not None:
             self._prefixes.release(page)
-
-    def _hash(self, table: _Table, token_ids: Sequence[int], number: int) -> bytes:
-        while len(table.hashes) <= number:
-            first = len(table.hashes) * self.page_size
-            parent = table.hashes[-1] if table.hashes else table.root
-            if table.num_fixed == len(table.hashes):
-                parent += table.own_root
-            salt = b"" if table.policy is None else table.policy.salt(len(table.hashes))
-            table.hashes.append(page_hash(parent + salt, token_ids[first : first + self.page_size]))
-        return table.hashes[number]
 
 
 def _real(pages: Sequence[int]) -> Sequence[int]:

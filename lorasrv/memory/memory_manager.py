@@ -16,9 +16,11 @@ from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.memory.cost_model import CostModel, GdsfClock
 from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
+from lorasrv.memory.page_exchange import PageExchange
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.memory.snapshots import SnapshotManager
+from lorasrv.request import Request
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 NO_ROOM_RETRY_S = 5.0
@@ -39,23 +41,23 @@ class PoolLayout:
     page_bytes: int
     # Layers with keys and values of their own.
     num_slabs: int
-    # Bytes of a page in all slabs of the draft model.
-    draft_bytes: int = 0
+    # Bytes of a page in all slabs of the draft model, and of other ranks.
+    elsewhere_bytes: int = 0
 
     @classmethod
     def of_bytes(
-        cls, pool_bytes: int, page_bytes: int, page_size: int, num_slabs: int, draft_bytes: int = 0
+        cls, pool_bytes: int, page_bytes: int, page_size: int, num_slabs: int, elsewhere_bytes: int = 0
     ) -> "PoolLayout":
         """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens in one
         slab.
         """
-        num_pages = pool_bytes // (page_bytes * num_slabs + draft_bytes)
-        return cls(num_pages, page_size, page_bytes, num_slabs, draft_bytes)
+        num_pages = pool_bytes // (page_bytes * num_slabs + elsewhere_bytes)
+        return cls(num_pages, page_size, page_bytes, num_slabs, elsewhere_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a page in all slabs, those of the draft model too."""
-        return self.page_bytes * self.num_slabs + self.draft_bytes
+        """Return the bytes of a page in all slabs, here and elsewhere."""
+        return self.page_bytes * self.num_slabs + self.elsewhere_bytes
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class MemoryManager:
     evictor: Evictor
     swap: SwapSpace
     snapshots: SnapshotManager
+    exchange: PageExchange
     costs: CostModel
     clock: Callable[[], float]
 
@@ -90,6 +93,7 @@ class MemoryManager:
         adapter_floor: float | None = None,
         facts: Facts | None = None,
         stored: Mapping[SnapshotName, int] = MappingProxyType({}),
+        peer_facts: Facts | None = None,
     ) -> "MemoryManager":
         """Create empty accounts.
 
@@ -99,6 +103,7 @@ class MemoryManager:
             costs: rates of this machine, if they are known already.
             adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
             facts, stored: as `SnapshotManager` takes them.
+            peer_facts: as `PageExchange` takes them.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
@@ -119,6 +124,7 @@ class MemoryManager:
         block = layout.block_bytes
         kept = options.snapshot_bytes
         snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block, kept)
+        exchange = PageExchange(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock)
         return cls(
             layout,
             kv_pool,
@@ -130,6 +136,7 @@ class MemoryManager:
             evictor,
             swap,
             snapshots,
+            exchange,
             costs,
             clock,
         )
@@ -151,9 +158,23 @@ class MemoryManager:
 
     @property
     def num_kv_pages(self) -> int:
-        """Return the number of pages that requests hold; a shared page counts once."""
+        """Return the number of pages that requests or leases hold; a shared page counts once."""
         held = self.layout.num_pages - self.num_free
         return held - self.adapters.num_pages - self.num_unused_prefix_pages
+
+    def on_arrival(self, request: Request) -> None:
+        """Begin to bring what a new request begins with, from a peer or the disk."""
+        self.exchange.on_arrival(request)
+        self.snapshots.on_arrival(request)
+
+    def begin_step(self, keep_free: int) -> None:
+        """End leases whose time is over, and take pages for what has been brought; `keep_free` pages are left free."""
+        self.exchange.expire()
+        self.snapshots.place(keep_free)
+
+    def wake_s(self) -> float | None:
+        """Return when something ends by the clock; None if nothing does."""
+        return self.exchange.wake_s()
 
     def max_kv_pages(self, layout: AdapterLayout | None) -> int:
         """Return the most pages that one request can have for its keys and values, beside its adapter."""
@@ -223,6 +244,7 @@ class MemoryManager:
         if self.prefixes is not None:
             self.prefixes.check_integrity(self.adapter_manager.is_resident)
         self.adapter_manager.check_integrity()
+        self.exchange.check_integrity()
         assert self.num_kv_pages == self.kv.num_pages, "KV pages do not add up"
 
 

@@ -17,11 +17,13 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
+from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
+from lorasrv.request import FixedPrefix
 
 MAX_COUNTED_USES = 64
 NUM_NEWEST_INSERTED = 2048
@@ -47,6 +49,50 @@ def page_hashes(root: bytes, token_ids: Sequence[int], page_size: int) -> tuple[
         parent = page_hash(parent, token_ids[end - page_size : end])
         hashes.append(parent)
     return tuple(hashes)
+
+
+@dataclass(slots=True)
+class PageChain:
+    """Hash the whole pages of one sequence, as far as they are needed and each once."""
+
+    page_size: int
+    # Parent of the first page's hash.
+    root: bytes
+    # Number of first pages under that root alone; those behind them are under `own_root`, too.
+    num_fixed: int = 0
+    own_root: bytes = b""
+    policy: KvPolicy | None = None
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        page_size: int,
+        adapter: AdapterKey | None,
+        salt: str,
+        policy: KvPolicy | None = None,
+        prefix: FixedPrefix | None = None,
+    ) -> "PageChain":
+        """Return the chain of a request's pages.
+
+        Args:
+            prefix: what its prompt begins with under another salt.
+        """
+        own_root = root_hash(adapter, salt)
+        if prefix is None or prefix.num_tokens < page_size:
+            return cls(page_size, own_root, policy=policy)
+        return cls(page_size, root_hash(adapter, prefix.salt), prefix.num_tokens // page_size, own_root, policy)
+
+    def hash(self, token_ids: Sequence[int], number: int) -> bytes:
+        """Return the key of a page; `token_ids` are those of the sequence up to the page's end at least."""
+        while (count := len(self._hashes)) <= number:
+            parent = self._hashes[-1] if self._hashes else self.root
+            if self.num_fixed == count:
+                parent += self.own_root
+            salt = b"" if self.policy is None else self.policy.salt(count)
+            first = count * self.page_size
+            self._hashes.append(page_hash(parent + salt, token_ids[first : first + self.page_size]))
+        return self._hashes[number]
 
 
 @dataclass(slots=True)

@@ -1,9 +1,10 @@
-"""Snapshots: pages of fixed prefixes that are kept on disk. `SnapshotManager` is the only owner of their state.
+"""Snapshots: prefix pages that are outside the pool, those of fixed prefixes on the disk, and those of any prompt at a
+peer (`PageExchange`). `SnapshotManager` is the only owner of their state.
 
 A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
 adapter's load, gets free pages as soon as the adapter is in the pool, and then its pages are the prefix cache's.
-Requests that begin with it wait meanwhile, all for the same load. If the file is damaged, or no page is free for it,
-they compute their prefix as if there were none.
+Requests that begin with it wait meanwhile, all for the same load. If the file is damaged, or the peer gives less, or no
+page is free for it, they compute what is missing as if there were none.
 
 A snapshot is restored where that is estimated to be faster than computing by `MIN_GAIN`, and made at the third use, or
 when an operator asks for it. Where that fails, it is tried at the sixth, the twelfth and so on. One is written at a
@@ -24,7 +25,7 @@ from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.prefix_cache import PrefixCache, page_hashes, root_hash
 from lorasrv.request import FixedPrefix, Request
-from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
+from lorasrv.scheduler_output import PeerSnapshot, SnapshotFile, SnapshotOrders
 
 MIN_GAIN = 1.5
 """Least number of times that restoring is faster than computing."""
@@ -41,10 +42,10 @@ MAX_WANTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix:
-    """Hold what is known of a fixed prefix in its requests."""
+class Prefix:
+    """Hold what is known of pages that requests begin with."""
 
-    file: SnapshotFile
+    source: SnapshotFile | PeerSnapshot
     adapter: AdapterKey | None
     # Of its pages.
     hashes: tuple[bytes, ...]
@@ -57,18 +58,6 @@ class _State(Enum):
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """Hold a snapshot on its way to the pool."""
-
-    prefix: _Prefix
-    state: _State = _State.LOADING
-    # Of reading it.
-    seconds: float = 0.0
-    # Places of the pages that are being filled.
-    places: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
 class SnapshotCounters:
     """Count events since the start."""
 
@@ -77,6 +66,28 @@ class SnapshotCounters:
     restored_bytes: int = 0
     # By reason, snapshots that were to be restored or made and were not.
     refused: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """Hold a snapshot on its way to the pool."""
+
+    prefix: Prefix
+    counters: SnapshotCounters
+    state: _State = _State.LOADING
+    # Those that wait for it.
+    requests: list[Request] = field(default_factory=list)
+    # Of reading it.
+    seconds: float = 0.0
+    # First pages that are in host memory.
+    num_loaded: int = 0
+    # Places of the pages that are being filled.
+    places: tuple[int, ...] = ()
+
+    @property
+    def is_from_peer(self) -> bool:
+        """Return whether a peer gives it, and not the disk."""
+        return isinstance(self.prefix.source, PeerSnapshot)
 
 
 class SnapshotManager:
@@ -109,9 +120,9 @@ class SnapshotManager:
         self._page_bytes, self._max_bytes = page_bytes, max_bytes
         self._uses: OrderedDict[SnapshotName, int] = OrderedDict()
         self._arriving: dict[SnapshotName, _Arrival] = {}
-        self._wanted: dict[SnapshotName, _Prefix] = {}
+        self._wanted: dict[SnapshotName, Prefix] = {}
         self._saving: set[SnapshotName] = set()
-        self._loads: list[SnapshotFile] = []
+        self._loads: list[SnapshotFile | PeerSnapshot] = []
         self._cancels: list[SnapshotName] = []
         self._copies: list[tuple[SnapshotName, tuple[tuple[int, int], ...]]] = []
         self._ended: list[SnapshotName] = []
@@ -138,7 +149,7 @@ class SnapshotManager:
     def find(self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return the tokens and bytes of a prefix's snapshot; None if there is none."""
         known = self._prefix_of(adapter, prefix, token_ids)
-        if known is None or (nbytes := self._stored.get(known.file.name)) is None:
+        if known is None or (nbytes := self._stored.get(known.source.name)) is None:
             return None
         return len(known.hashes) * self._kv.page_size, nbytes
 
@@ -157,14 +168,25 @@ class SnapshotManager:
         prefix = self._prefix_of(request.adapter_key, message.prefix, message.prompt_token_ids)
         if prefix is None:
             return
-        name = prefix.file.name
+        name = prefix.source.name
         if message.fork_of is None:
             self._count_use(name, prefix)
-        if name not in self._arriving and name in self._stored and self._should_restore(prefix):
-            self._arriving[name] = _Arrival(prefix)
-            self._loads.append(prefix.file)
-        if name in self._arriving:
-            request.snapshot = name
+        if request.snapshot is None and (name in self._arriving or (name in self._stored and self._pays_now(prefix))):
+            self.restore(request, prefix, self.counters)
+
+    def restore(self, request: Request, prefix: Prefix, counters: SnapshotCounters) -> None:
+        """Begin to restore what a new request begins with, or note that it waits for it; do nothing if too many are on
+        their way.
+        """
+        name = prefix.source.name
+        if name not in self._arriving:
+            if not self._has_room(prefix):
+                counters.refused["busy"] += 1
+                return
+            self._arriving[name] = _Arrival(prefix, counters)
+            self._loads.append(prefix.source)
+        self._arriving[name].requests.append(request)
+        request.snapshot = name
 
     def place(self, keep_free: int) -> None:
         """Take pages for the snapshots in host memory whose adapters have some; drop those that nothing waits for.
@@ -172,6 +194,9 @@ class SnapshotManager:
         Args:
             keep_free: pages that are left free.
         """
+        for arrival in [a for a in self._arriving.values() if a.is_from_peer and a.state is not _State.COPYING]:
+            if all(request.status.is_finished for request in arrival.requests):
+                self._drop(arrival, "unneeded")
         for arrival in [a for a in self._arriving.values() if a.state is _State.ON_HOST]:
             adapter = arrival.prefix.adapter
             if adapter is None or self._adapters.is_resident(adapter):
@@ -179,18 +204,25 @@ class SnapshotManager:
             elif self._adapters.need(adapter) is Need.NOTHING:
                 self._drop(arrival, "unneeded")
 
-    def on_loaded(self, name: SnapshotName, seconds: float) -> None:
-        """Note that a snapshot is in host memory."""
+    def on_loaded(self, name: SnapshotName, seconds: float, num_pages: int | None = None) -> None:
+        """Note that a snapshot is in host memory, or its first `num_pages`."""
         arrival = self._arriving[name]
         arrival.state, arrival.seconds = _State.ON_HOST, seconds
+        arrival.num_loaded = len(arrival.prefix.hashes) if num_pages is None else num_pages
 
     def on_copied(self, name: SnapshotName, seconds: float) -> None:
         """Note that the pages of a snapshot are filled: they are the prefix cache's now."""
         arrival = self._arriving[name]
         copied = len(arrival.places) * self._page_bytes
-        self._costs.restore.observe(arrival.seconds + seconds, self._bytes_of(arrival.prefix))
-        self.counters.restored += 1
-        self.counters.restored_bytes += copied
+        source = arrival.prefix.source
+        if isinstance(source, PeerSnapshot):
+            first, size = source.first + min(arrival.places, default=0), self._kv.page_size
+            for request in arrival.requests:
+                request.peer_tokens = range(first * size, (first + len(arrival.places)) * size)
+        else:
+            self._costs.restore.observe(arrival.seconds + seconds, self._bytes_of(arrival.prefix))
+        arrival.counters.restored += 1
+        arrival.counters.restored_bytes += copied
         self._end(arrival, tuple(arrival.prefix.hashes[place] for place in arrival.places))
 
     def on_load_failed(self, name: SnapshotName, reason: str, *, is_gone: bool) -> None:
@@ -202,7 +234,7 @@ class SnapshotManager:
         """
         if is_gone:
             self._stored.pop(name, None)
-        self.counters.refused[reason] += 1
+        self._arriving[name].counters.refused[reason] += 1
         self._end(self._arriving[name], ())
 
     # Making.
@@ -218,7 +250,7 @@ class SnapshotManager:
         if known is None:
             return None
         self._want(known)
-        return known.file.name, len(known.hashes) * self._kv.page_size
+        return known.source.name, len(known.hashes) * self._kv.page_size
 
     def on_saved(self, name: SnapshotName, nbytes: int, removed: Sequence[SnapshotName]) -> None:
         """Note that a snapshot is on the disk, and that others had to go for it."""
@@ -247,12 +279,13 @@ class SnapshotManager:
         for name, prefix in self._wanted.items() if not self._saving else ():
             assert self._prefixes is not None
             if (pages := _all_pages(prefix.hashes, self._prefixes.page_of)) is not None:
+                assert isinstance(prefix.source, SnapshotFile), "what a peer has is not written"
                 del self._wanted[name]
                 self._saving.add(name)
-                return [(prefix.file, pages)]
+                return [(prefix.source, pages)]
         return []
 
-    def _count_use(self, name: SnapshotName, prefix: _Prefix) -> None:
+    def _count_use(self, name: SnapshotName, prefix: Prefix) -> None:
         """Count a use of a prefix since it was not on the disk, and have it kept when it is time."""
         if name in self._stored:
             return
@@ -263,8 +296,8 @@ class SnapshotManager:
         if uses % USES == 0 and (uses // USES).bit_count() == 1 and self._pays(len(prefix.hashes), prefix):
             self._want(prefix)
 
-    def _want(self, prefix: _Prefix) -> None:
-        name = prefix.file.name
+    def _want(self, prefix: Prefix) -> None:
+        name = prefix.source.name
         if name in self._stored or name in self._saving:
             return
         self._wanted[name] = prefix
@@ -272,22 +305,23 @@ class SnapshotManager:
             del self._wanted[next(iter(self._wanted))]
             self.counters.refused["busy"] += 1
 
-    def _should_restore(self, prefix: _Prefix) -> bool:
+    def _pays_now(self, prefix: Prefix) -> bool:
+        """Return whether to restore a snapshot behind those that are being read."""
         missing = self._missing(prefix)
         if not missing:
             return False
-        arriving = [(arrival.state, self._bytes_of(arrival.prefix)) for arrival in self._arriving.values()]
-        num_bytes = sum(nbytes for _, nbytes in arriving) + self._bytes_of(prefix)
-        if len(arriving) >= MAX_ARRIVING or (arriving and num_bytes > MAX_ARRIVING_BYTES):
-            self.counters.refused["busy"] += 1
-            return False
-        ahead = sum(nbytes for state, nbytes in arriving if state is _State.LOADING)
-        if not self._pays(len(missing), prefix, ahead):
+        loading = [a.prefix for a in self._arriving.values() if a.state is _State.LOADING and not a.is_from_peer]
+        if self._has_room(prefix) and not self._pays(len(missing), prefix, sum(map(self._bytes_of, loading))):
             self.counters.refused["slow"] += 1
             return False
         return True
 
-    def _pays(self, num_pages: int, prefix: _Prefix, ahead: int = 0) -> bool:
+    def _has_room(self, prefix: Prefix) -> bool:
+        """Return whether one more snapshot may be on its way to the pool."""
+        num_bytes = sum(self._bytes_of(arrival.prefix) for arrival in self._arriving.values()) + self._bytes_of(prefix)
+        return len(self._arriving) < MAX_ARRIVING and not (self._arriving and num_bytes > MAX_ARRIVING_BYTES)
+
+    def _pays(self, num_pages: int, prefix: Prefix, ahead: int = 0) -> bool:
         """Return whether restoring a snapshot is faster than computing so many of its pages.
 
         Args:
@@ -296,17 +330,17 @@ class SnapshotManager:
         compute_s = self._costs.recompute_s(num_pages * self._kv.page_size)
         return compute_s >= MIN_GAIN * self._costs.restore_s(ahead + self._bytes_of(prefix))
 
-    def _bytes_of(self, prefix: _Prefix) -> int:
+    def _bytes_of(self, prefix: Prefix) -> int:
         return len(prefix.hashes) * self._page_bytes
 
-    def _missing(self, prefix: _Prefix) -> list[int]:
-        """Return the places of the pages that the prefix cache does not have."""
+    def _missing(self, prefix: Prefix, most: int | None = None) -> list[int]:
+        """Return the places of the pages that the prefix cache does not have, of all or of the first `most`."""
         assert self._prefixes is not None
-        return [place for place, digest in enumerate(prefix.hashes) if self._prefixes.page_of(digest) is None]
+        return [place for place, digest in enumerate(prefix.hashes[:most]) if self._prefixes.page_of(digest) is None]
 
     def _prefix_of(
         self, adapter: AdapterKey | None, prefix: FixedPrefix | None, token_ids: Sequence[int]
-    ) -> _Prefix | None:
+    ) -> Prefix | None:
         """Return what is known of a prefix; None if nothing is kept, or it has no whole page or too many."""
         if self._facts is None or prefix is None:
             return None
@@ -317,14 +351,14 @@ class SnapshotManager:
         hashes = page_hashes(root, token_ids[: prefix.num_tokens], self._kv.page_size)
         facts = {**self._facts, "prefix": hashes[-1].hex(), "pages": len(hashes)}
         file = SnapshotFile(SnapshotName(prefix.owner, digest_of(facts)), facts, len(hashes))
-        return _Prefix(file, adapter, hashes)
+        return Prefix(file, adapter, hashes)
 
     def _place(self, arrival: _Arrival, keep_free: int) -> None:
-        name, places = arrival.prefix.file.name, tuple(self._missing(arrival.prefix))
+        name, places = arrival.prefix.source.name, tuple(self._missing(arrival.prefix, arrival.num_loaded))
         pages = None
         has_room = self._evictor.make_room(len(places) + keep_free, EvictionLevel.PREFETCH)
         # Pages of its own may have gone for it.
-        if has_room and places == tuple(self._missing(arrival.prefix)):
+        if has_room and places == tuple(self._missing(arrival.prefix, arrival.num_loaded)):
             pages = self._kv.begin_fill(name, len(places))
         if pages is None:
             self._drop(arrival, "no room")
@@ -333,13 +367,16 @@ class SnapshotManager:
         self._copies.append((name, tuple(zip(places, pages, strict=True))))
 
     def _drop(self, arrival: _Arrival, reason: str) -> None:
-        """Give up a host copy."""
-        self.counters.refused[reason] += 1
-        self._cancels.append(arrival.prefix.file.name)
+        """Give up a load or a host copy."""
+        arrival.counters.refused[reason] += 1
+        if arrival.prefix.source in self._loads:
+            self._loads.remove(arrival.prefix.source)
+        else:
+            self._cancels.append(arrival.prefix.source.name)
         self._end(arrival, ())
 
     def _end(self, arrival: _Arrival, hashes: Sequence[bytes]) -> None:
-        name, adapter = arrival.prefix.file.name, arrival.prefix.adapter
+        name, adapter = arrival.prefix.source.name, arrival.prefix.adapter
         del self._arriving[name]
         self._ended.append(name)
         if arrival.state is _State.COPYING:

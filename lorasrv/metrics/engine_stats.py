@@ -59,9 +59,15 @@ class EngineStats:
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     prefix_evictions_total: int = 0
-    # By drafter: draft tokens that steps verified, and those that answers have said.
-    draft_tokens_total: Mapping[str, int] = field(default_factory=dict)
-    accepted_draft_tokens_total: Mapping[str, int] = field(default_factory=dict)
+    # By drafter and depth: draft tokens that steps verified, and those that answers have said.
+    draft_tokens_total: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    accepted_draft_tokens_total: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    # The same by tenth of the chance that was expected of each token, and the sums of these chances.
+    draft_tokens_by_chance_total: Mapping[int, int] = field(default_factory=dict)
+    accepted_draft_tokens_by_chance_total: Mapping[int, int] = field(default_factory=dict)
+    expected_draft_tokens_by_chance_total: Mapping[int, float] = field(default_factory=dict)
+    # Chance that a draft token had to exceed to be verified.
+    min_draft_chance: float = 0.0
     # Past answers that drafts are made from.
     corpus_bytes: int = 0
     requests_failed_total: int = 0
@@ -81,6 +87,12 @@ class EngineStats:
     snapshot_bytes_restored_total: int = 0
     # By reason.
     snapshots_refused_total: Mapping[str, int] = field(default_factory=dict)
+    page_leases: int = 0
+    peer_pages_sent_total: int = 0
+    peer_pages_received_total: int = 0
+    peer_prompts_received_total: int = 0
+    # By reason.
+    peer_prompts_refused_total: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -140,10 +140,10 @@ class RequestStats(RequestObserver):
         self.request = Histogram()
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """Open accounts for requests that came in at `arrived_s`, on this object's clock. The listener of the caller's
-        context will be told of their ends."""
+        """Open accounts for requests that came in at `arrived_s`, on this object's clock, but not for those that a peer
+        counts. The listener of the caller's context will be told of their ends."""
         listener = REQUEST_LISTENER.get()
-        for message in requests:
+        for message in (request for request in requests if not request.is_for_peer):
             # The account goes to the end: those at the front have not been asked for longest.
             account = self._accounts.pop(message.adapter_id, None) or RequestTotals()
             self._accounts[message.adapter_id] = account

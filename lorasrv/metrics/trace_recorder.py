@@ -69,7 +69,7 @@ class TraceRecorder(RequestObserver):
             self._file = None
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        for request in requests:
+        for request in (request for request in requests if not request.is_for_peer):
             self._open[request.request_id] = _Open(request, arrived_s)
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:

@@ -123,6 +123,7 @@ class Usage:
 
 SUMS = tuple(f.name for f in fields(Usage) if f.name not in ("first_used_s", "last_used_s", "hot", "cold"))
 """The fields that are summed."""
+TIMES = ("first_used_s", "last_used_s")
 
 
 def total(usages: Iterable[Usage]) -> Usage:

@@ -1,32 +1,42 @@
 """Store the ledger in one SQLite file, a row for each content under each id. Calls open the file and block.
 
 Less durable than the store's index on purpose: a crash of the machine loses some seconds of statistics.
+
+A server that follows a registry also keeps what the registry has not counted yet: `unsent`, and in `sending` the batch
+that is on its way. A batch has a number under its source, a start of a server; the registry keeps the last number of
+each source, in the same transaction as the counts, so that a batch may come any number of times. Sources stay for ever,
+at some 60 bytes: no time is long enough for a repetition to be ruled out.
 """
 
 import contextlib
 import json
 import logging
+import secrets
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from adapter_store.spec import AdapterKey
 from lorasrv.metrics.histogram import SECONDS, Histogram
-from lorasrv.metrics.usage import SUMS, Usage
+from lorasrv.metrics.usage import SUMS, TIMES, Usage
+from lorasrv.metrics.usage_batch import UsageBatch, to_rows
 from lorasrv.request import Account
 
 _LOG = logging.getLogger(__name__)
-LAYOUT = 2
+LAYOUT = 3
 BUSY_TIMEOUT_S = 5.0
-_TIMES = ("first_used_s", "last_used_s")
-_COLUMNS = (*SUMS, *_TIMES, "hot", "cold")
-_TYPES = {name: "REAL" if isinstance(getattr(Usage(), name), float) else "INTEGER" for name in (*SUMS, *_TIMES)}
-_SCHEMA = f"""CREATE TABLE usage (
+BATCH_ACCOUNTS = 1000
+"""Most accounts in a batch: some 500 KB of JSON."""
+_COLUMNS = (*SUMS, *TIMES, "hot", "cold")
+_TYPES = {name: "REAL" if isinstance(getattr(Usage(), name), float) else "INTEGER" for name in (*SUMS, *TIMES)}
+_ACCOUNTS = f"""(
     adapter_id TEXT NOT NULL, digest TEXT NOT NULL,
     {", ".join(f"{name} {kind} NOT NULL" for name, kind in _TYPES.items())},
     hot TEXT NOT NULL, cold TEXT NOT NULL,
     PRIMARY KEY (adapter_id, digest)
 ) STRICT, WITHOUT ROWID"""
+_SENDING = "CREATE TABLE sending (source TEXT NOT NULL, sequence INTEGER NOT NULL, body TEXT NOT NULL) STRICT"
+_SOURCES = "CREATE TABLE sources (source TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID"
 
 
 class LedgerFile:
@@ -34,23 +44,55 @@ class LedgerFile:
 
     An unreadable file is renamed and logged: statistics must not keep a server from starting.
 
+    Args:
+        sends: whether what is added is also kept for a registry.
+
     Raises (all methods):
         sqlite3.Error, OSError: the disk failed; nothing of the call was done.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sends: bool = False) -> None:
         self.path = path
+        self._tables = ("usage", "unsent") if sends else ("usage",)
+        self._source, self._sequence = secrets.token_hex(16), 0
 
     def add(self, usages: Mapping[Account, Usage]) -> None:
         """Add to the stored usage, in one transaction."""
-        if not usages:
-            return
-        marks = ", ".join("?" * (2 + len(_COLUMNS)))
+        if usages:
+            with self._open() as db:
+                _add(db, usages, self._tables)
+
+    def next_batch(self) -> UsageBatch | None:
+        """Return the batch to send now: the same one until it was `sent`. None: everything was."""
+        with self._open(is_lasting=True) as db:
+            rows = db.execute("SELECT source, sequence, body FROM sending").fetchall()
+            if rows:
+                return UsageBatch(*rows[0])
+            found: dict[Account, Usage] = {
+                (name, key): usage for name, key, usage in _accounts(db, "unsent", BATCH_ACCOUNTS)
+            }
+            if not found:
+                return None
+            self._sequence += 1
+            batch = UsageBatch(self._source, self._sequence, json.dumps(to_rows(found), separators=(",", ":")))
+            db.execute("INSERT INTO sending VALUES (?, ?, ?)", (batch.source, batch.sequence, batch.body))
+            _drop(db, "unsent", found)
+            return batch
+
+    def sent(self, batch: UsageBatch) -> None:
+        """Note that the registry has counted a batch."""
         with self._open() as db:
-            for (adapter_id, key), usage in usages.items():
-                whole = _find(db, adapter_id, key or "").get(key or "", Usage())
-                whole.merge(usage)
-                db.execute(f"REPLACE INTO usage VALUES ({marks})", (adapter_id, key or "", *_row(whole)))
+            db.execute("DELETE FROM sending WHERE source = ? AND sequence = ?", (batch.source, batch.sequence))
+
+    def receive(self, source: str, sequence: int, usages: Mapping[Account, Usage]) -> bool:
+        """Add a follower's batch, unless it was added before; return whether it was added now."""
+        with self._open(is_lasting=True) as db:
+            last = db.execute("SELECT sequence FROM sources WHERE source = ?", (source,)).fetchone()
+            if last is not None and sequence <= last[0]:
+                return False
+            _add(db, usages, ("usage",))
+            db.execute("REPLACE INTO sources VALUES (?, ?)", (source, sequence))
+            return True
 
     def read(self, adapter_id: str) -> dict[AdapterKey, Usage]:
         """Return the usage of an id by content; the base's id and key are ""."""
@@ -60,17 +102,28 @@ class LedgerFile:
     def drop(self, adapter_id: str, keys: Collection[AdapterKey]) -> None:
         """Delete the usage of these contents of an id."""
         with self._open() as db:
-            db.executemany("DELETE FROM usage WHERE adapter_id = ? AND digest = ?", [(adapter_id, key) for key in keys])
+            for table in ("usage", "unsent"):
+                _drop(db, table, [(adapter_id, key) for key in keys])
 
-    def accounts(self) -> list[tuple[str, AdapterKey]]:
-        """Return each id and content that has a row."""
+    def accounts(self, adapter_ids: Collection[str] | None = None) -> list[tuple[str, AdapterKey]]:
+        """Return each id and content that has a row; of these ids only, if there are any."""
+        text = "SELECT adapter_id, digest FROM usage"
         with self._open() as db:
-            return [(name, AdapterKey(key)) for name, key in db.execute("SELECT adapter_id, digest FROM usage")]
+            if adapter_ids is None:
+                rows = db.execute(text).fetchall()
+            else:
+                rows = [row for name in adapter_ids for row in db.execute(f"{text} WHERE adapter_id = ?", (name,))]
+        return [(name, AdapterKey(key)) for name, key in rows]
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """Open a connection with a transaction around the block."""
+    def _open(self, *, is_lasting: bool = False) -> Iterator[sqlite3.Connection]:
+        """Open a connection with a transaction around the block.
+
+        Args:
+            is_lasting: whether it must outlast a power failure, because another machine relies on it.
+        """
         with contextlib.closing(self._connect()) as db:
+            db.execute(f"PRAGMA synchronous = {'EXTRA' if is_lasting else 'NORMAL'}")
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -98,7 +151,6 @@ class LedgerFile:
         db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             layout = db.execute("PRAGMA user_version").fetchone()[0]
-            db.execute("PRAGMA synchronous = NORMAL")
             if layout < LAYOUT:
                 db.execute("BEGIN IMMEDIATE")
                 _migrate(db, layout)
@@ -113,12 +165,13 @@ class LedgerFile:
 
 
 def _migrate(db: sqlite3.Connection, layout: int) -> None:
-    """Create the table, with the rows of the older layout, which lacks the columns that have come since."""
-    if layout == 0:
-        db.execute(_SCHEMA)
+    """Create the tables, with the rows of the older layout, which lacks the columns that have come since."""
+    if layout:
+        db.execute("ALTER TABLE usage RENAME TO old_usage")
+    for text in (f"CREATE TABLE usage {_ACCOUNTS}", f"CREATE TABLE unsent {_ACCOUNTS}", _SENDING, _SOURCES):
+        db.execute(text)
+    if not layout:
         return
-    db.execute("ALTER TABLE usage RENAME TO old_usage")
-    db.execute(_SCHEMA)
     known = [name for _, name, *_ in db.execute("PRAGMA table_info(old_usage)")]
     added = [name for name in _COLUMNS if name not in known]
     names, values = ", ".join([*known, *added]), ", ".join([*known, *("0" for _ in added)])
@@ -130,15 +183,35 @@ class _OtherLayout(Exception):
     """Signal a file written by another version of lorasrv."""
 
 
-def _find(db: sqlite3.Connection, adapter_id: str, digest: str | None = None) -> dict[str, Usage]:
-    text = f"SELECT digest, {', '.join(_COLUMNS)} FROM usage WHERE adapter_id = ?"
+def _add(db: sqlite3.Connection, usages: Mapping[Account, Usage], tables: Iterable[str]) -> None:
+    marks = ", ".join("?" * (2 + len(_COLUMNS)))
+    for table in tables:
+        for (adapter_id, key), usage in usages.items():
+            whole = _find(db, adapter_id, key or "", table).get(key or "", Usage())
+            whole.merge(usage)
+            db.execute(f"REPLACE INTO {table} VALUES ({marks})", (adapter_id, key or "", *_row(whole)))
+
+
+def _drop(db: sqlite3.Connection, table: str, accounts: Iterable[Account]) -> None:
+    db.executemany(
+        f"DELETE FROM {table} WHERE adapter_id = ? AND digest = ?", [(name, key or "") for name, key in accounts]
+    )
+
+
+def _accounts(db: sqlite3.Connection, table: str, limit: int) -> list[tuple[str, AdapterKey, Usage]]:
+    rows = db.execute(f"SELECT adapter_id, digest, {', '.join(_COLUMNS)} FROM {table} LIMIT ?", (limit,))
+    return [(row[0], AdapterKey(row[1]), _usage(row[2:])) for row in rows]
+
+
+def _find(db: sqlite3.Connection, adapter_id: str, digest: str | None = None, table: str = "usage") -> dict[str, Usage]:
+    text = f"SELECT digest, {', '.join(_COLUMNS)} FROM {table} WHERE adapter_id = ?"
     where, values = ("", [adapter_id]) if digest is None else (" AND digest = ?", [adapter_id, digest])
     return {row[0]: _usage(row[1:]) for row in db.execute(text + where, values)}
 
 
 def _row(usage: Usage) -> list[object]:
     histograms = [json.dumps([histogram.counts, histogram.sum]) for histogram in (usage.hot, usage.cold)]
-    return [*(getattr(usage, name) for name in (*SUMS, *_TIMES)), *histograms]
+    return [*(getattr(usage, name) for name in (*SUMS, *TIMES)), *histograms]
 
 
 def _usage(row: tuple[object, ...]) -> Usage:

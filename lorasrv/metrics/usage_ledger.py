@@ -2,7 +2,8 @@
 
 Numbers are added up in the event loop as requests end, and written by a thread every `WRITE_EVERY_S` seconds, when the
 ledger is read, and at shutdown; a crash loses what was not written. Memory holds only the unwritten usage of adapters
-that were busy in this interval, not that of ten thousand adapters.
+that were busy in this interval, not that of ten thousand adapters. A registry's ledger also has what the servers that
+follow it have counted.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from lorasrv.errors import EngineDead
 from lorasrv.metrics.request_stats import FinishedRequestStats, RequestStats
 from lorasrv.metrics.step_stats import StepStats
 from lorasrv.metrics.usage import Usage
+from lorasrv.metrics.usage_batch import UsageBatch
 from lorasrv.metrics.usage_db import LedgerFile
 from lorasrv.request import Account
 
@@ -59,14 +61,27 @@ class Ledger:
 
     Bytes moved and residency belong to a content and count for the id that requested it last, so that of two ids with
     the same content neither sees the other's usage.
+
+    Args:
+        clock: monotonic seconds.
+        sends: whether the store's origin counts what is counted here, too.
     """
 
     def __init__(
-        self, engine: LedgerEngine, store: LedgerStore, folder: Path, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: LedgerEngine,
+        store: LedgerStore,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        sends: bool = False,
     ) -> None:
         self._engine = engine
         self._store = store
-        self._file = LedgerFile(folder / FILE_NAME)
+        self._file = LedgerFile(folder / FILE_NAME, sends=sends)
+        self.written = asyncio.Event()
+        """Set when there may be something to send; also at the start: by a server that was killed."""
+        self.written.set()
         self._unwritten: dict[Account, Usage] = {}
         self._clock = clock
         self._sampled_s = clock()
@@ -86,7 +101,8 @@ class Ledger:
 
     async def run(self) -> None:
         """Write periodically until cancelled."""
-        await self._prune()
+        # Adapters may have been deleted while no ledger was open.
+        await self.prune()
         for turn in itertools.count(1):
             await asyncio.sleep(WRITE_EVERY_S)
             if self._has_news or turn % IDLE_WRITES == 0:
@@ -122,6 +138,43 @@ class Ledger:
                 # Pruned at the next start; until then shown only for the same contents.
                 _LOG.warning("cannot remove deleted adapters from the ledger now: %s", error)
 
+    async def prune(self, adapter_ids: Collection[str] | None = None) -> None:
+        """Drop the usage of contents that are no longer registered; under these ids only, if there are any."""
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._drop_unknown, adapter_ids)
+            except (sqlite3.Error, OSError) as error:
+                _LOG.error("the ledger cannot be read: %s", error)
+
+    async def next_batch(self) -> UsageBatch | None:
+        """Return what to send now; the same until it was `sent`.
+
+        Raises:
+            sqlite3.Error, OSError: the disk failed.
+        """
+        async with self._turn:
+            return await asyncio.to_thread(self._file.next_batch)
+
+    async def sent(self, batch: UsageBatch) -> None:
+        """Note that a batch was counted by the origin.
+
+        Raises:
+            sqlite3.Error, OSError: the disk failed; it may be sent again.
+        """
+        async with self._turn:
+            await asyncio.to_thread(self._file.sent, batch)
+
+    async def receive(self, source: str, sequence: int, usages: Mapping[Account, Usage]) -> bool:
+        """Count a follower's batch once; return whether it was counted now.
+
+        Raises:
+            sqlite3.Error, OSError: the disk failed; nothing was counted.
+        """
+        records = self._store.records()
+        known = {account: usage for account, usage in usages.items() if _exists(account, records)}
+        async with self._turn:
+            return await asyncio.to_thread(self._file.receive, source, sequence, known)
+
     async def close(self) -> None:
         """Write the remaining usage; the engine may have ended."""
         await self._settle()
@@ -135,6 +188,7 @@ class Ledger:
             try:
                 await asyncio.to_thread(self._write, unwritten)
                 self._is_failing = False
+                self.written.set()
             except Exception as error:
                 # Keep the counts after any error; the next write may succeed.
                 self._keep(unwritten)
@@ -155,17 +209,9 @@ class Ledger:
         for account in list(usages)[: max(0, len(usages) - MAX_UNWRITTEN)]:
             del usages[account]
 
-    async def _prune(self) -> None:
-        """Drop the usage of adapters that were deleted while no ledger was open."""
-        async with self._turn:
-            try:
-                await asyncio.to_thread(self._drop_unknown)
-            except (sqlite3.Error, OSError) as error:
-                _LOG.error("the ledger cannot be read: %s", error)
-
-    def _drop_unknown(self) -> None:
+    def _drop_unknown(self, adapter_ids: Collection[str] | None) -> None:
         records = self._store.records()
-        for adapter_id, key in self._file.accounts():
+        for adapter_id, key in self._file.accounts(adapter_ids):
             if not _exists((adapter_id, key), records):
                 self._file.drop(adapter_id, [key])
 

@@ -5,30 +5,43 @@ of the pool (`VocabBlocks`), so that no slab grows wide.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from adapter_store.spec import INT8, AdapterSpec, BaseShapes
+from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.models.spec import ModelSpec, SiteShape
 from sgmv_kernels.formats.adapter_panels import (
     CODE_BYTES,
     GAIN,
+    MAX_RANK,
+    MAX_SLICES,
+    PANEL_RANKS,
     SHIFT,
     AdapterLayout,
     LayerRanks,
     LayerVectors,
+    RowTokens,
     SiteDims,
 )
 
 if TYPE_CHECKING:
     from lorasrv.models.loader.checkpoint import Checkpoint
 
+TokenIds = npt.NDArray[np.int64]
 HEAD = "lm_head"
 """Full name of the head in a model of transformers."""
 HEAD_A, HEAD_B, EMBEDDING_A, EMBEDDING_B = range(4)
 """Sites of the ends: the head's A and the embedding's B are in slab 0; blocks of the columns of the head's B and of the
 embedding's A in each.
 """
+HEAD_ROWS, EMBEDDING_ROWS = range(2)
+"""Sites of own rows of the vocabulary."""
+BLOCK_ROWS, LEAST_ROWS = MAX_SLICES * MAX_RANK, PANEL_RANKS
+"""Most and least own rows of a block, but for the last: as many as a site has ranks, and a panel."""
 BLOCK_TOKENS = 64
 """Blocks have a multiple of so many tokens, so that they begin on cache lines of logits."""
 
@@ -94,6 +107,7 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
             spec.names.embedding: (spec.vocab_size, spec.hidden_size),
         },
         embedding=spec.names.embedding,
+        tied=spec.tied_head,
     )
 
 
@@ -113,22 +127,34 @@ def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
     return tuple(SiteDims(site.in_features, site.out_features) for site in spec.sites())
 
 
-def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> AdapterLayout:
+def adapter_layout(
+    spec: ModelSpec, adapter: AdapterSpec, itemsize: int, row_tokens: tuple[TokenIds, TokenIds] | None = None
+) -> AdapterLayout:
     """Return the layout of a validated adapter in the pool, from its spec alone, before weights are read.
 
     Args:
         itemsize: bytes of a weight in the adapter dtype.
+        row_tokens: what its own rows stand for, in the head and in the embedding; None where the weights are not known:
+            then as many as the spec allows.
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
     head, embedding = (ranks.get((spec.num_layers, name), 0) for name in (HEAD, spec.names.embedding))
-    ends = _ends(spec, head, embedding, size)
-    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter), ends)
+    ends = ends_layout(spec, head, embedding, size)
+    rows = _rows(spec, _most_tokens(spec, adapter) if row_tokens is None else row_tokens, itemsize)
+    return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter), ends, rows)
 
 
 def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
     """Return the layout of an adapter that has the same rank on every linear."""
     return _layout(spec, lambda layer, module: rank, itemsize)
+
+
+def with_everything(spec: ModelSpec, layout: AdapterLayout, rank: int) -> AdapterLayout:
+    """Return the layout of an adapter that also scales and shifts every output, with this rank outside the layers."""
+    places = place_widths(spec)
+    vectors = ((GAIN | SHIFT,) * len(places),) * layout.num_layers
+    return replace(layout, places=places, vectors=vectors, ends=ends_layout(spec, rank, rank, layout.itemsize))
 
 
 def _layout(
@@ -137,6 +163,7 @@ def _layout(
     itemsize: int,
     vectors: tuple[LayerVectors, ...] = (),
     ends: AdapterLayout | None = None,
+    rows: AdapterLayout | None = None,
 ) -> AdapterLayout:
     """Return a layout from the ranks of (layer, module)."""
 
@@ -149,10 +176,10 @@ def _layout(
 
     ranks = tuple(layer_ranks(layer) for layer in range(spec.num_layers))
     places = place_widths(spec) if vectors else ()
-    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors, ends)
+    return AdapterLayout(site_dims(spec), ranks, itemsize, spec.kv_slabs, places, vectors, ends, rows)
 
 
-def _ends(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> AdapterLayout | None:
+def ends_layout(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> AdapterLayout | None:
     """Return the layout of what lies outside the layers, from the ranks there; None for nothing."""
     if not head and not embedding:
         return None
@@ -160,6 +187,40 @@ def _ends(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> AdapterL
     sites = SiteDims(hidden, (0,)), SiteDims(0, (width,)), SiteDims(width, (0,)), SiteDims(0, (hidden,))
     first, others = ((head,), (head,), (embedding,), (embedding,)), ((0,), (head,), (embedding,), (0,))
     return AdapterLayout(sites, (first, *(others,) * (spec.num_slabs - 1)), itemsize)
+
+
+def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, TokenIds]:
+    """Return the tokens whose rows an adapter has; of a copy of the base's own, those that the base lacks."""
+    found = []
+    for module in (HEAD, spec.names.embedding):
+        own = [r.token_ids for r in adapter.rows if r.module == module and not r.frozen]
+        size = adapter.vocab_size or spec.vocab_size
+        parts = [np.arange(size) if ids is None else np.array(ids, dtype=np.int64) for ids in own]
+        parts.append(np.arange(spec.vocab_size, size))
+        found.append(np.unique(np.concatenate(parts)))
+    return found[0], found[1]
+
+
+def _rows(spec: ModelSpec, tokens: tuple[TokenIds, TokenIds], itemsize: int) -> AdapterLayout | None:
+    """Return the layout of own rows: blocks of about equal size, as many as slabs, a multiple of that, or fewer."""
+    if not any(map(len, tokens)):
+        return None
+    slabs = spec.num_slabs
+
+    def blocks(count: int) -> int:
+        return max(1, -(-count // (slabs * BLOCK_ROWS)))
+
+    widths = tuple(max(LEAST_ROWS, -(-len(own) // (slabs * blocks(len(own))))) for own in tokens)
+
+    def ranks(site: int, layer: int) -> tuple[int, ...]:
+        count = max(0, min(widths[site], len(tokens[site]) - layer * widths[site]))
+        return tuple(len(range(part, count, MAX_SLICES)) for part in range(MAX_SLICES))
+
+    num_layers = slabs * blocks(spec.vocab_size + MAX_ADDED_TOKENS)
+    layers = tuple((ranks(HEAD_ROWS, layer), ranks(EMBEDDING_ROWS, layer)) for layer in range(num_layers))
+    dims = SiteDims(spec.hidden_size, (0,) * MAX_SLICES)
+    turns = tuple(layer % slabs for layer in range(num_layers))
+    return AdapterLayout((dims, dims), layers, itemsize, turns, row_tokens=RowTokens(tokens, widths))
 
 
 def place_widths(spec: ModelSpec) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ a multiplication and an addition each as one operation. `SHAPES` has well-known 
 import math
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -151,6 +154,21 @@ class ModelSpec:
     def attention_scale(self) -> float:
         """Return the factor of attention scores."""
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
+
+    @property
+    def has_table_head(self) -> bool:
+        """Return whether the head's weights are those of the embedding, which another rank may have."""
+        return self.tied_head
+
+    @property
+    def first_layer(self) -> int:
+        """Return which layer of the model this one's layer 0 is."""
+        return 0
+
+    def own_outputs(self, site: int, module: int) -> "slice | npt.NDArray[np.int64]":
+        """Return which outputs of a module are here, as an index; `site` and `module` are those of `sites`."""
+        del site, module
+        return slice(None)
 
     def alibi_slopes(self) -> tuple[float, ...]:
         """Return what each head's scores lose for a token of distance, as MPT has it; empty without ALiBi."""

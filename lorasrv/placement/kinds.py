@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorasrv.errors import ConfigError
-from lorasrv.placement.placement import Account, Ask, Placement, Replica
+from lorasrv.placement.placement import Account, Ask, Placement, Replica, Sent
 
 FACTOR = 1.25
 FREE_BELOW_S = 1.0
@@ -15,19 +15,24 @@ class Bounded(Placement):
     Thorup and Zadimoghaddam 2018).
 
     A replica is full where this request would take it above `FACTOR` times the mean load; below `FREE_BELOW_S` none
-    is. If all are full, the least loaded is taken. So a hot adapter spreads over as many replicas as its load needs,
-    always the same ones.
+    is. If all are full, the one that is ready soonest is taken. So a hot adapter spreads over as many replicas as its
+    load needs, always the same ones. Adapters that a replica must read first count as work, so that cold ones do
+    not queue at one disk.
     """
 
     name = "bounded"
 
     def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
         work_us = ask.work_s * 1e6
-        mean_us = (sum(a.own_us + a.others_us for a in ready) + work_us) / sum(a.replica.weight for a in ready)
+        ahead_us = {account: account.ready_us(ask) + work_us / account.replica.weight for account in ready}
+        mean_us = (sum(a.own_us + a.others_us + a.loading_us for a in ready) + work_us) / sum(
+            a.replica.weight for a in ready
+        )
         most_us = max(FACTOR * mean_us, FREE_BELOW_S * 1e6)
-        free = [a for a in self.by_affinity(ask, ready) if a.load + work_us / a.replica.weight <= most_us]
-        chosen = set(map(id, free))
-        return [*free, *self.by_load(a for a in ready if id(a) not in chosen)]
+        free = [account for account in self.by_affinity(ask, ready) if ahead_us[account] <= most_us]
+        chosen = set(free)
+        full = [account for account in ready if account not in chosen]
+        return [*free, *sorted(full, key=lambda account: (ahead_us[account], self.rng.random()))]
 
 
 class Least(Placement):
@@ -82,8 +87,52 @@ class Holders(Placement):
         return [*holders, *sorted(others, key=lambda account: account.num_adapters)]
 
 
+class Migrating(Placement):
+    """Take the replica that is ready soonest, reading the adapter included; from the busiest replicas, move the newest
+    requests to the idlest, as dLoRA (OSDI 2024) moves requests with their adapters.
+
+    A request is moved once, and only if it is ready sooner there by its own work.
+    """
+
+    name = "migrate"
+
+    def __init__(self, replicas: Iterable[Replica] = (), seed: int = 0) -> None:
+        # What has not ended, the oldest first.
+        self._open: dict[Sent, None] = {}
+        super().__init__(replicas, seed)
+
+    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+        return sorted(ready, key=lambda account: (account.ready_us(ask), self.rng.random()))
+
+    def sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
+        sent = super().sent(replica_id, ask, moves)
+        self._open[sent] = None
+        return sent
+
+    def ended(self, sent: Sent) -> None:
+        self._open.pop(sent, None)
+        super().ended(sent)
+
+    def moves(self) -> list[tuple[Sent, str]]:
+        loads = {account: account.load for account in self._accounts.values() if account.replica.is_ready}
+        limit = FACTOR * sum(loads.values()) / max(1, len(loads))
+        moved = []
+        for sent in reversed(self._open):
+            source = sent.account
+            if sent.moves or not limit < loads.get(source, 0.0):
+                continue
+            added = {a: us - a.load for a, us in loads.items()}
+            target = min(loads, key=lambda account: account.ready_us(sent.ask) + added[account])
+            ahead = target.ready_us(sent.ask) + added[target]
+            if ahead + sent.work_us / target.replica.weight < loads[source] - sent.work_us / source.replica.weight:
+                loads[source] -= sent.work_us / source.replica.weight
+                loads[target] += sent.work_us / target.replica.weight
+                moved.append((sent, target.replica.id))
+        return moved
+
+
 _KINDS: Mapping[str, type[Placement]] = {
-    kind.name: kind for kind in (Bounded, Least, RandomReplica, HashOnly, PowerOfTwo, Holders)
+    kind.name: kind for kind in (Bounded, Least, RandomReplica, HashOnly, PowerOfTwo, Holders, Migrating)
 }
 PLACEMENTS = tuple(_KINDS)
 

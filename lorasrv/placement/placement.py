@@ -29,6 +29,10 @@ class Ask:
     work_s: float
     # Conversation whose turns should meet where no adapter is named.
     session: str | None = None
+    # Estimated seconds until a replica that does not have its adapter has read it; 0: not known.
+    load_s: float = 0.0
+    # Estimated tokens of its prompt, whose computing is part of `work_s`; 0: not known, or computed elsewhere.
+    prompt_tokens: float = 0.0
 
     @property
     def key(self) -> str | None:
@@ -77,11 +81,23 @@ class Account:
     adapters: Set[str] = frozenset()
     # Requests that were sent and have not ended, by adapter.
     in_flight: Counter[str | None] = field(default_factory=Counter)
+    # Adapters that it reads for them, as far as that is known -> microseconds.
+    loading: dict[str, int] = field(default_factory=dict)
 
     @property
     def load(self) -> float:
         """Return the microseconds of work ahead, for a replica of weight 1."""
         return (self.own_us + self.others_us) / self.replica.weight
+
+    def ready_us(self, ask: Ask) -> float:
+        """Return the microseconds until it could begin a request, if all that it has were done one after another."""
+        is_new = ask.adapter_id is not None and not self.holds(ask.adapter_id)
+        return self.load + self.loading_us + is_new * ask.load_s * _MICROSECONDS
+
+    @property
+    def loading_us(self) -> int:
+        """Return the microseconds that it reads adapters for requests that were sent, one after another."""
+        return sum(self.loading.values())
 
     def holds(self, adapter_id: str) -> bool:
         """Return whether it has an adapter, or is getting it."""
@@ -100,6 +116,8 @@ class Sent:
     account: Account
     ask: Ask
     work_us: int
+    # How often it was moved before.
+    moves: int = 0
     has_ended: bool = False
 
     @property
@@ -142,17 +160,21 @@ class Placement(ABC):
             raise NoReplicaReady(f"none of {len(self._accounts)} replicas is ready", retry_after_s=RETRY_AFTER_S)
         return tuple(account.replica.id for account in self.ranked(ask, ready))
 
-    def sent(self, replica_id: str, ask: Ask) -> Sent:
+    def sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
         """Note that a request was sent to a replica.
 
+        Args:
+            moves: how often it was withdrawn from another before, as `moves` said.
         Raises:
             KeyError: the replica is unknown.
         """
         account = self._accounts[replica_id]
         work_us = round(ask.work_s * _MICROSECONDS)
         account.own_us += work_us
+        if ask.load_s and ask.adapter_id is not None and not account.holds(ask.adapter_id):
+            account.loading[ask.adapter_id] = round(ask.load_s * _MICROSECONDS)
         account.in_flight[ask.adapter_id] += 1
-        return Sent(account, ask, work_us)
+        return Sent(account, ask, work_us, moves)
 
     def ended(self, sent: Sent) -> None:
         """Note that a request is over, whichever way; telling it again changes nothing."""
@@ -164,6 +186,7 @@ class Placement(ABC):
         in_flight[adapter_id] -= 1
         if not in_flight[adapter_id]:
             del in_flight[adapter_id]
+            sent.account.loading.pop(adapter_id or "", None)
 
     def told(self, replica_id: str, report: ReplicaReport) -> None:
         """Take a replica's report; one of an unknown replica is late and ignored."""
@@ -171,6 +194,12 @@ class Placement(ABC):
         if account is not None:
             account.others_us = round(report.others_s * _MICROSECONDS)
             account.adapters = report.adapters
+            account.loading = {name: us for name, us in account.loading.items() if name not in report.adapters}
+
+    def moves(self) -> list[tuple[Sent, str]]:
+        """Return requests that should be withdrawn, if they have not begun, and sent to another replica; asked after
+        each round of reports."""
+        return []
 
     def loads_s(self) -> dict[str, float]:
         """Return the seconds of work ahead of every replica."""

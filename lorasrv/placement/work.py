@@ -36,9 +36,10 @@ class WorkEstimator:
         self._means: OrderedDict[str | None, tuple[float, int]] = OrderedDict()
         self._mean = (FIRST_ANSWER, 0)
 
-    def work_s(self, adapter_id: str | None, prompt_tokens: float) -> float:
-        """Return the seconds of a request with a prompt of about that length."""
+    def work_s(self, adapter_id: str | None, prompt_tokens: float, max_tokens: int | None = None) -> float:
+        """Return the seconds of a request with a prompt of about that length, and at most so many tokens to answer."""
         answer, _ = self._means.get(adapter_id, self._mean)
+        answer = answer if max_tokens is None else min(answer, max_tokens)
         return prompt_tokens * self.rates.prompt_token_s + answer * self.rates.answer_token_s
 
     def observe(self, adapter_id: str | None, answer_tokens: int) -> None:

@@ -25,9 +25,11 @@ from lorasrv.scheduler.policies import make_policy
 from lorasrv.scheduler.quotas import Blocker, Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
+from lorasrv.scheduler.steps_in_flight import StepsInFlight
 from lorasrv.scheduler.waiting_lanes import BEAMS
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ScheduledRequest, SchedulerOutput
-from lorasrv.speculation.speculator import DraftCounts, Speculator
+from lorasrv.speculation.draft_counts import Calibration, DraftCounts
+from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
@@ -85,9 +87,7 @@ class Scheduler:
         self._to_judge: deque[Request] = deque()
         self._num_waiting_for_adapter = 0
         self._num_steps = 0
-        # By the number of a step, its requests and the tokens in flight and pending of each.
-        self._in_flight: dict[int, Sequence[tuple[Request, int, int]]] = {}
-        self._finished_in_flight: dict[RequestId, Request] = {}
+        self._in_flight = StepsInFlight(self._allocator.free)
 
     @property
     def num_running(self) -> int:
@@ -112,7 +112,17 @@ class Scheduler:
     @property
     def draft_counts(self) -> Mapping[str, DraftCounts]:
         """Return how many tokens of each drafter were verified and accepted so far."""
-        return self._speculator.counts
+        return self._speculator.accounts.by_drafter
+
+    @property
+    def draft_calibration(self) -> Calibration:
+        """Return what was expected of verified draft tokens, and what was found."""
+        return self._speculator.accounts.calibration
+
+    @property
+    def min_draft_chance(self) -> float:
+        """Return the chance that a draft token had to exceed in the last step that drafts could be planned for."""
+        return self._planner.min_draft_chance
 
     @property
     def corpus_bytes(self) -> int:
@@ -147,7 +157,7 @@ class Scheduler:
             return
         if message.adapter_key is not None:
             self._find_adapter(request, message.adapter_key)
-        self._memory.snapshots.on_arrival(request)
+        self._memory.on_arrival(request)
         self._set_status(request, RequestStatus.WAITING)
         if request.adapter_key is not None:
             self._adapter_manager.add_request(request.adapter_key)
@@ -200,14 +210,15 @@ class Scheduler:
         not chosen again, and its requests keep their pages even if they finish.
 
         Args:
-            ahead: the next step may be planned while this one is in flight, and compute the tokens that it samples.
+            ahead: the next step may be planned while this one is in flight, and compute the tokens that it samples, but
+                not those of answers with drafts: how many these bring is not known.
         Returns: the step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
         self._allocator.record_moves()  # of a step whose planning failed
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
-        self._memory.snapshots.place(self.num_running)
+        self._memory.begin_step(self.num_running)
         restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
         self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
         self.quotas.begin_step()
@@ -230,7 +241,7 @@ class Scheduler:
             )
             for r in chosen
         )
-        runs_ahead = ahead and not drafts and not self._speculator.is_active
+        held_up = {r.request_id for r in chosen if r.needs_text} | drafts.keys()
         self._num_steps += 1
         step = SchedulerOutput(
             scheduled=scheduled,
@@ -241,20 +252,23 @@ class Scheduler:
             orders=self._adapter_manager.take_orders(),
             snapshots=self._memory.snapshots.take_orders(),
             number=self._num_steps,
-            is_awaited=runs_ahead and any(s.samples and r.needs_text for s, r in zip(scheduled, chosen, strict=True)),
+            is_awaited=ahead and any(share.samples and share.request_id in held_up for share in scheduled),
         )
-        self._in_flight[step.number] = in_flight = [
-            (r, counts[r.request_id], int(runs_ahead and share.samples and r.may_run_ahead))
+        tokens = [
+            (r, counts[r.request_id], int(ahead and share.samples and r.may_run_ahead and r.request_id not in held_up))
             for r, share in zip(chosen, scheduled, strict=True)
         ]
-        for request, count, pending in in_flight:
-            request.num_in_flight_tokens += count
-            request.num_pending_tokens += pending
+        self._in_flight.add(step.number, tokens)
         return step
+
+    def expects_drafts(self) -> bool:
+        """Return whether the step in flight is better collected before the next is planned: drafts that this one then
+        verifies are worth more than planning ahead."""
+        return self._planner.expects_drafts()
 
     def discard(self, step: SchedulerOutput) -> None:
         """Drop a step whose results are lost: its tokens are chosen again."""
-        self._retire(step)
+        self._in_flight.remove(step.number)
         for share in step.scheduled:
             has_more = share.is_pending or share.drafts is not NO_DRAFTS
             if has_more and (request := self._queue.requests.get(share.request_id)) is not None:
@@ -265,14 +279,6 @@ class Scheduler:
         pending = [share for share in step.scheduled if share.is_pending]
         live = [(share, self._queue.requests.get(share.request_id)) for share in pending]
         return step.with_tokens({s.request_id: r.token_ids[s.start] for s, r in live if r is not None})
-
-    def _retire(self, step: SchedulerOutput) -> None:
-        """Note that a step is not in flight any more; requests that have finished meanwhile give back their pages."""
-        for request, count, pending in self._in_flight.pop(step.number, ()):
-            request.num_in_flight_tokens -= count
-            request.num_pending_tokens -= pending
-            if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
-                self._allocator.free(request)
 
     def update_from_output(
         self,
@@ -296,7 +302,7 @@ class Scheduler:
             masses: attention to each page of the shares' observed tokens.
         Returns: the outputs since the last call, in order.
         """
-        self._retire(step)
+        self._in_flight.remove(step.number)
         for share in step.scheduled:
             request = self._queue.requests.get(share.request_id)
             if request is None:
@@ -342,7 +348,7 @@ class Scheduler:
         self._queue.check_integrity()
         running, waiting = self._queue.running, list(self._queue.waiting.values())
         self.quotas.check_integrity(running, waiting)
-        holders = (*running, *self._finished_in_flight.values())
+        holders = (*running, *self._in_flight.finished)
         pins = Counter(r.adapter_key for r in holders if r.adapter_key is not None)
         assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
         needed = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
@@ -358,14 +364,7 @@ class Scheduler:
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
         self._allocator.check_integrity(r for r in running if not r.num_in_flight_tokens)
-        in_flight, expected = Counter[RequestId](), Counter[RequestId]()
-        for request, count, pending in (entry for entries in self._in_flight.values() for entry in entries):
-            in_flight[request.request_id] += count
-            expected[request.request_id] += pending
-        held = {r.request_id: r.num_in_flight_tokens for r in holders}
-        assert in_flight == +Counter(held), "tokens in flight differ from the steps in flight"
-        held = {r.request_id: r.num_pending_tokens for r in holders}
-        assert +expected == +Counter(held), "pending tokens differ from the steps in flight"
+        self._in_flight.check_integrity(holders)
 
     def _bar_drafts(self, request: Request) -> None:
         """Leave a request's last token to the next step, without drafts: the numbers of a draft token that are none
@@ -390,7 +389,7 @@ class Scheduler:
     def _wake_s(self, planned: StepPlan) -> float | None:
         """Return when the next step is needed even if nothing happens."""
         refused = self._clock() if planned.unfit else None  # requests behind them may be admitted
-        times = (self._deadlines.next_s(), planned.wake_s, refused, self._queue.lanes.wake_s())
+        times = (self._deadlines.next_s(), planned.wake_s, refused, self._queue.lanes.wake_s(), self._memory.wake_s())
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
@@ -589,7 +588,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back what a live request holds."""
         if request.num_in_flight_tokens:
-            self._finished_in_flight[request.request_id] = request
+            self._in_flight.keep(request)
         elif request.status is RequestStatus.RUNNING:
             self._allocator.free(request)
         self._allocator.drop_swap(request)

@@ -11,9 +11,10 @@ into pages that no request needs. When pages run out all the same, `Evictor` evi
 preempted: it is swapped to host memory or computed again, whichever costs less.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
@@ -34,9 +35,10 @@ from lorasrv.scheduler.token_budget import (
     planned_shape,
 )
 from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
-from lorasrv.scheduler_output import NO_PROBES, PlannedDrafts
+from lorasrv.scheduler_output import NO_PROBES, PlannedDrafts, ProbeTree
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths, min_survival
 from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.proposal import Proposal
 from lorasrv.speculation.speculator import Speculator
 
 MAX_LOOK_AHEAD = 32
@@ -71,6 +73,17 @@ class _PlanState:
     wake_s: float | None = None
     # Requests whose limits forbid that they ever run, and why.
     unfit: list[tuple[Request, str]] = field(default_factory=list)
+
+
+class _WantedDrafts(NamedTuple):
+    """Hold what is worth verifying of an answer in a step, and worth drafting for the next one."""
+
+    request: Request
+    proposal: Proposal
+    # The model that is asked, and for how many tokens.
+    model: str
+    num_asked: int
+    probes: ProbeTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,8 @@ class StepPlanner:
         self._beams = beams
         self._speculator = speculator
         self._set_status = set_status
+        # A draft token of any answer had to exceed it in the newest step that had room for drafts.
+        self.min_draft_chance = 0.0
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
 
     def plan(self) -> StepPlan:
@@ -170,54 +185,81 @@ class StepPlanner:
         Returns:
             Drafts by request, for which pages are taken.
         """
-        room = planned.budget.num_draft_tokens
-        if not self._speculator.is_active or planned.has_preempted or room <= 0:
+        if planned.has_preempted:
             return {}
-        costs, counts = self._memory.costs.step, planned.budget.counts
-        limits = [(r, most) for r in self._queue.running if (most := self._max_drafts(r, planned.budget)) > 0]
+        known = [request for request in self._queue.running if not request.num_pending_tokens]
+        wanted = self._wanted_drafts(known, planned.budget)
+        room = planned.budget.num_draft_tokens - sum(len(row.proposal.token_ids) for row in wanted)
+        keep_free, drafts = planned.keep_free + self._pages_to_grow(), dict[RequestId, PlannedDrafts]()
+        for request, proposal, model, num_asked, probes in wanted:
+            length = len(proposal.token_ids)
+            count = self._allocator.extend_for_drafts(
+                request, length + max(num_asked, len(probes.token_ids)), keep_free
+            )
+            if count > 0:
+                taken = proposal.first(count)
+                left = count - len(taken.token_ids)
+                kept = probes if len(probes.token_ids) <= min(left, room) else NO_PROBES
+                room -= len(kept.token_ids)
+                parents = () if taken.is_chain else taken.parents
+                drafts[request.request_id] = PlannedDrafts(
+                    taken.token_ids, taken.drafters, model, min(num_asked, left), parents, kept
+                )
+        return drafts
+
+    def expects_drafts(self) -> bool:
+        """Return whether the next step is expected to verify drafts, or to ask for some, if the step in flight is
+        collected before it is planned; that it then begins later counts as a cost."""
+        if not self._speculator.is_active:
+            return False
+        budget = self._budget()
+        for request in self._queue.running:
+            if is_decoding(request) and budget.may_take(request):
+                budget.take(request)
+        return bool(self._wanted_drafts(self._queue.running, budget))
+
+    def _wanted_drafts(self, requests: Sequence[Request], budget: TokenBudget) -> list[_WantedDrafts]:
+        """Return what is worth drafting for some of the requests that a budget has given their tokens, but for the
+        pages; of a request with a pending token what is expected to be worth it once that is known."""
+        room = budget.num_draft_tokens
+        if not self._speculator.is_active or room <= 0:
+            return []
+        limits = [(request, most) for request in requests if (most := self._max_drafts(request, budget)) > 0]
         if not limits:
-            return {}
-        shape = planned_shape([r for r in self._queue.running if r.request_id in counts], counts)
-        first_s = costs.second_token_s if shape.tokens == 1 else 0.0
-        step = PlainStep(len(limits), costs.seconds(shape), first_s)
+            return []
+        costs, step = self._memory.costs.step, self._plain_step(budget.counts)
         token_s = [costs.draft_token_s(request.num_tokens) for request, _ in limits]
         asks = [
-            DraftAsk(request, most, min_survival(step, seconds))
+            DraftAsk(request, most + request.num_pending_tokens, min_survival(step, seconds))
             for (request, most), seconds in zip(limits, token_s, strict=True)
         ]
+        self.min_draft_chance = min(ask.min_survival for ask in asks)
         proposals = self._speculator.propose(asks, PROPOSING_SHARE * step.seconds)
         rows = [RowDraft(proposal.survival, seconds) for proposal, seconds in zip(proposals, token_s, strict=True)]
         lengths = choose_lengths(rows, step, room)
-        asked = self._speculator.ask_models(asks, lengths, token_s, step)
-        keep_free, room = planned.keep_free + self._pages_to_grow(), room - sum(lengths)
-        drafts = {}
-        for ask, proposal, length, (model, num_asked) in zip(asks, proposals, lengths, asked, strict=True):
-            probes = self._speculator.probes(ask)
-            wanted = length + max(num_asked, len(probes.token_ids))
-            count = self._allocator.extend_for_drafts(ask.request, wanted, keep_free) if wanted else 0
-            if count > 0:
-                taken = proposal.first(min(count, length))
-                left = count - len(taken.token_ids)
-                if len(probes.token_ids) > min(left, room):
-                    probes = NO_PROBES
-                room -= len(probes.token_ids)
-                drafts[ask.request.request_id] = PlannedDrafts(
-                    taken.token_ids,
-                    taken.drafters,
-                    model,
-                    min(num_asked, left),
-                    () if taken.is_chain else taken.parents,
-                    probes,
-                )
-        return drafts
+        verified = [proposal.first(length) for proposal, length in zip(proposals, lengths, strict=True)]
+        asked = self._speculator.ask_models(asks, verified, token_s, step)
+        found = (
+            _WantedDrafts(ask.request, proposal, *of_model, self._speculator.probes(ask))
+            for ask, proposal, of_model in zip(asks, verified, asked, strict=True)
+        )
+        return [row for row in found if row.proposal.token_ids or row.num_asked or row.probes.token_ids]
+
+    def _plain_step(self, counts: Mapping[RequestId, int]) -> PlainStep:
+        """Return what a step of so many tokens of each request yields and takes without drafts. The first draft also
+        takes the time for which the device waits because the next step is not planned ahead."""
+        costs, chosen = self._memory.costs, [r for r in self._queue.running if r.request_id in counts]
+        shape = planned_shape(chosen, counts)
+        num_sampled = sum(r.num_scheduled_tokens + counts[r.request_id] == r.num_expected_tokens for r in chosen)
+        second_s = costs.step.second_token_s if shape.tokens == 1 else 0.0
+        return PlainStep(num_sampled, costs.step.seconds(shape), second_s + costs.lead.seconds)
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:
         """Return the most draft tokens of a request. The last token of an answer needs none: it comes with the one
         before it."""
-        is_next = is_decoding(request) and not request.num_pending_tokens
-        if request.request_id not in budget.counts or not is_next or request.message.beams is not None:
+        if request.request_id not in budget.counts or not is_decoding(request) or request.message.beams is not None:
             return 0
-        left = request.message.max_tokens - request.num_generated_tokens
+        left = request.message.max_tokens - request.num_generated_tokens - request.num_pending_tokens
         return min(request.message.speculation.max_draft, budget.num_draft_tokens, left - 1)
 
     # Running requests.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from lorasrv.config import SpeculationOptions
+from lorasrv.errors import ConfigError
 from lorasrv.speculation.drafter import Drafter
 from lorasrv.speculation.forced_tokens import ForcedTokens
 from lorasrv.speculation.lookahead import Lookahead
@@ -29,8 +30,13 @@ def make_drafters(options: SpeculationOptions) -> list[Drafter]:
 def draft_layers(num_layers: int, count: int | None, kv_source_layers: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the `count` layers that draft for all of them, none for None: the first and the last, which matter
     most, and those whose keys and values these read.
+
+    Raises:
+        ConfigError: there are fewer layers.
     """
-    kept = min(num_layers, count or 0)
+    kept = count or 0
+    if kept > num_layers:
+        raise ConfigError(f"--draft-layers {kept}: --model has {num_layers} layers; take fewer")
     layers = {*range(kept - kept // 2), *range(num_layers - kept // 2, num_layers)}
     return tuple(sorted(layers | {source for layer, source in enumerate(kv_source_layers) if layer in layers}))
 

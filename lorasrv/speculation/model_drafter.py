@@ -60,7 +60,7 @@ class ModelDrafter:
         """Return how many tokens to draft for each row.
 
         Args:
-            rows: answers, and the most tokens of each, at least 1.
+            rows: answers, and the most tokens of each, at least 1. Those with a pending token are not asked for yet.
             draws: how each chooses its tokens.
             token_s: seconds that verifying a token of each adds to a step.
             step: the step without drafts.
@@ -72,7 +72,7 @@ class ModelDrafter:
         ]
         lengths = choose_lengths(drafts, step, sum(most for _, most in rows))
         return [
-            self._probed(request.adapter_key, min(most, PROBED_TOKENS), length)
+            self._probed(request.adapter_key, min(most, PROBED_TOKENS), length, is_asked=not request.num_pending_tokens)
             for (request, most), length in zip(rows, lengths, strict=True)
         ]
 
@@ -106,8 +106,8 @@ class ModelDrafter:
             chances.append(chance)
         return chances
 
-    def _probed(self, adapter: AdapterKey | None, tried: int, length: int) -> int:
-        """Return the length, or now and then a few tokens where it is 0."""
+    def _probed(self, adapter: AdapterKey | None, tried: int, length: int, *, is_asked: bool) -> int:
+        """Return the length, or now and then a few tokens where it is 0; a try stays due until it is asked for."""
         probe = self._probes.setdefault(adapter, _Probe())
         if length and not probe.is_silent:
             probe.every = probe.left = PROBE_EVERY
@@ -115,6 +115,8 @@ class ModelDrafter:
         probe.left -= 1
         if probe.left > 0:
             return 0
+        if not is_asked:
+            return tried
         probe.left = probe.every
         probe.every = min(MAX_PROBE_EVERY, 2 * probe.every)
         return tried

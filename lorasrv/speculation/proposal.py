@@ -66,3 +66,6 @@ class Proposal:
     def is_chain(self) -> bool:
         """Return whether each token follows the one before it."""
         return all(parent == at - 1 for at, parent in enumerate(self.parents))
+
+
+NO_PROPOSAL = Proposal()

@@ -14,11 +14,12 @@ from typing import TypeVar
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.scheduler_output import NO_PROBES, DrafterOutput, ProbeTree, path_along
+from lorasrv.scheduler_output import NO_PROBES, DrafterOutput, ProbeTree
+from lorasrv.speculation.draft_counts import DraftAccounts
 from lorasrv.speculation.draft_lengths import PlainStep
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
-from lorasrv.speculation.proposal import Chain, Proposal
+from lorasrv.speculation.proposal import NO_PROPOSAL, Chain, Proposal
 from lorasrv.speculation.survival import SurvivalTable
 from lorasrv.speculation_params import REJECTION
 
@@ -28,14 +29,6 @@ ASKED_TOGETHER = 2
 """Requests for which drafters are asked at a time."""
 MAX_MODEL_DRAFT = 8
 """Most tokens that a model drafts at a time."""
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Count draft tokens of one drafter."""
-
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +77,7 @@ class Speculator:
         # Of requests, by drafter, the drafts that have not been wrong yet.
         self._trails: dict[RequestId, dict[str, _Trail]] = {}
         self._num_asked = 0
-        self._counts = {name: DraftCounts() for name in (*(drafter.name for drafter in drafters), *models)}
+        self.accounts = DraftAccounts((*(drafter.name for drafter in drafters), *models))
         self._makes_trees = makes_trees
         # The last one of each request.
         self._proposed: dict[RequestId, Proposal] = {}
@@ -95,7 +88,8 @@ class Speculator:
         return bool(self._drafters or self._models)
 
     def propose(self, asks: Sequence[DraftAsk], seconds: float) -> list[Proposal]:
-        """Return a proposal for each ask. Drafts of which something is left are used again.
+        """Return a proposal for each ask. Drafts of which something is left are used again. Where the token behind the
+        known ones is pending, the proposal begins behind it, and it is part of what must be right.
 
         Args:
             seconds: time for new drafts. A few requests get them in any case; others have their turn in later steps.
@@ -118,23 +112,23 @@ class Speculator:
         return NO_PROBES
 
     def ask_models(
-        self, asks: Sequence[DraftAsk], lengths: Sequence[int], token_s: Sequence[float], step: PlainStep
+        self, asks: Sequence[DraftAsk], verified: Sequence[Proposal], token_s: Sequence[float], step: PlainStep
     ) -> list[tuple[str, int]]:
         """Choose the model that drafts for each answer's next step, and how many tokens; "" and 0 for none.
 
         Answers that follow a draft that cost nothing are not drafted by a model.
 
         Args:
-            lengths: draft tokens that the step verifies of each.
+            verified: what the step verifies of each.
             token_s: seconds that verifying one token of each adds to a step.
             step: the step without drafts.
         """
         asked = [("", 0)] * len(asks)
         for name, model in self._models.items():
             rows, numbers = list[tuple[Request, int]](), list[int]()
-            for number, (ask, length) in enumerate(zip(asks, lengths, strict=True)):
-                most = min(_most_behind(ask.request, length), _longest(name, ask.request))
-                is_free = not asked[number][1] and self._is_left_to(name, ask.request, length)
+            for number, (ask, own) in enumerate(zip(asks, verified, strict=True)):
+                most = min(_most_behind(ask.request, len(own.token_ids)), _longest(name, ask.request))
+                is_free = not asked[number][1] and set(own.drafters) <= {name}
                 if most > 0 and is_free and ask.request.message.speculation.allows(name):
                     rows.append((ask.request, most))
                     numbers.append(number)
@@ -145,10 +139,6 @@ class Speculator:
             for number, length in zip(numbers, found, strict=True):
                 asked[number] = (name, length) if length > 0 else asked[number]
         return asked
-
-    def _is_left_to(self, model: str, request: Request, num_drafts: int) -> bool:
-        """Return whether a step verifies no drafts of others."""
-        return set(self._proposed[request.request_id].drafters[:num_drafts]) <= {model}
 
     def take_results(
         self,
@@ -187,11 +177,7 @@ class Speculator:
             num_drafts: draft tokens that the step has verified.
         """
         if num_drafts:
-            verified = self._proposed[request.request_id].first(num_drafts)
-            for name in verified.drafters:
-                self._counts[name].drafted += 1
-            for at in path_along(verified.token_ids, verified.parents, new_token_ids):
-                self._counts[verified.drafters[at]].accepted += 1
+            self.accounts.observe(self._proposed[request.request_id].first(num_drafts), new_token_ids)
         trails = self._trails.get(request.request_id, {})
         for name, trail in list(trails.items()):
             if not self._follow(trail, name, request, new_token_ids):
@@ -216,11 +202,6 @@ class Speculator:
         """Return the bytes of past answers that the drafters keep."""
         return sum(drafter.kept_bytes for drafter in self._drafters)
 
-    @property
-    def counts(self) -> Mapping[str, DraftCounts]:
-        """Return how many tokens of each drafter were verified and accepted so far."""
-        return self._counts
-
     def _probing(self) -> list[Drafter]:
         return [drafter for drafter in self._drafters if drafter.has_probes]
 
@@ -243,14 +224,16 @@ class Speculator:
     def _proposal(self, ask: DraftAsk) -> Proposal:
         """Return the draft that is expected to yield the most tokens, or a tree of all."""
         request, chains = ask.request, list[Chain]()
+        skipped = request.num_pending_tokens
         for name, trail in self._trails.get(request.request_id, {}).items():
             survival = self._chances(name, trail, ask)
             tokens = self._valid(request, trail.tokens[: len(survival)])
-            chains.append(Chain(name, tokens, survival[: len(tokens)]))
+            chains.append(Chain(name, tokens[skipped:], survival[skipped : len(tokens)]))
         makes_trees = self._makes_trees and request.message.kv_policy is None
         if len(chains) > 1 and not makes_trees:
             chains = [max(chains, key=lambda chain: sum(chain.survival))]
-        found = self._proposed[request.request_id] = Proposal.merged(chains).first(ask.max_tokens)
+        found = Proposal.merged(chains).first(ask.max_tokens) if chains else NO_PROPOSAL
+        self._proposed[request.request_id] = found
         return found
 
     def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
@@ -265,7 +248,8 @@ class Speculator:
 
     def _valid(self, request: Request, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens up to the first that is none or that the request's grammar forbids."""
-        bad = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
+        size = min(self._vocab_size, request.message.vocab_size or self._vocab_size)
+        bad = next((at for at, token in enumerate(tokens) if not 0 <= token < size), len(tokens))
         if request.constraint_state is not None and bad:
             bad = request.constraint_state.num_allowed(tokens[:bad])
         return tokens[:bad]
@@ -298,7 +282,7 @@ class Speculator:
 def _most_behind(request: Request, num_drafts: int) -> int:
     """Return the most tokens that can be drafted behind a step that verifies `num_drafts`: all that may be left, but
     for the one that comes with the last draft."""
-    left = request.message.max_tokens - request.num_generated_tokens - num_drafts - 2
+    left = request.message.max_tokens - request.num_generated_tokens - request.num_pending_tokens - num_drafts - 2
     return min(MAX_MODEL_DRAFT, request.message.speculation.max_draft, left)
 
 

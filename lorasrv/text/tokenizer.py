@@ -8,13 +8,15 @@ Torch-free.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from adapter_store.errors import AdapterInvalid, Problem, show
+from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
 
 
@@ -61,7 +63,7 @@ class Tokenizer:
     """Wrap a tokenizer with the ids that begin or end a text. Immutable after construction, hence thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
-        self._backend = backend
+        self._backend, self._source = backend, source
         self.eos_token_ids = frozenset(source.eos_token_ids)
         self.bos_token_id = source.bos_token_id
         self.named_tokens: Mapping[str, str] = dict(source.special)
@@ -85,9 +87,45 @@ class Tokenizer:
             return cls(_parse(vocabulary.text), source)
         return cls(_build(vocabulary, source), source)
 
+    def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
+        """Return a tokenizer that has these tokens, too. Vocabulary and merges stay this one's: it takes no time.
+
+        Raises:
+            AdapterInvalid: they would not have the ids that they name.
+        """
+        backend = _with_parts_of(self._backend)
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(**{name: value for name, value in asdict(token).items() if name != "id"})
+                for token in added
+            ]
+        )
+        ids = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        ids |= {token.content: token.id for token in added}
+        if wrong := next((content for content, token in ids.items() if backend.token_to_id(content) != token), None):
+            what = f"{show(wrong)} cannot be token {ids[wrong]} of this base's tokenizer"
+            raise AdapterInvalid((Problem("unsupported_tokenizer", "tokenizer", what),))
+        own = Tokenizer(backend, self._source)
+        own._longest_spelled = max([self._longest_spelled, *(len(token.content) for token in added)])
+        return own
+
+    def described(self) -> dict[str, Any]:
+        """Return it as a tokenizer.json would, parsed."""
+        described: dict[str, Any] = json.loads(self._backend.to_str())
+        return described
+
+    @property
+    def is_from_json(self) -> bool:
+        """Return whether the checkpoint has a tokenizer.json."""
+        return isinstance(self._source.vocabulary, TokenizerJson)
+
+    def ids(self) -> dict[str, int]:
+        """Return the id of every token, as the vocabulary spells it."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def has_ids_of(self, other: "Tokenizer") -> bool:
         """Return whether the same ids stand for the same tokens."""
-        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+        return self.ids() == other.ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with special tokens in it recognised.
@@ -110,7 +148,12 @@ class Tokenizer:
         strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if strips or kind not in (None, "NFC"):
             return None
-        return (4 if kind else 1) * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return (4 if kind else 1) * self._longest_spelled
+
+    @cached_property
+    def _longest_spelled(self) -> int:
+        """Return the characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self.ids()), default=1)
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
         """Return the ids of a text and the character offset at which each begins.
@@ -177,11 +220,26 @@ def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
     )
 
 
+def _with_parts_of(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer that refers to the parts of another, with the same added tokens."""
+    other = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (shared := getattr(backend, part)) is not None:
+            setattr(other, part, shared)
+    added = backend.get_added_tokens_decoder()
+    other.add_tokens([added[token_id] for token_id in sorted(added)])
+    return other
+
+
 def _parse(text: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the library raises bare Exception for any invalid file
         raise CorruptModel(f"tokenizer.json is not valid: {e}") from None
+    # Trainers leave theirs in the file.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 # GGUF ---------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
 from lorasrv.models.lora_sites import EMBEDDING_A, EMBEDDING_B, HEAD, HEAD_A, HEAD_B, VocabBlocks
+from lorasrv.worker.adapter_rows import rows_of
 from lorasrv.worker.adapter_vectors import output_vectors
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import NO_VECTOR, AdapterLayout, SitePanels
@@ -44,6 +45,8 @@ def pack_adapter(
 ) -> PackedAdapter:
     """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`, or to int8 if it is so stored.
 
+    Of a base that is a rank's part, the panels have its layers and outputs only; `weights` are whole.
+
     In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
     interpreter. Gains and shifts (`adapter_vectors`) are computed from the base's weights.
 
@@ -55,11 +58,12 @@ def pack_adapter(
     pack = _coded if layout.are_codes else partial(_rounded, dtype=dtype)
     for layer, slab in enumerate(spec.kv_slabs):
         offsets = layout.packed_offsets[layer].tolist()
-        for site, panels in zip(spec.sites(), layout.panels[layer], strict=True):
+        for index, (site, panels) in enumerate(zip(spec.sites(), layout.panels[layer], strict=True)):
             if panels.total_rank:
-                modules = [weights.get((layer, module)) for module in site.modules]
+                modules = [weights.get((spec.first_layer + layer, module)) for module in site.modules]
                 packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
-                _pack_site(data[slab], offsets, panels, packed)
+                outputs = [spec.own_outputs(index, i) for i in range(len(modules))]
+                _pack_site(data[slab], offsets, panels, packed, outputs)
         if layout.vectors and any(layout.vectors[layer]):
             found = dict(output_vectors(base, weights, layer))
             for place, indices in zip(spec.places(), layout.vector_panels[layer].tolist(), strict=True):
@@ -68,6 +72,8 @@ def pack_adapter(
         ends = [weights.get((spec.num_layers, name)) for name in (HEAD, spec.names.embedding)]
         head, embedding = (None if tensors is None else pack(tensors, weights.dtype) for tensors in ends)
         _pack_ends(data, layout, head, embedding, VocabBlocks.of(spec))
+    if layout.rows is not None:
+        _pack_rows(data, layout, layout.rows, weights, (HEAD, spec.names.embedding), dtype)
     return PackedAdapter(layout, torch.from_numpy(data))
 
 
@@ -91,15 +97,21 @@ def _coded(tensors: LoraTensors, stored: str) -> _Module:
     return _Module(tensors.rank, coded.factors, coded.a, coded.b)
 
 
-def _pack_site(row: Bytes, offsets: list[int], panels: SitePanels, modules: list[_Module | None]) -> None:
+def _pack_site(
+    row: Bytes,
+    offsets: list[int],
+    panels: SitePanels,
+    modules: list[_Module | None],
+    outputs: list[slice | npt.NDArray[np.int64]],
+) -> None:
     scales = _target(row, offsets[panels.scale], (panels.total_rank,), np.dtype("<f4"))
     first = 0
-    for slice_panels, module in zip(panels.b, modules, strict=True):
+    for slice_panels, module, own in zip(panels.b, modules, outputs, strict=True):
         if module is not None:
             last = first + module.rank
             scales[first:last] = module.factors
             _write_panels(row, offsets, panels.a, first, module.a)
-            _write_panels(row, offsets, slice_panels, 0, module.b)
+            _write_panels(row, offsets, slice_panels, 0, module.b[:, own])
             first = last
 
 
@@ -120,6 +132,25 @@ def _pack_ends(
             if module is not None and panels.total_rank:
                 scale = _target(data[slab], offsets[panels.scale], (module.rank,), np.dtype("<f4"))
                 scale[:] = module.factors
+
+
+def _pack_rows(
+    data: Bytes,
+    layout: AdapterLayout,
+    rows: AdapterLayout,
+    weights: AdapterWeights,
+    modules: tuple[str, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Pack own rows of the vocabulary, of the modules of each site, block by block."""
+    assert rows.row_tokens is not None
+    first = len(layout.packed_offsets) - rows.num_layers
+    for layer, (slab, sites) in enumerate(zip(rows.slabs, rows.panels, strict=True)):
+        offsets = layout.packed_offsets[first + layer].tolist()
+        for site, module in enumerate(modules):
+            if sites[site].total_rank:
+                block = rows_of(weights, module, rows.row_tokens.block(site, layer))
+                _write_panels(data[slab], offsets, sites[site].a, 0, _converted(block, dtype))
 
 
 def _block(matrix: Array, blocks: VocabBlocks, index: int) -> Array:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import torch
 from cachetools import LRUCache
 
-from adapter_store.formats.weights import HeadArrays
+from adapter_store.formats.weights import AdapterWeights, HeadArrays
 from adapter_store.host_cache import HostCache, HostCacheStats
-from adapter_store.spec import AdapterKey
+from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.storage.refcounts import CompositionHold, ContentHold
 from adapter_store.store import AdapterStore
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.worker.adapter_packing import PackedAdapter, pack_adapter
+from lorasrv.worker.adapter_rows import own_tokens
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import LAYOUT_VERSION, AdapterLayout
 
@@ -32,7 +33,8 @@ class HostAdapterStore:
         self._base = base
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
-        self._num_heads: LRUCache[AdapterKey, int] = LRUCache(NUM_CACHED_LAYOUTS)
+        # Number of Medusa heads, and of tokens, as `vocab_size`.
+        self._sizes: LRUCache[AdapterKey, tuple[int, int]] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
 
@@ -54,18 +56,22 @@ class HostAdapterStore:
         return self._store.hold(key)
 
     def layout(self, key: AdapterKey) -> AdapterLayout:
-        """Return how an adapter lies in pages, from its ranks. The first call may read the disk.
+        """Return how an adapter lies in pages, from its ranks and own rows. The first call may read the disk.
 
         Raises:
             AdapterError: the adapter is not in the store any more, or damaged.
         """
+        return self._layout(key, None)
+
+    def _layout(self, key: AdapterKey, weights: AdapterWeights | None) -> AdapterLayout:
+        """Return a layout; of an adapter with rows of the vocabulary it takes the weights, which are read if None."""
         with self._lock:
             known = self._layouts.get(key)
         if known is None:
             spec = self._store.spec(key)
-            known = adapter_layout(self._base.spec, spec, self._dtype.itemsize)
+            known = self._layout_of(spec, weights or self._store.load(key) if spec.rows else None)
             with self._lock:
-                self._num_heads[key] = len(spec.heads)
+                self._sizes[key] = len(spec.heads), spec.vocab_size
                 known = self._layouts[key] = self._kinds.setdefault(known, known)
         return known
 
@@ -76,12 +82,20 @@ class HostAdapterStore:
 
     def num_draft_heads(self, key: AdapterKey) -> int:
         """Return how many Medusa heads an adapter has. May read the disk, as `layout`."""
+        return self._sizes_of(key)[0]
+
+    def vocab_size(self, key: AdapterKey) -> int:
+        """Return how many tokens an adapter has, 0 if as many as the base. May read the disk, as `layout`."""
+        return self._sizes_of(key)[1]
+
+    def _sizes_of(self, key: AdapterKey) -> tuple[int, int]:
         with self._lock:
-            known = self._num_heads.get(key)
+            known = self._sizes.get(key)
         if known is None:
-            known = len(self._store.spec(key).heads)
+            spec = self._store.spec(key)
+            known = len(spec.heads), spec.vocab_size
             with self._lock:
-                self._num_heads[key] = known
+                self._sizes[key] = known
         return known
 
     def draft_heads(self, key: AdapterKey) -> HeadArrays:
@@ -111,7 +125,7 @@ class HostAdapterStore:
         if cached is not None:
             return cached, False
         weights = self._store.load(key, should_stop)
-        packed = pack_adapter(self._base, self.layout(key), weights, self._dtype)
+        packed = self._pack(self._layout(key, weights), weights)
         return self._host_cache.put_pinned(self._cache_key(key), packed, packed.nbytes), True
 
     def pinned(self, key: AdapterKey) -> PackedAdapter:
@@ -121,6 +135,14 @@ class HostAdapterStore:
     def unpin(self, key: AdapterKey) -> None:
         """Undo one `fetch_pinned`."""
         self._host_cache.unpin(self._cache_key(key))
+
+    def _layout_of(self, spec: AdapterSpec, weights: AdapterWeights | None) -> AdapterLayout:
+        """Return a layout; `weights` are given where the adapter has rows of the vocabulary."""
+        tokens = None if weights is None else own_tokens(self._base, weights, self._dtype)
+        return adapter_layout(self._base.spec, spec, self._dtype.itemsize, tokens)
+
+    def _pack(self, layout: AdapterLayout, weights: AdapterWeights) -> PackedAdapter:
+        return pack_adapter(self._base, layout, weights, self._dtype)
 
     def _cache_key(self, key: AdapterKey) -> tuple[AdapterKey, int, str]:
         return (key, LAYOUT_VERSION, str(self._dtype))

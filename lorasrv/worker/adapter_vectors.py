@@ -38,17 +38,17 @@ def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> I
         AdapterInvalid: a norm cannot be expressed by a gain.
     """
     spec = base.spec
-    places = list(spec.places())
+    places, at = list(spec.places()), spec.first_layer + layer
     for i, (index, site) in enumerate(zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)):
-        if any(_has_vectors(adapter, (layer, module)) for module in site.modules):
+        if any(_has_vectors(adapter, (at, module)) for module in site.modules):
             with _ONE_AT_A_TIME:
                 vectors = _of_site(base, adapter, layer, i, site)
             yield places[index], vectors
     norms = {name: path for name, (path, _) in spec.norms(layer).items()} | {"final_norm": spec.names.final_norm}
     gains = {
-        name: _norm_gain(base, layer, name, path, adapter.saved[layer, path])
+        name: _norm_gain(base, layer, name, path, adapter.saved[at, path])
         for name, path in norms.items()
-        if (layer, path) in adapter.saved
+        if (at, path) in adapter.saved
     }
     if heads := {name: gains.pop(name) for name in ("q_norm", "k_norm") if name in gains}:
         one = torch.ones(spec.head_dim, device=base.final_norm.device)
@@ -68,21 +68,22 @@ def _has_vectors(adapter: AdapterWeights, site: tuple[int, str]) -> bool:
 def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int, site: SiteShape) -> Vectors:
     width, device = sum(site.out_features), base.final_norm.device
     gain, shift = torch.ones(width, device=device), torch.zeros(width, device=device)
-    layer_weights = base.layers[layer]
+    layer_weights, at = base.layers[layer], base.spec.first_layer + layer
     bias = layer_weights.biases[index]
-    loras = [adapter.get((layer, module)) for module in site.modules]
+    loras = [adapter.get((at, module)) for module in site.modules]
     has_magnitude = any(lora is not None and lora.magnitude is not None for lora in loras)
     weights = layer_weights.linears()[index].dequantize() if has_magnitude else None
     start = 0
-    for module, lora, out in zip(site.modules, loras, site.out_features, strict=True):
-        rows = slice(start, start + out)
+    place = base.spec.site_indices(layer)[index]
+    for i, (module, lora, out) in enumerate(zip(site.modules, loras, site.out_features, strict=True)):
+        rows, outputs = slice(start, start + out), base.spec.own_outputs(place, i)
         if weights is not None and lora is not None and lora.magnitude is not None:
             gain[rows] = _magnitude_gain(weights[rows], lora, adapter)
-        own = adapter.saved.get((layer, module))
+        own = adapter.saved.get((at, module))
         if bias is not None:
-            shift[rows] = (bias[rows] if own is None else _tensor(own, device)) - gain[rows] * bias[rows]
+            shift[rows] = (bias[rows] if own is None else _tensor(own[outputs], device)) - gain[rows] * bias[rows]
         if lora is not None and lora.b_bias is not None:
-            shift[rows] += _tensor(lora.b_bias, device)
+            shift[rows] += _tensor(lora.b_bias[outputs], device)
         start += out
     return gain, shift
 

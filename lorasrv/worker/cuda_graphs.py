@@ -1,10 +1,10 @@
 """CUDA graphs: steps as one replay instead of a thousand launches.
 
 A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets of steps of
-single tokens: rows, parts of keys, rank; of steps with prompts besides: rows of all tokens, by `MIXED_ROWS`. Rank 0 is
-a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket belong to nobody and write to the
-scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a graph: the device takes
-longer for a large one than the host, which launches ahead. NOT MEASURED: no GPU was at hand.
+single tokens: rows, parts of keys, rank; of steps with prompts or chains of drafts besides: rows of all tokens, by
+`MIXED_ROWS`. Rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket belong to
+nobody and write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a
+graph: the device takes longer for a large one than the host, which launches ahead. NOT MEASURED: no GPU was at hand.
 
 A replay reads the addresses of the capture, so whatever a captured pass reads outlives its graph: weights, pool and
 rotary tables, the output that all graphs share, and the static tensors of its bucket.
@@ -25,18 +25,19 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.forward_batch import ForwardBatch, StepRows
+from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.launched_step import LaunchedStep
+from lorasrv.worker.step_rows import StepRows
 from sgmv_kernels.ops import StepTables
 from sgmv_kernels.triton_ops.attention_metadata import count_items
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32
-MIXED_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows of steps with prompts."""
+MIXED_ROWS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of steps with prompts or drafts."""
 MIXED_SEQUENCES = (16, 64, 256)
-"""Sequences of such steps, besides as many as may run."""
+"""Sequences of such steps, or rows with logits if they are more, besides as many as may run."""
 LONG_PROMPTS = 8
 """Prompts of such a step that end with a tile that is not full."""
 PARTS = (1, 4, 16, 64)
@@ -168,16 +169,16 @@ class GraphedSteps:
 
     def _capacity_for(self, rows: StepRows) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
-        if any(s.prompt_rows or s.num_guessed_tokens or s.num_observed for s in rows.scheduled):
+        if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.scheduled):
             return None
-        if any(adapter.layout.vectors or adapter.layout.ends for adapter in rows.adapters):
+        if any(a.layout.vectors or a.layout.ends or a.layout.rows for a in rows.adapters):
             return None
-        count = len(rows.query_lens)
-        is_mixed = len(rows.token_ids) > count
+        is_mixed = len(rows.token_ids) > len(rows.query_lens)
         if is_mixed:
-            num_rows, sequences = _first(MIXED_ROWS, len(rows.token_ids)), _first(self._sequences, count)
+            num_rows = _first(MIXED_ROWS, len(rows.token_ids))
+            sequences = _first(self._sequences, max(len(rows.query_lens), len(rows.logit_rows)))
         else:
-            num_rows = sequences = _first(self._rows, count)
+            num_rows = sequences = _first(self._rows, len(rows.query_lens))
         rank = _first(RANKS, max((adapter.layout.max_rank for adapter in rows.adapters), default=0))
         if num_rows is None or sequences is None or rank is None or rows.page_tables.shape[1] > self._max_pages:
             return None

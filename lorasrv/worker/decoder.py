@@ -14,8 +14,10 @@ from torch import Tensor
 from lorasrv.models.lora_sites import (
     EMBEDDING_A,
     EMBEDDING_B,
+    EMBEDDING_ROWS,
     HEAD_A,
     HEAD_B,
+    HEAD_ROWS,
     VocabBlocks,
     place_widths,
     site_dims,
@@ -24,6 +26,7 @@ from lorasrv.models.quantization import Linear
 from lorasrv.models.spec import RopeSpec
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
@@ -100,6 +103,15 @@ class DecoderLimits:
     activation: torch.dtype = torch.float32
 
 
+def _widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [S, V] with at least so many columns."""
+    if vocab_size <= logits.shape[1]:
+        return logits
+    wide = logits.new_zeros((len(logits), vocab_size))
+    wide[:, : logits.shape[1]] = logits
+    return wide
+
+
 class Decoder:
     """Forward passes over paged keys and values.
 
@@ -110,6 +122,7 @@ class Decoder:
         ops: kernels of the pool's device.
         side: second CUDA stream for the shrink of small steps; None for one stream.
         layers: those to compute, in order; None for all.
+        exchange: reaches the processes that compute other parts of each pass; None if there are none.
     """
 
     def __init__(
@@ -120,7 +133,9 @@ class Decoder:
         ops: Ops,
         side: SideStream | None = None,
         layers: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
+        self._exchange = exchange or Exchange()
         self._computed = tuple(range(weights.spec.num_layers) if layers is None else layers)
         self._dtype, self._side = limits.activation, side
         self._weights = weights
@@ -155,14 +170,21 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute a step, and write its keys and values to the pool.
 
-        Returns: logits [rows that want them, V] fp32, valid until the next pass.
+        Returns: logits [rows that want them, V or more] fp32, valid until the next pass. Columns from V on are tokens
+            that single adapters have beyond the base's; those that a row's adapter has not hold no numbers of it.
         """
         x, angles = self._inputs(batch)
         run = self._layers if self._program is None else self._program.run
         logits = run(x, angles, batch.tables)
+        self._exchange.ended()
+        if not (count := len(logits)):
+            return logits
+        states = self._states[:count] if count <= len(self._states) else self._wide
+        if (own := batch.head_rows) is not None:
+            logits = _widened(logits, own.vocab_size)
+            self._ops.own_logits_(logits, states, self._memory.slabs, own.plan, HEAD_ROWS, own.tokens)
         if batch.head is not None:
-            count = len(logits)
-            self._add_heads_(logits, self._states[:count] if count <= len(self._states) else self._wide, batch.head)
+            self._add_heads_(logits, states, batch.head)
         return self._capped(logits)
 
     @property
@@ -183,7 +205,7 @@ class Decoder:
         return {} if self._program is None else self._program.seconds()
 
     def _can_be_recorded(self) -> bool:
-        return self._ops.can_record and self._weights.is_recordable
+        return self._ops.can_record and self._weights.is_recordable and self._exchange.can_record
 
     def _shape(self, limits: DecoderLimits) -> ProgramShape:
         spec = self._spec
@@ -205,7 +227,16 @@ class Decoder:
 
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
         """Return embedded tokens [T, H], and cosines and sines of their positions."""
-        x = self._weights.embed(batch.token_ids).to(self._dtype)
+        turned = tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
+        if not self._exchange.is_first:
+            return self._exchange.arrive(len(batch.token_ids)), turned
+        own, ids = batch.embedding_rows, batch.token_ids
+        if own is not None and own.vocab_size > self._spec.vocab_size:
+            # Rows of tokens that the base lacks are all replaced.
+            ids = ids.clamp(max=self._spec.vocab_size - 1)
+        x = self._weights.embed(ids).to(self._dtype)
+        if own is not None:
+            self._ops.own_embeddings_(x, batch.token_ids, self._memory.slabs, own.plan, EMBEDDING_ROWS, own.tokens)
         if batch.embedding is not None:
             # Before the scale, which is part of the module that PEFT adapts.
             slabs, plan, blocks = self._memory.slabs, batch.embedding, VocabBlocks.of(self._spec)
@@ -214,11 +245,11 @@ class Decoder:
             self._ops.expand_(x, v, slabs[0], plan, 0, EMBEDDING_B)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
-        return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
+        return x, turned
 
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits, not capped, from embedded tokens [T, H] by calls of `ops` and of linears, and no other
-        arithmetic.
+        arithmetic where a pass is recorded.
         """
         delta = None
         for layer in self._computed:
@@ -232,16 +263,31 @@ class Decoder:
             delta = self._mlp(normed, layer, tables)
             if weights.mlp_out_norm is not None:
                 delta = self._norm(delta, None, weights.mlp_out_norm, layer, "mlp_out_norm", tables)
-        if not len(tables.sample_rows):
-            return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
+        count = len(tables.sample_rows)
+        if not self._exchange.is_last:
+            assert delta is not None
+            self._exchange.leave(x.add_(delta))
+            return self._exchange.logits(None, count)
+        if not self._exchange.has_states(count):
+            return empty_logits(self._spec.vocab_size, x.device)
         last = self._spec.num_layers - 1
         normed = self._norm(x, delta, self._weights.final_norm, last, "final_norm", tables)
-        count = len(tables.sample_rows)
+        states = self._last_states(normed, tables.sample_rows)
+        if not len(states):
+            return empty_logits(self._spec.vocab_size, x.device)
+        return self._exchange.logits(self._weights.head(states).float(), len(states))
+
+    def _last_states(self, normed: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows that want logits, where adapters of the head and drafters find them."""
+        own = self._ops.take_rows(normed, rows, self._room(len(rows))) if len(rows) else normed[:0]
+        states = self._exchange.states(own)
+        return states if states is own else self._room(len(states)).copy_(states)
+
+    def _room(self, count: int) -> Tensor:
         if count <= len(self._states):
-            out = self._states[:count]
-        else:
-            out = self._wide = x.new_empty((count, x.shape[1]))
-        return self._weights.head(self._ops.take_rows(normed, tables.sample_rows, out)).float()
+            return self._states[:count]
+        self._wide = self._states.new_empty((count, self._states.shape[1]))
+        return self._wide
 
     def _add_heads_(self, logits: Tensor, states: Tensor, plan: SgmvPlan) -> None:
         """Add the deltas of adapters of the head to logits [S, V], block by block of the vocabulary."""
@@ -280,7 +326,8 @@ class Decoder:
             self._ops.norm_heads_(qkv, weights.q_norm, k_norm, kv_heads, spec.norm_eps)
             self._affine_(qkv, layer, self._places["qk_norm" if has_own_kv else "q_norm"], tables)
         rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
-        q = rotate(qkv, *rotation, pages, tables.attention)
+        rows, written = self._exchange.all_rows(qkv, tables.attention)
+        q = self._exchange.own_rows(rotate(rows, *rotation, pages, written))
         attended = self._ops.paged_attention(
             q,
             pages,
@@ -291,12 +338,14 @@ class Decoder:
             self._slopes,
             tables.masses,
         )
-        return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
+        whole = self._exchange.columns(attended.flatten(1), SplitOutput.ATTENDED)
+        return self._exchange.columns(self._linear(weights.o, whole, layer, OUT, tables), SplitOutput.OUT)
 
     def _mlp(self, x: Tensor, layer: int, tables: StepTables) -> Tensor:
         weights = self._weights.layers[layer]
         gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, tables))
-        return self._linear(weights.down, gated, layer, DOWN, tables)
+        whole = self._exchange.columns(gated, SplitOutput.GATED)
+        return self._exchange.columns(self._linear(weights.down, whole, layer, DOWN, tables), SplitOutput.DOWN)
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, place: int, tables: StepTables) -> Tensor:
         slab, site = self._memory.slab(layer), self._sites[layer][place]

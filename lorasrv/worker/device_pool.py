@@ -33,6 +33,8 @@ class DevicePool:
     Args:
         scratch: adds a page behind the pool's, to which rows that only pad a graph write; None: on CUDA, where graphs
             are.
+        page_bytes: of a page in one slab, if that is more than its keys and values need, so that pages are as large as
+            those of other ranks.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class DevicePool:
         kv_format: KVFormat,
         device: torch.device,
         scratch: bool | None = None,
+        page_bytes: int | None = None,
     ) -> None:
         has_scratch = device.type == "cuda" if scratch is None else scratch
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
         self.page_size = page_size
-        self.page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
+        self.page_bytes = page_bytes or kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
         pages = num_pages + has_scratch
         self._slab_of = spec.kv_slabs
         self._slabs = _zeros((spec.num_slabs, pages * self.page_bytes), device)
@@ -56,7 +59,10 @@ class DevicePool:
         self._ring = StagingRing(device) if device.type == "cuda" else None
         self._copying = threading.Lock()
         self._swapped: dict[RequestId, Tensor] = {}
-        self._kv = [KvPages(slab, kv_format, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
+        self._kv = [
+            KvPages(slab, kv_format, spec.num_kv_heads, page_size, spec.head_dim, self.page_bytes)
+            for slab in self._slabs
+        ]
 
     @property
     def nbytes(self) -> int:

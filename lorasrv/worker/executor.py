@@ -83,6 +83,9 @@ class Executor(Protocol):
     def recover(self) -> bool:
         """Clean up after a failed step; return whether the device can still be used."""
 
+    def close(self) -> None:
+        """End what computes elsewhere. Nothing is submitted afterwards."""
+
 
 class InProcessExecutor:
     """Compute each step when it is collected, in the calling thread."""
@@ -130,6 +133,9 @@ class InProcessExecutor:
 
     def recover(self) -> bool:
         return self.runner.recover()
+
+    def close(self) -> None:
+        """Do nothing: all is in this process."""
 
 
 @dataclass(eq=False, slots=True)

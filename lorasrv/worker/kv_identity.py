@@ -5,8 +5,9 @@ would cost a wrong answer: so it has the source files of everything that compute
 """
 
 import hashlib
+import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,24 @@ def kv_identity(
         "processor": _processor(ops),
         "draft": "" if draft is None else draft.fingerprint,
     }
+
+
+def same_tokens(identity: dict[str, Any]) -> str:
+    """Return the name of what computes tokens: engines of one name answer a request alike. Copies of a file have times
+    of their own, so the base is known by the sample of its tensors.
+    """
+    facts = {name: value for name, value in identity.items() if name != "files"}
+    return _digest([json.dumps(facts, sort_keys=True).encode()])
+
+
+def peer_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what has to be equal on two machines that exchange pages: the times of files are each machine's own."""
+    return {**identity, "files": [[name, nbytes] for name, nbytes, _ in identity["files"]]}
+
+
+def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two identities."""
+    return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
 
 
 def weight_stamps(options: ModelOptions) -> list[list[str | int]]:

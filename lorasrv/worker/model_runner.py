@@ -4,18 +4,21 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lorasrv.metrics.step_stats import StepProfile
+from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.sampling.draft_verification import choose_tokens, probed_tokens
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import launch_sampling
+from lorasrv.sampling.vocabularies import by_vocabulary
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.cuda_streams import SideStream
@@ -25,6 +28,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads
 from lorasrv.worker.draft_rows import LastStates
 from lorasrv.worker.draft_runner import DraftRunner
+from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.medusa_runner import MedusaRunner
@@ -77,6 +81,7 @@ class ModelRunner:
         draft_model: drafts under the name "model".
         draft_layers: those of the served model that draft under the name "layers"; none: nothing does.
         draft_heads: draft under the name "medusa".
+        exchange: reaches the processes that compute other parts of each pass; None if there are none.
     """
 
     def __init__(
@@ -88,14 +93,17 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         draft_layers: Sequence[int] = (),
         draft_heads: DraftHeads | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.profile = StepProfile()
         self._spec, self._memory = weights.spec, memory
         self._limits = limits
         self._ops = ops
-        on_gpu = memory.device.type == "cuda" and ops.name == "triton"
+        self._exchange = exchange or Exchange()
+        # A pass that waits for other processes is no graph.
+        on_gpu = memory.device.type == "cuda" and ops.name == "triton" and self._exchange.can_record
         side = SideStream(memory.device) if on_gpu else None
-        self._decoder = Decoder(weights, memory, limits, ops, side)
+        self._decoder = Decoder(weights, memory, limits, ops, side, exchange=exchange)
         self._graphs: GraphedSteps | None = None
         self._late_kernels: LateKernels | None = None
         # What was launched last, whose tokens the next step may take.
@@ -108,8 +116,11 @@ class ModelRunner:
         if draft_layers:
             skipping = Decoder(weights, memory, limits, ops, side, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
+        # What the draft model computes with.
+        self._drafting: tuple[ModelSpec, Decoder, DevicePool] | None = None
         if draft_model is not None:
             decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops, side)
+            self._drafting = draft_model.weights.spec, decoder, draft_model.memory
             self._models["model"] = DraftRunner(decoder, self._batch, limits, has_own_cache=True)
         self._draft_memory = None if draft_model is None else draft_model.memory
         if on_gpu:
@@ -124,19 +135,28 @@ class ModelRunner:
         """Return how many kernels steps have waited for though they were warmed up; 0 on a CPU."""
         return 0 if self._late_kernels is None else self._late_kernels.count
 
-    def warm_up(self, max_rank: int, progress: Progress) -> None:
+    def warm_up(self, max_rank: int, progress: Progress, *, has_trees: bool = False) -> None:
         """Compile the kernels of a GPU and capture the commonest graphs while the pool is empty; nothing on a CPU.
 
         Args:
             max_rank: highest rank of an adapter that is served.
+            has_trees: whether drafts may be trees.
         """
         if self._graphs is None:
             return
-        from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels
+        from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels, compute
         from sgmv_kernels.triton_ops.kernel_compiler import count_late
 
-        steps = WarmUpSteps(self._spec, self._memory, self._limits, max_rank)
-        compile_kernels(lambda step: self._decoder.forward(self._batch(step)), list(steps.all()), progress)
+        limits, ops = self._limits, self._ops
+        steps = WarmUpSteps(self._spec, self._memory, limits, max_rank, has_trees=has_trees)
+        passes = [partial(compute, step, self._decoder, self._memory, limits, ops) for step in steps.all()]
+        if self._drafting is not None:
+            spec, decoder, memory = self._drafting
+            passes += [
+                partial(compute, step, decoder, memory, limits, ops)
+                for step in WarmUpSteps(spec, memory, limits, 0).all()
+            ]
+        compile_kernels(passes, progress)
         for step in steps.common():
             self._graphs.compute(step)
         self._late_kernels = count_late()
@@ -211,7 +231,7 @@ class ModelRunner:
         self.profile.rows += step.num_tokens
         logits, sampled, asked, masses = self._logits(step, last)
         with self.profile.span("sampling"):
-            if asked or masses or any(s.drafts is not NO_DRAFTS or s.sampling.logprobs is not None for s in sampled):
+            if asked or masses or any(map(_asks_for_more, sampled)):
                 self._last = self._with_drafts(step, self._output(logits, sampled, asked, masses), sampled)
             else:
                 rows = [SamplingMetadata.of(share) for share in sampled]
@@ -232,17 +252,16 @@ class ModelRunner:
         asked: tuple[ScheduledRequest, ...],
         masses: _Masses,
     ) -> ModelRunnerOutput:
-        # One adapter's weights may overflow: its requests fail, the others of the step do not.
-        chosen = choose_tokens(logits, sampled, self._drawn_from)
+        chosen, logprobs = dict[RequestId, tuple[int, ...]](), dict[RequestId, tuple[TokenLogprobs, ...]]()
+        of_prompts, probed = dict[RequestId, tuple[TokenLogprobs, ...]](), dict[RequestId, tuple[int, ...]]()
+        for part in by_vocabulary(logits, sampled, asked, self._spec.vocab_size):
+            # One adapter's weights may overflow: its requests fail, the others of the step do not.
+            chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from)
+            logprobs |= chosen_logprobs(part.logits, part.sampled, chosen)
+            of_prompts |= prompt_logprobs(part.prompt_logits, part.asked)
+            probed |= probed_tokens(part.logits, part.sampled)
         self._bring_together(sampled, chosen)
-        num_rows = sum(share.num_logit_rows for share in sampled)
-        return ModelRunnerOutput(
-            chosen,
-            chosen_logprobs(logits, sampled, chosen),
-            prompt_logprobs(logits[num_rows:], asked),
-            probed_tokens(logits, sampled),
-            masses=masses,
-        )
+        return ModelRunnerOutput(chosen, logprobs, of_prompts, probed, masses=masses)
 
     def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:
         """Move the keys and values of accepted draft tokens of trees behind those of the known tokens."""
@@ -253,6 +272,7 @@ class ModelRunner:
         ]
         if any(move.sources for move in moves):
             self._memory.copy_slots(moves, self._ops)
+            self._exchange.slots_moved(moves)
 
     def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from; None if it was found, not drawn."""
@@ -303,4 +323,9 @@ class ModelRunner:
         return logits, batch.sampled, batch.asked, batch.masses()
 
     def _batch(self, step: SchedulerOutput, last: LaunchedStep | None = None) -> ForwardBatch:
-        return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops, last)
+        return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops, last, self._exchange)
+
+
+def _asks_for_more(share: ScheduledRequest) -> bool:
+    """Return whether a share asks for more than a token of the base's."""
+    return share.drafts is not NO_DRAFTS or share.sampling.logprobs is not None or share.vocab_size > 0

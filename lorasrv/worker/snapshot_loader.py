@@ -1,7 +1,8 @@
-"""Snapshot loader: pages of fixed prefixes between disk, host memory and the pool, in threads.
+"""Snapshot loader: pages of prefixes between disk or peers, host memory and the pool, in threads.
 
-The engine orders and polls; it never waits. Reading, copying and writing have a thread each, so that a slow disk holds
-up no copy. A load that the disk does not return in time fails, and the prefix is computed.
+The engine orders and polls; it never waits. Reading, copying and writing have threads of their own, so that a slow disk
+or peer holds up no copy. A load that does not return in time fails, and the prefix is computed; one that is not wanted
+any more is told so, and never reported.
 """
 
 import logging
@@ -11,13 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterError, StoreFull
 from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName
-from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
+from lorasrv.memory.snapshots import MAX_ARRIVING
+from lorasrv.scheduler_output import PeerSnapshot, SnapshotFile, SnapshotOrders
 from lorasrv.worker.device import compute_alone
 from lorasrv.worker.disk_threads import DiskThreads
 
@@ -29,6 +34,33 @@ ReadPages = Callable[[tuple[int, ...]], Tensor]
 """Return pages as uint8 [P, bytes] in host memory; between two steps, in the engine's thread."""
 WritePages = Callable[[Tensor, Copies], None]
 """Fill pages: uint8 [P, bytes], and each (row, page); return once they may be read."""
+FETCH_TIMEOUT_S = 90.0
+"""A fetch ends by itself before; after this its thread is left behind."""
+
+
+class FetchPages(Protocol):
+    """Read pages from a peer, in a thread."""
+
+    def __call__(self, wanted: PeerSnapshot, page_bytes: int, is_wanted: Callable[[], bool]) -> npt.NDArray[np.uint8]:
+        """Return the first of the pages that are wanted as uint8 [P * page_bytes], as many as came in time, unharmed.
+
+        Args:
+            is_wanted: whether to go on; asked between pieces.
+        Raises:
+            PeerFailed: none came.
+        """
+
+
+class PeerFailed(Exception):
+    """Report that a peer gave no page.
+
+    Args:
+        reason: a word, for counting.
+    """
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +69,8 @@ class SnapshotLoaded:
 
     name: SnapshotName
     seconds: float
+    # First ones that are there.
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,50 +107,68 @@ class SnapshotFailed:
 SnapshotReport = SnapshotLoaded | SnapshotCopied | SnapshotSaved | SnapshotFailed
 
 
+@dataclass(slots=True, eq=False)
+class _OrderedLoad:
+    """Hold a load that was ordered."""
+
+    # Read by its thread.
+    is_wanted: bool = True
+
+
 class SnapshotLoader:
     """Do what `SnapshotManager` orders; call `on_ready` from threads whenever a report can be polled. For the engine's
     thread.
 
     Args:
+        files: None: none is kept on a disk.
+        fetch: reads from peers; None: there are none.
         page_bytes: of a page in all slabs.
         max_bytes: most bytes of all snapshots on the disk.
     """
 
     def __init__(
         self,
-        files: SnapshotFiles,
+        files: SnapshotFiles | None,
         page_bytes: int,
         max_bytes: int,
         read: ReadPages,
         write: WritePages,
         on_ready: Callable[[], None],
         load_timeout_s: float | None = LOAD_TIMEOUT_S,
+        fetch: FetchPages | None = None,
     ) -> None:
-        self._files = files
+        self._files, self._fetch = files, fetch
         self._page_bytes, self._max_bytes = page_bytes, max_bytes
         self._read, self._write = read, write
         self._on_ready = on_ready
+        self._loads: dict[SnapshotName, _OrderedLoad] = {}
         self._host: dict[SnapshotName, Tensor] = {}
-        self._reports: queue.SimpleQueue[tuple[SnapshotReport, Tensor | None]] = queue.SimpleQueue()
+        # With the load that each belongs to, and what it has read.
+        self._reports: queue.SimpleQueue[tuple[SnapshotReport, _OrderedLoad, Tensor | None]] = queue.SimpleQueue()
         self._timeout_s = LOAD_TIMEOUT_S if load_timeout_s is None else min(LOAD_TIMEOUT_S, load_timeout_s)
         self._load_threads = DiskThreads(1, "snapshot-load", self._timeout_s, compute_alone)
+        self._fetch_threads = DiskThreads(MAX_ARRIVING, "page-fetch", FETCH_TIMEOUT_S, compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "snapshot-copy", initializer=compute_alone)
         self._save_thread = ThreadPoolExecutor(1, "snapshot-save", initializer=compute_alone)
 
     def prepare(self, commit: Callable[[int], None]) -> None:
         """Have memory given to the pages that the largest snapshot will fill, before it is waited for."""
-        largest = max(self._files.sizes().values(), default=0)
+        largest = max(self._files.sizes().values(), default=0) if self._files is not None else 0
         if largest:
             self._copy_thread.submit(commit, largest // self._page_bytes)
 
     def send(self, orders: SnapshotOrders) -> None:
         """Begin to do what is ordered. Pages to be saved are read at once."""
         for name in orders.cancels:
-            del self._host[name]
+            if (unwanted := self._loads.pop(name, None)) is not None:
+                unwanted.is_wanted = False
+            self._host.pop(name, None)
         ordered = time.perf_counter()
-        for file in orders.loads:
-            read = self._load_threads.submit(file.name, partial(self._run_load, file, ordered))
-            read.add_done_callback(partial(self._loaded, file.name))
+        for source in orders.loads:
+            load = self._loads[source.name] = _OrderedLoad()
+            threads = self._load_threads if isinstance(source, SnapshotFile) else self._fetch_threads
+            read = threads.submit(source.name, partial(self._run_load, source, ordered, load))
+            read.add_done_callback(partial(self._loaded, source.name, load))
         for name, copies in orders.copies:
             self._copy_thread.submit(self._run_copy, name, self._host.pop(name), copies)
         for file, pages in orders.saves:
@@ -125,8 +177,7 @@ class SnapshotLoader:
             except Exception as error:
                 # Memory of the host or the device: a snapshot can wait, the engine's thread must go on.
                 _LOG.warning("reading the pages of snapshot %s failed, so it is not kept: %s", file.name.file, error)
-                self._reports.put((SnapshotFailed(file.name, "memory", type(error).__name__, is_save=True), None))
-                self._on_ready()
+                self._report(SnapshotFailed(file.name, "memory", type(error).__name__, is_save=True))
             else:
                 self._save_thread.submit(self._run_save, file, data)
 
@@ -134,32 +185,50 @@ class SnapshotLoader:
         """Return the reports since the last call; never waits."""
         reports = []
         for _ in range(self._reports.qsize()):
-            report, data = self._reports.get_nowait()
+            report, load, data = self._reports.get_nowait()
+            if not load.is_wanted:
+                continue
             if data is not None:
                 self._host[report.name] = data
+            if self._loads.get(report.name) is load:
+                del self._loads[report.name]
             reports.append(report)
         return reports
 
     def close(self) -> None:
         """Begin nothing more; a copy or a save under way is finished."""
+        for load in self._loads.values():
+            load.is_wanted = False
         self._load_threads.close()
+        self._fetch_threads.close()
         for threads in (self._copy_thread, self._save_thread):
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run_load(self, file: SnapshotFile, ordered: float) -> tuple[SnapshotReport, Tensor]:
+    def _run_load(
+        self, source: SnapshotFile | PeerSnapshot, ordered: float, load: _OrderedLoad
+    ) -> tuple[SnapshotReport, Tensor]:
         begun = time.perf_counter()
-        if begun - ordered > self._timeout_s:
+        if isinstance(source, PeerSnapshot):
+            assert self._fetch is not None, "a peer is asked without a way to"
+            data = self._fetch(source, self._page_bytes, lambda: load.is_wanted)
+        elif begun - ordered > self._timeout_s:
             raise TimeoutError(f"others took {self._timeout_s:g} s before it")
-        data = self._files.read(file.name, file.facts, file.num_pages * self._page_bytes)
-        rows = torch.from_numpy(data).view(file.num_pages, self._page_bytes)
-        return SnapshotLoaded(file.name, time.perf_counter() - begun), rows
+        else:
+            assert self._files is not None, "a snapshot is read without a disk"
+            data = self._files.read(source.name, source.facts, source.num_pages * self._page_bytes)
+        rows = torch.from_numpy(data).view(-1, self._page_bytes)
+        return SnapshotLoaded(source.name, time.perf_counter() - begun, len(rows)), rows
 
-    def _loaded(self, name: SnapshotName, read: "Future[tuple[SnapshotReport, Tensor]]") -> None:
+    def _loaded(self, name: SnapshotName, load: _OrderedLoad, read: "Future[tuple[SnapshotReport, Tensor]]") -> None:
         error = read.exception()
         if error is None:
-            self._reports.put(read.result())
+            report, data = read.result()
+            self._report(report, load, data)
         else:
-            self._reports.put((_why_not_loaded(name, error), None))
+            self._report(_why_not_loaded(name, error) if load.is_wanted else _unwanted(name), load)
+
+    def _report(self, report: SnapshotReport, load: _OrderedLoad | None = None, data: Tensor | None = None) -> None:
+        self._reports.put((report, load or _OrderedLoad(), data))
         self._on_ready()
 
     def _run_copy(self, name: SnapshotName, data: Tensor, copies: Copies) -> None:
@@ -172,12 +241,12 @@ class SnapshotLoader:
             # A thread that has died would stall every later restore, and the requests that wait for it.
             _LOG.exception("copying snapshot %s into the pool failed", name.file)
             report = SnapshotFailed(name, "copy", str(error))
-        self._reports.put((report, None))
-        self._on_ready()
+        self._report(report)
 
     def _run_save(self, file: SnapshotFile, data: Tensor) -> None:
         report: SnapshotReport
         try:
+            assert self._files is not None, "a snapshot is kept without a disk"
             stored = self._files.write(file.name, file.facts, memoryview(data.numpy().data).cast("B"), self._max_bytes)
             report = SnapshotSaved(file.name, stored.nbytes, stored.removed)
         except AdapterError as error:
@@ -186,12 +255,18 @@ class SnapshotLoader:
         except Exception as error:
             _LOG.exception("writing snapshot %s failed", file.name.file)
             report = SnapshotFailed(file.name, "disk", type(error).__name__, is_save=True)
-        self._reports.put((report, None))
-        self._on_ready()
+        self._report(report)
+
+
+def _unwanted(name: SnapshotName) -> SnapshotFailed:
+    return SnapshotFailed(name, "unneeded", "it is not wanted any more")
 
 
 def _why_not_loaded(name: SnapshotName, error: BaseException) -> SnapshotFailed:
     match error:
+        case PeerFailed():
+            _LOG.warning("%s; the prompt is computed", error)
+            return SnapshotFailed(name, error.reason, str(error))
         case SnapshotDamaged():
             _LOG.warning("%s; it was removed, and the prompt is computed", error)
             return SnapshotFailed(name, "damaged", str(error), is_gone=True)

@@ -2,8 +2,9 @@
 
 The kernels that a step launches depend on its rows, on the rows that have logits, on the ranks of its adapters, on
 whether keys are cut into parts and whether there is a prompt: on numbers only by the bounds of the device's table and,
-up to `ROPE_ROWS` rows, by powers of two. So a step of every class launches all. Pages and panels of these steps lie at
-the start of the empty pool. NOT MEASURED: no GPU was at hand.
+up to `ROPE_ROWS` rows, by powers of two. So a step of every class launches all. The adapters of these steps change all
+that one can: the ends of the model, gains and shifts besides. Pages and panels lie at the start of the empty pool. NOT
+MEASURED: no GPU was at hand.
 
 Source: steps of made-up requests before the server is ready, vLLM.
 """
@@ -18,16 +19,20 @@ import torch
 
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import SelectPolicy
-from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.lora_sites import site_dims, with_everything
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.cuda_graphs import MIXED_ROWS, buckets
-from lorasrv.worker.decoder import DecoderLimits
+from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
 from sgmv_kernels.backend import Progress
-from sgmv_kernels.formats.adapter_panels import MAX_RANK, AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.adapter_panels import MAX_RANK, MAX_SLICES, AdapterLayout, LayerRanks, PlacedAdapter
+from sgmv_kernels.metadata.draft_trees import ROOT
+from sgmv_kernels.ops import Ops
+from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name, table_of
 from sgmv_kernels.triton_ops.kernel_compiler import load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
@@ -37,21 +42,24 @@ MOST_LOGITS = 256
 """Most prompt tokens of a step whose logits are computed: more make steps large, and take no other kernels."""
 COMMON_RANKS = (0, 16)
 _ADAPTER = AdapterKey("warm-up")
-Compute = Callable[[SchedulerOutput], object]
 
 
-def compile_kernels(compute: Compute, steps: Sequence[SchedulerOutput], progress: Progress) -> None:
-    """Compile and load every kernel that steps launch, then compute them: libraries load kernels of their own.
-
-    Args:
-        compute: computes a step without a graph.
-    """
+def compile_kernels(passes: Sequence[Callable[[], object]], progress: Progress) -> None:
+    """Compile and load every kernel that some passes launch, then let them run: libraries load kernels of their own."""
     with torch.inference_mode(), noted() as keys:
-        for step in steps:
-            compute(step)
+        for run in passes:
+            run()
     load(keys, progress)
-    for step in steps:
-        compute(step)
+    for run in passes:
+        run()
+
+
+def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> None:
+    """Compute a step without a graph, and move a draft token of each tree as if it were accepted."""
+    decoder.forward(build_batch(step, memory, limits.adapter_dtype, ops))
+    moves = [share.moves_along((len(share.draft_parents) - 1,)) for share in step.scheduled if share.draft_parents]
+    if moves:
+        memory.copy_slots(moves, ops)
 
 
 def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:
@@ -64,12 +72,15 @@ class WarmUpSteps:
     """Make the steps for one model and device.
 
     Args:
-        max_rank: highest rank of an adapter that is served.
+        max_rank: highest rank of an adapter that is served; 0 for a model that only drafts.
+        has_trees: whether drafts may be trees.
     """
 
-    def __init__(self, spec: ModelSpec, memory: DevicePool, limits: DecoderLimits, max_rank: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, memory: DevicePool, limits: DecoderLimits, max_rank: int, *, has_trees: bool = False
+    ) -> None:
         self._spec, self._memory, self._limits = spec, memory, limits
-        self._max_rank = min(max_rank, MAX_RANK)
+        self._max_rank, self._has_trees = min(max_rank, MAX_RANK), has_trees
         name = device_name(memory.device)
         self._table = table_of(name)
         itemsize = max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize)
@@ -77,10 +88,7 @@ class WarmUpSteps:
 
     def all(self) -> Iterator[SchedulerOutput]:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
-        slices = max(len(site.out_features) for site in self._spec.sites())
-        totals = classes(self._table, "max_rank", slices * self._max_rank)
-        highest = [*(rank for rank in EXPAND_RANKS if rank < self._max_rank), self._max_rank]
-        adapters = list(map(self._adapter, sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)})))
+        adapters = list(self._adapters())
         bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
         for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
             if rows <= self._limits.max_rows:
@@ -88,8 +96,10 @@ class WarmUpSteps:
                     yield self._step(self._prompts(rows, MOST_LOGITS, adapter), adapter)
             if rows <= self._limits.max_samples:
                 yield self._singles(rows, 0, self._cut_keys)
-        if self._spec.why_no_kv_policy is None:
+        if self._max_rank and self._spec.why_no_kv_policy is None:
             yield self._observed()
+        if self._has_trees:
+            yield self._trees()
 
     def common(self) -> Iterator[SchedulerOutput]:
         """Return a step for every graph that most servers need, the largest first: later ones fit into its memory."""
@@ -109,6 +119,15 @@ class WarmUpSteps:
         """Return a step of one token whose attention to each page is wanted."""
         policy = SelectPolicy(budget=self._memory.page_size, page_size=self._memory.page_size)
         return self._step([replace(self._single("0", 1, None), kv_policy=policy, num_observed=1)], None)
+
+    def _trees(self) -> SchedulerOutput:
+        """Return a step of a draft tree, an answer with cut keys and a prompt that is cut into long tiles."""
+        drafts = PlannedDrafts((0, 0), ("lookup",) * 2, parents=(ROOT, ROOT))
+        tree = replace(self._share("tree", 3, 0, None), drafts=drafts)
+        prompt = min(FEW_ROWS + 1, self._limits.max_rows - 4, self._limits.max_model_len)
+        return self._step(
+            [tree, self._single("answer", self._cut_keys, None), self._share("prompt", prompt, 0, None)], None
+        )
 
     def _mixed(self, rows: int, rank: int) -> SchedulerOutput:
         """Return a step of an answer's token with cut keys, and of prompts."""
@@ -145,17 +164,31 @@ class WarmUpSteps:
         slices = max(len(site.out_features) for site in self._spec.sites())
         return tuple(max(0, min(highest, total - i * highest)) for i in range(slices))
 
-    def _adapter(self, ranks: tuple[int, ...]) -> PlacedAdapter:
-        """Return an adapter whose slices have the first of these ranks at every site."""
-        return self._placed(lambda slices: ranks[:slices])
+    def _adapters(self) -> Iterator[PlacedAdapter | None]:
+        """Yield an adapter of every class of ranks: slices have the first of its ranks at every site."""
+        if not self._max_rank:
+            yield None
+            return
+        slices = max(len(site.out_features) for site in self._spec.sites())
+        totals = classes(self._table, "max_rank", slices * self._max_rank)
+        highest = [*(rank for rank in EXPAND_RANKS if rank < self._max_rank), self._max_rank]
+        for ranks in sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)}):
+            yield self._placed(with_everything(self._spec, self._layout(ranks), ranks[0]))
 
     def _uniform(self, rank: int) -> PlacedAdapter | None:
-        """Return an adapter whose slices all have this rank; None for 0."""
-        return self._placed(lambda slices: (rank,) * slices) if rank else None
+        """Return an adapter whose slices all have this rank, and that changes nothing else; None for 0."""
+        return self._placed(self._layout((rank,) * MAX_SLICES)) if rank else None
 
-    def _placed(self, ranks_of: Callable[[int], tuple[int, ...]]) -> PlacedAdapter:
-        """Return an adapter whose panels all lie at the start of the pool; `ranks_of` a number of slices."""
-        layers, ranks = self._spec.num_layers, tuple(ranks_of(len(site.out_features)) for site in self._spec.sites())
-        layout = AdapterLayout(site_dims(self._spec), (ranks,) * layers, self._limits.adapter_dtype.itemsize)
-        starts = np.zeros(len(layout.panel_bytes[0]), dtype=np.int64)
-        return PlacedAdapter(layout, (), self._memory.page_bytes, (starts,) * layers)
+    def _layout(self, ranks: tuple[int, ...]) -> AdapterLayout:
+        """Return a layout of equal layers, the slices of whose sites have the first of these ranks."""
+        layer, itemsize = self._layer_ranks(ranks), self._limits.adapter_dtype.itemsize
+        return AdapterLayout(site_dims(self._spec), (layer,) * self._spec.num_layers, itemsize, self._spec.kv_slabs)
+
+    def _layer_ranks(self, ranks: tuple[int, ...]) -> LayerRanks:
+        return tuple(ranks[: len(site.out_features)] for site in self._spec.sites())
+
+    def _placed(self, layout: AdapterLayout) -> PlacedAdapter:
+        """Return an adapter whose panels all lie at the start of the pool."""
+        starts = {len(sizes): np.zeros(len(sizes), dtype=np.int64) for sizes in layout.panel_bytes}
+        offsets = tuple(starts[len(sizes)] for sizes in layout.panel_bytes)
+        return PlacedAdapter(layout, (), self._memory.page_bytes, offsets)

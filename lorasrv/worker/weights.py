@@ -1,22 +1,28 @@
 """Weights: build a model by reading tensors one at a time, packing them into the runtime format and freeing them."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lorasrv.models.families import split_layer
 from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter
+from lorasrv.models.lora_sites import HEAD
 from lorasrv.models.quantization.base import Embedding, Linear, QuantFormat
+from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import ModelSpec, SiteShape
 from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the progress of the whole, from 0 to 1."""
 _SAMPLE = 64
+_PRINTED_ROWS = 1024
 _LOADING = "loading the model"
+_SAME = 1e-6
+"""Relative change that the order of fp32 operations makes."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
 
 
@@ -51,11 +57,56 @@ class LayerWeights:
         return self.qkv, self.o, self.gate_up, self.down
 
 
+_ELSEWHERE = "another rank has these weights"
+
+
+class AbsentEmbedding:
+    """Stand for the embedding where another rank has it; see `Embedding`."""
+
+    nbytes = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        raise AssertionError(_ELSEWHERE)
+
+    def dequantize(self) -> Tensor:
+        raise KeyError(_ELSEWHERE)
+
+
+class AbsentHead:
+    """Stand for the head where another rank has it; see `Linear`."""
+
+    in_features = out_features = nbytes = 0
+    can_be_recorded = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise AssertionError(_ELSEWHERE)
+
+    def dequantize(self) -> Tensor:
+        raise KeyError(_ELSEWHERE)
+
+
+class TableHead:
+    """Multiply by a table of its own, of a model whose head is its embedding; see `Linear`."""
+
+    def __init__(self, fmt: QuantFormat, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> None:
+        table = fmt.embedding(weight, dtype)
+        self._head = fmt.tied_head(table, dtype)
+        self.in_features, self.out_features = self._head.in_features, self._head.out_features
+        self.can_be_recorded, self.nbytes = self._head.can_be_recorded, table.nbytes + self._head.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._head(x)
+
+    def dequantize(self) -> Tensor:
+        return self._head.dequantize()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Hold a model in its runtime format."""
+    """Hold a model in its runtime format, or the part of one that a rank of a partition computes."""
 
     spec: ModelSpec
+    # `AbsentEmbedding` where another rank has it; `AbsentHead` likewise.
     embed: Embedding
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
@@ -65,6 +116,13 @@ class ModelWeights:
     # Linears of layers that the file has as codes: kept, and made from dequantized weights.
     kept_codes: int = 0
     remade_codes: int = 0
+    # Of the embedding and of the head, by module, where the file holds floats that are rounded (`row_prints`).
+    row_prints: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def has_float_tables(self) -> bool:
+        """Return whether the embedding and the head are served as floats."""
+        return isinstance(self.embed, FloatEmbedding) and isinstance(self.head, FloatLinear)
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +130,12 @@ class ModelWeights:
         linears = [linear for layer in self.layers for linear in layer.linears()]
         norms = [self.final_norm] + [norm for layer in self.layers for norm in layer.norms()]
         return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the mean bits of a weight of the layers' linears, scales included."""
+        stored = sum(linear.nbytes for layer in self.layers for linear in layer.linears())
+        return 8 * stored / self.spec.linear_weights
 
     @property
     def is_recordable(self) -> bool:
@@ -85,7 +149,7 @@ class ModelWeights:
         Raises:
             KeyError: the model has no such weight.
         """
-        outside = {"model.embed_tokens.weight": self.embed.dequantize, "lm_head.weight": self.head.dequantize}
+        outside = {_EMBEDDING: self.embed.dequantize, _HEAD: self.head.dequantize}
         if name in outside:
             return outside[name]()
         if name == "model.norm.weight":
@@ -94,6 +158,14 @@ class ModelWeights:
         if layer is None:
             raise KeyError(name)
         return _slice(self.spec, layer, self.layers[layer], inner)
+
+
+def row_prints(weight: Tensor) -> Tensor:
+    """Return a 64-bit hash of each row's floats: [N, H] of any kind -> int64 [N]; equal values have equal hashes."""
+    factors = torch.randint(-(2**63), 2**63 - 1, (weight.shape[1],), generator=torch.Generator().manual_seed(0))
+    odd = (factors | 1).to(weight.device)
+    chunks = (weight[start : start + _PRINTED_ROWS] for start in range(0, len(weight), _PRINTED_ROWS))
+    return torch.cat([(chunk.float().view(torch.int32).long() * odd).sum(1) for chunk in chunks])
 
 
 def _slice(spec: ModelSpec, layer: int, weights: LayerWeights, module: str) -> Tensor:
@@ -107,6 +179,34 @@ def _slice(spec: ModelSpec, layer: int, weights: LayerWeights, module: str) -> T
             start = sum(site.out_features[:i])
             return linear.dequantize()[start : start + site.out_features[i]]
     raise KeyError(module)
+
+
+@torch.inference_mode()
+def served_error(checkpoint: Checkpoint, weights: ModelWeights) -> float:
+    """Return what serving changes in the weights of the layers' linears, from the first, a middle and the last layer.
+
+    Returns:
+        Root mean square of the change over that of the weights; 0.0 where all codes of the file are kept as they are.
+    Raises:
+        CorruptModel: a tensor cannot be read.
+    """
+    spec, packing = weights.spec, checkpoint.packing
+    if weights.kept_codes == _num_modules(spec) and (packing is None or not packing.rounding):
+        return 0.0
+    changed = total = 0.0
+    for layer in sorted({0, spec.num_layers // 2, spec.num_layers - 1}):
+        for site in spec.sites_of(layer):
+            for module in site.modules:
+                name = f"model.layers.{layer}.{module}.weight"
+                exact = checkpoint.tensor(name).float()
+                total += float(exact.square().sum())
+                changed += float((weights.dequantized(name).to(exact.device) - exact).square().sum())
+    error: float = (changed / total) ** 0.5 if total else 0.0
+    return error if error > _SAME else 0.0
+
+
+def _num_modules(spec: ModelSpec) -> int:
+    return sum(len(site.modules) for layer in range(spec.num_layers) for site in spec.sites_of(layer))
 
 
 def load_weights(
@@ -151,6 +251,7 @@ class _Builder:
         self._meter, self._progress = meter, progress
         self._hash = hashlib.sha256()
         self._kept = self._remade = 0
+        self._prints: dict[str, Tensor] = {}
 
     @torch.inference_mode()
     def build(self) -> ModelWeights:
@@ -161,7 +262,9 @@ class _Builder:
         final_norm = self._norm("model.norm")
         self._progress(_LOADING, 1.0)
         fingerprint = self._hash.hexdigest()
-        return ModelWeights(self._spec, embed, layers, final_norm, head, fingerprint, self._kept, self._remade)
+        return ModelWeights(
+            self._spec, embed, layers, final_norm, head, fingerprint, self._kept, self._remade, self._prints
+        )
 
     def _layer(self, i: int) -> LayerWeights:
         self._progress(_LOADING, (i + 1) / (self._spec.num_layers + 1))
@@ -186,16 +289,28 @@ class _Builder:
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Return the embedding and the head, which may be tied to it."""
-        weight = self._weight("model.embed_tokens.weight", self._format)
-        embedding = self._format.embedding(weight, self._dtype)
-        self._exchange([weight], None, embedding.nbytes)
-        del weight
+        embedding: Embedding = AbsentEmbedding()
+        if _EMBEDDING in self._names:
+            weight = self._weight(_EMBEDDING, self._format)
+            embedding = self._format.embedding(weight, self._dtype)
+            self._print(self._spec.names.embedding, weight, embedding)
+            self._exchange([weight], None, embedding.nbytes)
+            del weight
         if self._spec.tied_head:
             return embedding, self._format.tied_head(embedding, self._dtype)
-        weight = self._weight("lm_head.weight", self._format)
-        head = self._format.head(weight, self._dtype)
+        if _HEAD not in self._names:
+            return embedding, AbsentHead()
+        weight = self._weight(_HEAD, self._format)
+        fmt, dtype = self._format, self._dtype
+        head = TableHead(fmt, weight, dtype) if self._spec.has_table_head else fmt.head(weight, dtype)
+        self._print(HEAD, weight, head)
         self._exchange([weight], None, head.nbytes)
         return embedding, head
+
+    def _print(self, module: str, weight: Tensor | GroupQuantizedWeight, table: Embedding | Linear) -> None:
+        """Keep hashes of a table's floats if they are served rounded."""
+        if isinstance(weight, Tensor) and not isinstance(table, FloatEmbedding | FloatLinear):
+            self._prints[module] = row_prints(weight)
 
     def _weight(self, name: str, fmt: QuantFormat, *, counted: bool = False) -> Tensor | GroupQuantizedWeight:
         """Return a weight: the codes that the file holds if the format keeps them, else floats."""

@@ -13,6 +13,8 @@ and behind those of all sites, for each *place*, an output of the layer that an 
 
 and behind those of a slab's layers, where the adapter changes what lies outside the layers, the panels of its *ends*: a
 layout of its own with one layer a slab, so that a vocabulary's matrices are cut into as many blocks as there are slabs.
+Behind these lie its *rows*, where the adapter has rows of the vocabulary of its own: again a layout, whose layers are
+blocks of the rows and take turns in the slabs. A row lies as a rank row of A: its product with a state is a shrink.
 
 A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 codes, every rank row of A and of B with
 a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
@@ -78,6 +80,38 @@ class SiteDims:
         return sum(self.out_features)
 
 
+@dataclass(frozen=True)
+class RowTokens:
+    """Say which tokens own rows of the vocabulary stand for, in ascending order: int64 [N] for each site of a layout.
+
+    Rows are cut into blocks of `widths[site]`, one a layer; the last block with rows is as short as they are.
+    """
+
+    tokens: tuple[npt.NDArray[np.int64], ...]
+    widths: tuple[int, ...]
+
+    @cached_property
+    def _bytes(self) -> tuple[bytes, ...]:
+        return tuple(own.tobytes() for own in self.tokens)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._bytes, self.widths))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowTokens) or hash(self) != hash(other):
+            return False
+        return self.widths == other.widths and self._bytes == other._bytes
+
+    def block(self, site: int, layer: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of a block."""
+        width = self.widths[site]
+        return self.tokens[site][layer * width : (layer + 1) * width]
+
+
 @dataclass(frozen=True, slots=True)
 class SitePanels:
     """Index the panels of one site in the layer's panel list, with the rank rows of each."""
@@ -104,6 +138,8 @@ class AdapterLayout:
         places: widths of the outputs of a layer that may have vectors, the same for all adapters that have any.
         vectors: `vectors[layer][place]`; empty for an adapter without.
         ends: layout of the panels outside the layers, one layer a slab; None for an adapter without.
+        rows: layout of own rows of the vocabulary; None for an adapter without.
+        row_tokens: of a layout of rows: what its rows stand for.
     """
 
     sites: tuple[SiteDims, ...]
@@ -113,6 +149,8 @@ class AdapterLayout:
     places: tuple[int, ...] = ()
     vectors: tuple[LayerVectors, ...] = ()
     ends: "AdapterLayout | None" = None
+    rows: "AdapterLayout | None" = None
+    row_tokens: "RowTokens | None" = None
 
     @property
     def num_layers(self) -> int:
@@ -130,13 +168,17 @@ class AdapterLayout:
 
     @cached_property
     def panel_bytes(self) -> tuple[Bytes, ...]:
-        """Return the aligned size of every panel, one array for each layer, then for each layer of `ends`."""
+        """Return the aligned size of every panel, one array for each layer, then for each of `ends` and of `rows`."""
         vectors = self.vectors or ((),) * self.num_layers
         own = tuple(
             _layer_panel_bytes(self.sites, layer, self.itemsize, self.places, kinds)
             for layer, kinds in zip(self.ranks, vectors, strict=True)
         )
-        return own if self.ends is None else own + self.ends.panel_bytes
+        return own + tuple(sizes for other in self._others for sizes in other.panel_bytes)
+
+    @property
+    def _others(self) -> "tuple[AdapterLayout, ...]":
+        return tuple(other for other in (self.ends, self.rows) if other is not None)
 
     @cached_property
     def vector_panels(self) -> Int32:
@@ -153,10 +195,10 @@ class AdapterLayout:
 
     @cached_property
     def layers_of_slabs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of each slab; those of `ends` count on behind the others."""
+        """Return the layers of each slab; those of `ends` count on behind the others, then those of `rows`."""
         layers: dict[int, list[int]] = {}
-        ends = () if self.ends is None else range(self.ends.num_layers)
-        for layer, slab in enumerate((*(self.slabs or range(self.num_layers)), *ends)):
+        others = [slab for other in self._others for slab in other.slabs or range(other.num_layers)]
+        for layer, slab in enumerate((*(self.slabs or range(self.num_layers)), *others)):
             layers.setdefault(slab, []).append(layer)
         return tuple(tuple(layers[slab]) for slab in sorted(layers))
 
@@ -230,7 +272,7 @@ class PlacedAdapter:
     layout: AdapterLayout
     runs: tuple[Run, ...]
     page_bytes: int
-    # [layer][panel], bytes from the start of that layer's slab; layers of `ends` behind the others.
+    # [layer][panel], bytes from the start of that layer's slab; layers of `ends` behind the others, then of `rows`.
     offsets: tuple[Bytes, ...]
 
     @property
@@ -270,8 +312,18 @@ class PlacedAdapter:
     @cached_property
     def ends(self) -> "PlacedAdapter | None":
         """Return the places of the panels outside the layers; None if there are none."""
-        ends, offsets = self.layout.ends, self.offsets[self.layout.num_layers :]
-        return None if ends is None else PlacedAdapter(ends, self.runs, self.page_bytes, offsets)
+        return self._of(self.layout.ends, self.layout.num_layers)
+
+    @cached_property
+    def rows(self) -> "PlacedAdapter | None":
+        """Return the places of own rows of the vocabulary; None if there are none."""
+        ends = 0 if self.layout.ends is None else self.layout.ends.num_layers
+        return self._of(self.layout.rows, self.layout.num_layers + ends)
+
+    def _of(self, other: AdapterLayout | None, first: int) -> "PlacedAdapter | None":
+        if other is None:
+            return None
+        return PlacedAdapter(other, self.runs, self.page_bytes, self.offsets[first : first + other.num_layers])
 
     @cached_property
     def extent(self) -> tuple[int, int]:

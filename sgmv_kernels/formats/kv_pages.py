@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.kv_format import ITEM_BYTES, KEYS, VALUES, KVFormat
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES, ITEM_BYTES, KEYS, VALUES, KVFormat
 
 
 class KvPages:
@@ -21,6 +21,7 @@ class KvPages:
         heads: key heads.
         page_size: tokens of a page.
         head_dim: D, numbers of a head.
+        page_bytes: from each page to the next, at least those that the format needs; None for these.
     Attributes:
         parts: views [P, heads, *shape of a head's block] by the names of the format's parts; `keys` and `values` are
             two of them.
@@ -29,10 +30,21 @@ class KvPages:
             pages of this size.
     """
 
-    def __init__(self, slab: Tensor, kv_format: KVFormat, heads: int, page_size: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        slab: Tensor,
+        kv_format: KVFormat,
+        heads: int,
+        page_size: int,
+        head_dim: int,
+        page_bytes: int | None = None,
+    ) -> None:
         if page_size % kv_format.page_step:
             raise KernelArgumentError(f"pages of {kv_format.name} have a multiple of {kv_format.page_step} tokens")
-        *offsets, page_bytes = kv_format.offsets(heads, head_dim, page_size)
+        *offsets, needed = kv_format.offsets(heads, head_dim, page_size)
+        page_bytes = page_bytes or needed
+        if page_bytes < needed or page_bytes % ALIGNMENT_BYTES:
+            raise KernelArgumentError(f"pages must have a multiple of {ALIGNMENT_BYTES} bytes, {needed} or more")
         if slab.dtype != torch.uint8 or slab.dim() != 1 or not slab.is_contiguous() or slab.numel() % page_bytes:
             raise KernelArgumentError(f"slab must be contiguous uint8 [pages * {page_bytes}]")
         self.format, self.slab = kv_format, slab

@@ -17,7 +17,9 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 def columns_torch(ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts: Sequence[int]) -> Tensor:
     """See `ops.Ops.columns`."""
     tables, device = plan.tables, ids.device
-    v = torch.zeros((1, plan.num_rows, tables.max_rank(0, site)), device=device)
+    # A row's length as kernels are compiled for.
+    held = -(-tables.max_rank(0, site) // PANEL_RANKS) * PANEL_RANKS
+    v = torch.zeros((1, plan.num_rows, held), device=device)
     width = tables.sites[site].in_features
     permutation = torch.from_numpy(tables.permutation).to(device)
     starts = torch.tensor(firsts, device=device)

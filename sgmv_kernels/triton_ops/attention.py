@@ -21,12 +21,21 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
-from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_MINIMA, VALUE_SCALES, CodesKV, padded_pairs, rotated_block
+from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_MINIMA, VALUE_SCALES, CodesKV, padded_pairs
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
-from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
-from sgmv_kernels.triton_ops.kv_codes import hadamard_matrix, rotate_heads_, words_of
+from sgmv_kernels.triton_ops.common import (
+    MOST_REGISTERS,
+    as_bound,
+    cast,
+    dot,
+    kernel,
+    power_of_two,
+    product_dtype,
+    softened,
+)
+from sgmv_kernels.triton_ops.kv_codes import half_of, rotate_heads, spread_bytes, spread_nibbles, words_of
 
 _ITEM = tl.constexpr(5)
 _REDUCE = tl.constexpr(4)
@@ -35,8 +44,6 @@ _TREE = tl.constexpr(3)
 _MAX_SLOTS = tl.constexpr(64)
 SUMS = 2
 DECODE_M = 16
-CODES_N = 64
-"""Fewest keys of a tile of codes: `tl.dot` takes 16 of each of four."""
 REDUCED_PARTS = 16
 """Partial results that are read at once: what a warp holds in registers."""
 KV_FORMATS = ("bfloat16", "float16", "float32", "int8", "k8v4")
@@ -73,17 +80,23 @@ def attention(
     out = torch.empty_like(q)
     decode_m, prefill_m = _rows(config, group)
     most = work.capacity
-    padded = power_of_two(dim)
+    is_coded, is_paired = isinstance(kv.format, CodesKV), VALUE_MINIMA in kv.parts
+    padded = power_of_two(2 * padded_pairs(dim) if is_paired else dim)
     slots = (max(1, most.max_slots), kv.num_heads, decode_m)
     partial = new_partials((*slots, padded), dtype=torch.float32, device=q.device)
     sums = new_partials((*slots, SUMS), dtype=torch.float32, device=q.device)
-    is_coded, is_paired = isinstance(kv.format, CodesKV), VALUE_MINIMA in kv.parts
     compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
-    keys, values = (words_of(kv.keys), words_of(kv.values)) if is_coded else (kv.keys, kv.values)
+    keys, values = kv.keys, kv.values
+    if is_coded:
+        # Once for all parts of the keys: a matrix in each would take more registers than the rest.
+        q, keys, values = rotate_heads(q, torch.empty_like(q)), words_of(keys), words_of(values)
     # Pages of floats have no scales: any address serves.
     key_scales, value_scales, value_minima = (
         kv.parts.get(name, keys) for name in (KEY_SCALES, VALUE_SCALES, VALUE_MINIMA)
     )
+    if is_paired:
+        # Of two tokens at once: copies into shared memory have at least four bytes.
+        value_scales, value_minima = value_scales.view(torch.int32), value_minima.view(torch.int32)
     for items, items_at, block_m, block_n, warps, stages in (
         (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
         (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
@@ -127,14 +140,13 @@ def attention(
                 CODES=is_coded,
                 PAIRED=is_paired,
                 PAIRS=padded_pairs(dim),
-                ROTATED=rotated_block(dim),
-                QUADS_PAD=power_of_two(-(-dim // 4)),
                 BLOCK_M=block_m,
-                BLOCK_N=max(block_n, CODES_N) if is_coded else block_n,
+                BLOCK_N=block_n,
                 COMPUTE=compute,
                 PRECISION=precision,
                 num_warps=warps,
                 num_stages=stages,
+                maxnreg=MOST_REGISTERS if is_coded else None,
             )
     if most.max_reduce:
         _reduce_kernel[(most.max_reduce, heads)](
@@ -153,7 +165,7 @@ def attention(
             num_warps=1,
         )
     if is_paired:
-        rotate_heads_(out)
+        rotate_heads(out, out)
     return out
 
 
@@ -220,8 +232,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     CODES: tl.constexpr,
     PAIRED: tl.constexpr,
     PAIRS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    QUADS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -278,24 +288,26 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
     nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     table = ints + pages_at + sequence.to(tl.int64) * max_pages
-    # Of two values in a byte the one in its upper half is PAIRS numbers further.
-    v_number = (d % PAIRS if PAIRED else d).to(tl.int64)
-    v_base = values + kv_head.to(tl.int64) * value_head + v_number[None, :] * value_dim
-    if CODES:
-        # A word has four numbers of a key, or four tokens of a value: queries and weights are taken four apart.
-        quad = tl.arange(0, QUADS_PAD)
-        k_ok = quad < (D + 3) // 4
-        k_base = keys + kv_head.to(tl.int64) * key_head + quad.to(tl.int64)[:, None] * key_dim
-        q_0 = rotated_quarter(q_tile, d, quad, 0, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_1 = rotated_quarter(q_tile, d, quad, 1, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_2 = rotated_quarter(q_tile, d, quad, 2, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_3 = rotated_quarter(q_tile, d, quad, 3, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        fours = tl.arange(0, BLOCK_N // 4)
-    else:
-        k_ok, fours, q_0, q_1, q_2, q_3 = dim_ok, n, q_tile, q_tile, q_tile, q_tile
-        k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
+    # A word has four numbers of a key, four tokens of a value, or eight values: PAIRS numbers apart are two of a byte.
+    k_rows: tl.constexpr = D_PAD // 4 if CODES else D_PAD
+    v_step: tl.constexpr = 4 if CODES else 1
+    v_rows: tl.constexpr = BLOCK_N // v_step
+    v_columns: tl.constexpr = D_PAD // 2 if PAIRED else D_PAD
+    range_step: tl.constexpr = 2 if PAIRED else 1
+    k_row, v_column = tl.arange(0, k_rows), tl.arange(0, v_columns)
+    k_ok = k_row < ((D + 3) // 4 if CODES else D)
+    v_ok = v_column < (PAIRS if PAIRED else D)
+    number, number_ok = d, dim_ok
+    if PAIRED:
+        number = d // v_columns * PAIRS + d % v_columns
+        number_ok = (d % v_columns < PAIRS) & (number < D)
+    k_base = keys + kv_head.to(tl.int64) * key_head + k_row.to(tl.int64)[:, None] * key_dim
+    v_base = values + kv_head.to(tl.int64) * value_head + v_column.to(tl.int64)[None, :] * value_dim
     # Without a mask, so that the compiler treats slots of a page as contiguous; the table is padded.
     next_page = tl.load(table + (begin // BLOCK_N * BLOCK_N + n) // PAGE)
+    fours, next_fours, least = v_step * tl.arange(0, v_rows), next_page, total
+    if CODES:
+        next_fours = tl.load(table + (begin // BLOCK_N * BLOCK_N + fours) // PAGE)
     # Tiles begin at multiples of BLOCK_N, so that where the window begins does not move them.
     for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
         at = n + tile * BLOCK_N
@@ -305,18 +317,23 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         next_page = tl.load(table + (at + BLOCK_N) // PAGE)
         # A masked key may be NaN: it affects only its own column of scores, which `visible` masks below.
         page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < last_page)
-        places = page * scale_page + kv_head.to(tl.int64) * scale_head + at % PAGE
         k_tile = tl.load(
             k_base + (page * key_page + (at % PAGE) * key_slot)[None, :],
             mask=k_ok[:, None] & page_ok[None, :],
             other=0,
         )
+        value_scale, value_least = total, total
         if CODES:
-            scores = dot(q_0, byte_of(k_tile, 0).to(COMPUTE), nothing, PRECISION)
-            scores = dot(q_1, byte_of(k_tile, 1).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_2, byte_of(k_tile, 2).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_3, byte_of(k_tile, 3).to(COMPUTE), scores, PRECISION)
-            scores = scores * (tl.load(key_scales + places, mask=page_ok, other=0.0) * scale)[None, :]
+            # All scales are read before the first product, which hides the wait for them.
+            key_places = page * scale_page + kv_head.to(tl.int64) * scale_head + at % PAGE
+            value_places = page * range_page + kv_head.to(tl.int64) * range_head + at % PAGE // range_step
+            value_scale = tl.load(value_scales + value_places, mask=key_ok, other=0)
+            if PAIRED:
+                value_scale = half_of(value_scale, at)
+                value_least = half_of(tl.load(value_minima + value_places, mask=key_ok, other=0), at)
+            key_scale = tl.load(key_scales + key_places, mask=page_ok, other=0.0) * scale
+            scores = dot(q_tile, spread_bytes(k_tile, k_rows, BLOCK_N, COMPUTE), nothing, PRECISION)
+            scores = scores * key_scale[None, :]
         else:
             scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
         if SOFTCAP:
@@ -345,79 +362,40 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
         if CODES:
-            ranges = page * range_page + kv_head.to(tl.int64) * range_head + at % PAGE
-            scaled = weights * tl.load(value_scales + ranges, mask=key_ok, other=0.0).to(tl.float32)[None, :]
-            scaled = tl.where(visible, scaled, 0.0).to(COMPUTE)
+            scaled = tl.where(visible, weights * value_scale[None, :], 0.0).to(COMPUTE)
             if PAIRED:
-                added = weights * tl.load(value_minima + ranges, mask=key_ok, other=0.0).to(tl.float32)[None, :]
-                acc += tl.sum(tl.where(visible, added, 0.0), 1)[:, None]
-            even, odd = tl.split(tl.reshape(scaled, (BLOCK_M, BLOCK_N // 4, 2, 2)))
-            weights_0, weights_2 = tl.split(even)
-            weights_1, weights_3 = tl.split(odd)
-            first = tile * BLOCK_N + 4 * fours
-            own_page = tl.load(table + first // PAGE).to(tl.int64)
+                least = least * fade + tl.sum(tl.where(visible, weights * value_least[None, :], 0.0), 1)
+            first, first_page = tile * BLOCK_N + fours, next_fours.to(tl.int64)
+            next_fours = tl.load(table + (first + BLOCK_N) // PAGE)
             v_tile = tl.load(
-                v_base + (own_page * value_page + (first % PAGE) // 4 * value_slot)[:, None],
-                mask=((first + 3 >= begin) & (first < end))[:, None] & dim_ok[None, :],
+                v_base + (first_page * value_page + (first % PAGE) // 4 * value_slot)[:, None],
+                mask=((first + 3 >= begin) & (first < end))[:, None] & v_ok[None, :],
                 other=0,
             )
             if PAIRED:
-                v_tile = v_tile >> (d // PAIRS * 4)[None, :]
-            acc = dot(weights_0, _code(v_tile, 0, PAIRED).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_1, _code(v_tile, 1, PAIRED).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_2, _code(v_tile, 2, PAIRED).to(COMPUTE), acc, PRECISION)
-            acc = dot(weights_3, _code(v_tile, 3, PAIRED).to(COMPUTE), acc, PRECISION)
+                acc = dot(scaled, spread_nibbles(v_tile, v_rows, v_columns, COMPUTE), acc, PRECISION)
+            else:
+                acc = dot(scaled, spread_bytes(v_tile, v_rows, v_columns, COMPUTE), acc, PRECISION)
         else:
             v_tile = tl.load(
                 v_base + (page * value_page + (at % PAGE) * value_slot)[:, None],
-                mask=key_ok[:, None] & dim_ok[None, :],
+                mask=key_ok[:, None] & v_ok[None, :],
                 other=0.0,
             )
             acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION)
 
+    if PAIRED:
+        acc += least[:, None]
     if slot < 0:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        target = out + row[:, None] * D + d[None, :]
-        tl.store(target, cast(result, out.dtype.element_ty), mask=row_ok[:, None] & dim_ok[None, :])
+        target = out + row[:, None] * D + number[None, :]
+        tl.store(target, cast(result, out.dtype.element_ty), mask=row_ok[:, None] & number_ok[None, :])
     else:
         kv_heads: tl.constexpr = HEADS // GROUP
         place = (slot.to(tl.int64) * kv_heads + kv_head) * BLOCK_M + m
-        tl.store(partial + place[:, None] * D_PAD + d[None, :], acc, mask=row_ok[:, None])
+        tl.store(partial + place[:, None] * D_PAD + number[None, :], acc, mask=row_ok[:, None] & number_ok[None, :])
         tl.store(sums + place * _SUMS, highest, mask=row_ok)
         tl.store(sums + place * _SUMS + 1, total, mask=row_ok)
-
-
-@kernel()
-def rotated_quarter(  # type: ignore[no-untyped-def]
-    q_tile,
-    d,
-    quad,
-    number: tl.constexpr,
-    D: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    QUADS_PAD: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return every fourth number of rotated queries, from `number` on."""
-    column = 4 * quad + number
-    matrix = tl.where((column < D)[None, :], hadamard_matrix(d[:, None], column[None, :], ROTATED), 0.0)
-    nothing = tl.full((BLOCK_M, QUADS_PAD), 0.0, dtype=tl.float32)
-    rotated = dot(q_tile, matrix.to(COMPUTE), nothing, PRECISION) / tl.sqrt(ROTATED * 1.0)
-    return rotated.to(COMPUTE)
-
-
-@kernel()
-def byte_of(words, number: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a signed byte of each word."""
-    return (words << (24 - 8 * number)) >> 24
-
-
-@kernel()
-def _code(words, number: tl.constexpr, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the code in a byte of each word: the byte, or its lower half."""
-    return (words >> (8 * number)) & 15 if PAIRED else byte_of(words, number)
 
 
 @kernel("reduce_at", "starts_at")

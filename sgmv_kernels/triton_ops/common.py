@@ -18,6 +18,8 @@ from torch import Tensor
 from sgmv_kernels.metadata.segments import Int32
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+MOST_REGISTERS = 255
+"""As many as there are. Not told so, ptxas may spill to fit one more block beside (10 to 30 values on sm89)."""
 ALIGNMENT_INTS = 16
 """Sections of a packed buffer begin at multiples of this, so that they are 64-byte aligned."""
 

@@ -70,45 +70,79 @@ def rope_write_codes(
     return q
 
 
-def rotate_heads_(x: Tensor) -> None:
-    """Rotate heads x [T, heads, D] in place; see `kv_format.hadamard`."""
+def rotate_heads(x: Tensor, out: Tensor) -> Tensor:
+    """Write heads x [T, heads, D], rotated, into `out`, which may be x; see `kv_format.hadamard`."""
     count, dim = x.shape[0] * x.shape[1], x.shape[2]
     if count:
         grid = (triton.cdiv(count, ROWS),)
         options = {"DIM": dim, "DIM_PAD": power_of_two(dim), "ROTATED": rotated_block(dim), "BLOCK_T": ROWS}
-        _rotate_heads_kernel[grid](x, count, **options, num_warps=4)
+        _rotate_heads_kernel[grid](x, out, count, **options, num_warps=4)
+    return out
 
 
 @kernel()
-def hadamard_matrix(i, j, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return entries [i, j] of the Hadamard matrices of blocks of ROTATED numbers, 1 or -1, and 0 outside of blocks."""
-    bits = i & j & (ROTATED - 1)
-    bits = bits ^ (bits >> 8)
+def spread_bytes(words, N: tl.constexpr, M: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the four signed bytes of each word [N, M], the lowest first, as numbers [4 N, M]."""
+    low = tl.join(((words << 24) >> 24).to(COMPUTE), ((words << 16) >> 24).to(COMPUTE))
+    high = tl.join(((words << 8) >> 24).to(COMPUTE), (words >> 24).to(COMPUTE))
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), (4 * N, M))
+
+
+@kernel()
+def spread_nibbles(words, N: tl.constexpr, M: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the lower halves of the four bytes of each word [N, M], and behind them the upper: [4 N, 2 M]."""
+    first = tl.join(_nibble(words, 0, COMPUTE), _nibble(words, 8, COMPUTE))
+    third = tl.join(_nibble(words, 16, COMPUTE), _nibble(words, 24, COMPUTE))
+    first_upper = tl.join(_nibble(words, 4, COMPUTE), _nibble(words, 12, COMPUTE))
+    third_upper = tl.join(_nibble(words, 20, COMPUTE), _nibble(words, 28, COMPUTE))
+    bytes_ = tl.join(tl.join(first, third), tl.join(first_upper, third_upper))
+    return tl.reshape(tl.permute(bytes_, (0, 3, 2, 4, 1)), (4 * N, 2 * M))
+
+
+@kernel()
+def _nibble(words, PLACE: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return ((words >> PLACE) & 15).to(COMPUTE)
+
+
+@kernel()
+def half_of(words, at):  # type: ignore[no-untyped-def]
+    """Return of each word, two bf16, the lower one where `at` is even, else the upper, fp32."""
+    return ((words >> (at % 2 * 16)) << 16).to(tl.float32, bitcast=True)
+
+
+@kernel()
+def hadamard_matrix(SIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the matrix [SIDE, SIDE] of Hadamard matrices of BLOCK numbers, 1 or -1, along its diagonal; else 0."""
+    i, j = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+    bits = i & j & (BLOCK - 1)
     bits = bits ^ (bits >> 4)
     bits = bits ^ (bits >> 2)
     bits = bits ^ (bits >> 1)
-    return tl.where(i // ROTATED == j // ROTATED, 1.0 - 2.0 * (bits & 1), 0.0)
+    return tl.where(i // BLOCK == j // BLOCK, 1.0 - 2.0 * (bits & 1), 0.0)
 
 
 @kernel()
-def _rotated_numbers(  # type: ignore[no-untyped-def]
-    x,
-    d,
-    column,
-    DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return some numbers of rotated heads, 0 behind their end."""
-    matrix = tl.where((column < DIM)[None, :], hadamard_matrix(d[:, None], column[None, :], ROTATED), 0.0)
-    nothing = tl.full((BLOCK_T, COLUMNS), 0.0, dtype=tl.float32)
-    return dot(x, matrix, nothing, "tf32x3") / tl.sqrt(ROTATED * 1.0)
+def _rotated(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return heads x [ROWS, WIDTH] fp32 with every block of ROTATED numbers rotated.
+
+    A matrix of all numbers would not fit into registers: first SIDE neighbours are rotated, then what lies SIDE apart.
+    """
+    side: tl.constexpr = 16 if WIDTH <= 256 else 32
+    apart: tl.constexpr = WIDTH // side
+    nothing = tl.full((ROWS * apart, side), 0.0, dtype=tl.float32)
+    near = hadamard_matrix(side, min(side, ROTATED))
+    x = dot(tl.reshape(x, (ROWS * apart, side)), near, nothing, "tf32x3")
+    if side < ROTATED:
+        turned = tl.reshape(tl.permute(tl.reshape(x, (ROWS, apart, side)), (0, 2, 1)), (ROWS * apart, side))
+        turned = dot(turned, hadamard_matrix(side, ROTATED // side), nothing, "tf32x3")
+        x = tl.permute(tl.reshape(turned, (ROWS, side, apart)), (0, 2, 1))
+    return tl.reshape(x, (ROWS, WIDTH)) / tl.sqrt(ROTATED * 1.0)
 
 
 @kernel("count")
 def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
     x,
+    out,
     count,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -118,10 +152,9 @@ def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
     ok = (t < count)[:, None] & (d < DIM)[None, :]
-    place = x + t[:, None] * DIM + d[None, :]
-    heads = tl.load(place, mask=ok, other=0.0).to(tl.float32)
-    rotated = _rotated_numbers(heads, d, d, DIM, ROTATED, BLOCK_T, DIM_PAD)
-    tl.store(place, cast(rotated, x.dtype.element_ty), mask=ok)
+    at = t[:, None] * DIM + d[None, :]
+    heads = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + at, cast(_rotated(heads, BLOCK_T, DIM_PAD, ROTATED), out.dtype.element_ty), mask=ok)
 
 
 @kernel()
@@ -146,10 +179,10 @@ def _least(x, ok):  # type: ignore[no-untyped-def]
 
 @kernel()
 def _nibbles(x, least, factor, ok):  # type: ignore[no-untyped-def]
-    """Return codes of 4 bits, 0 where not `ok`; see `kv_format.round_range`."""
+    """Return codes of 4 bits, fp32, 0 where not `ok`; see `kv_format.round_range`."""
     whole = ((x - least[:, None]) * factor[:, None] + _ROUNDING) - _ROUNDING
     bound = tl.minimum(tl.maximum(whole, 0.0), _NIBBLE_LEVELS * 1.0)
-    return tl.where(ok & (whole == whole), bound, 0.0).to(tl.int32)
+    return tl.where(ok & (whole == whole), bound, 0.0)
 
 
 @kernel("rows", unaligned=("pages", "slots"))
@@ -207,7 +240,7 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
     if head < HEADS:
         tl.store(q + ((t * HEADS + head) * DIM)[:, None] + d[None, :], cast(x, q.dtype.element_ty), mask=ok)
     elif head < HEADS + KV_HEADS:
-        codes, scale = _symmetric(_rotated_numbers(x, d, d, DIM, ROTATED, BLOCK_T, DIM_PAD), ok)
+        codes, scale = _symmetric(_rotated(x, BLOCK_T, DIM_PAD, ROTATED), ok)
         own = page * key_page + (head - HEADS) * key_head + slot * 4
         tl.store(keys + own[:, None] + ((d // 4) * key_quad + d % 4)[None, :], codes, mask=ok)
         tl.store(key_scales + page * scale_page + (head - HEADS) * scale_head + slot, scale, mask=t < rows)
@@ -216,19 +249,20 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
         own = page * value_page + own_head * value_head + slot // 4 * value_quad + slot % 4
         place = page * range_page + own_head * range_head + slot
         if PAIRED:
-            pair = tl.arange(0, PAIRS_PAD)
-            lower = _rotated_numbers(x, d, pair, DIM, ROTATED, BLOCK_T, PAIRS_PAD)
-            upper = _rotated_numbers(x, d, pair + PAIRS, DIM, ROTATED, BLOCK_T, PAIRS_PAD)
-            lower_ok, upper_ok = (pair < min(PAIRS, DIM))[None, :], ((pair < PAIRS) & (pair + PAIRS < DIM))[None, :]
-            least = tl.minimum(_least(lower, lower_ok), _least(upper, upper_ok))
-            most = -tl.minimum(_least(-lower, lower_ok), _least(-upper, upper_ok))
-            minimum = cast(least, tl.bfloat16)
-            least = minimum.to(tl.float32)
+            is_finite, in_head = tl.sum(tl.where(ok, tl.abs(x), 0.0), 1) < float("inf"), (d < DIM)[None, :]
+            x = tl.where(is_finite[:, None], _rotated(x, BLOCK_T, DIM_PAD, ROTATED), 0.0)
+            minimum = cast(_least(x, in_head), tl.bfloat16)
+            least, most = minimum.to(tl.float32), -_least(-x, in_head)
             unit = cast((most - least) * (1 / _NIBBLE_LEVELS), tl.bfloat16).to(tl.float32)
-            is_finite, is_some = tl.sum(tl.where(ok, tl.abs(x), 0.0), 1) < float("inf"), unit > _LEAST
-            factor = tl.where(is_finite & is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
+            is_some = unit > _LEAST
+            factor = tl.where(is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
             unit = tl.where(is_finite, tl.where(is_some, unit, 0.0), float("nan"))
-            bytes_ = _nibbles(lower, least, factor, lower_ok) + 16 * _nibbles(upper, least, factor, upper_ok)
+            # The two codes of a byte are far apart in a head: a product brings them together.
+            pair = tl.arange(0, PAIRS_PAD)
+            lower, upper = d[:, None] == pair[None, :], (d[:, None] == pair[None, :] + PAIRS) & (pair < PAIRS)[None, :]
+            weights = tl.where(lower & (pair < PAIRS)[None, :], 1.0, tl.where(upper, 16.0, 0.0)).to(tl.bfloat16)
+            nothing = tl.full((BLOCK_T, PAIRS_PAD), 0.0, dtype=tl.float32)
+            bytes_ = dot(_nibbles(x, least, factor, ok).to(tl.bfloat16), weights, nothing, "ieee").to(tl.int32)
             target = values + own[:, None] + (4 * pair)[None, :]
             tl.store(target, bytes_.to(tl.uint8), mask=(t < rows)[:, None] & (pair < PAIRS)[None, :])
             tl.store(value_scales + place, cast(unit, tl.bfloat16), mask=t < rows)

@@ -16,7 +16,7 @@ warp, Marlin (Frantar et al. 2024).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from torch import Tensor
 from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, device_name, linear_config
-from sgmv_kernels.triton_ops.common import INTERPRETED, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.common import INTERPRETED, MOST_REGISTERS, cast, dot, kernel, product_dtype
 from sgmv_kernels.triton_ops.weight_packing import (
     MINIMA,
+    MOST_TILE,
     RUN,
     SCALES,
     STEPS,
@@ -55,8 +56,6 @@ _RUN = tl.constexpr(RUN)
 _ELEVENTH = tl.constexpr(187)
 """v // 11 is v * 187 >> 11, for every v of seven bits."""
 ADD_BLOCK = 1024
-MOST_REGISTERS = 255
-"""As many as there are. Not told so, ptxas may spill to fit one more block beside (10 to 30 values on sm89)."""
 UNPACK_ROWS, UNPACK_CODES = 16, 128
 """What a program dequantizes, except q3h, which takes a run at a time."""
 BLAS_BYTES = 256 << 20
@@ -142,7 +141,11 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     name, bits = device_name(x.device), BITS[packed.levels]
     if len(x) > dequantize_above(name, bits):
         return through_blas(x, packed)
-    return through_tiles(x, packed, linear_config(name, bits, packed.group, len(x), packed.out_features))
+    config = linear_config(name, bits, packed.group, len(x), packed.out_features)
+    if packed.table is not None and packed.tile == MOST_TILE:
+        # The entries that codes choose take registers, too: of as many outputs they would spill.
+        config = replace(config, block_n=config.block_n // 2)
+    return through_tiles(x, packed, config)
 
 
 def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:

@@ -16,16 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan, PageMasses
-from sgmv_kernels.formats.kv_format import KEY_SCALES, CodesKV, rotated_block
+from sgmv_kernels.formats.kv_format import KEY_SCALES, CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops import attention
-from sgmv_kernels.triton_ops.attention import CODES_N, SUMS, byte_of, rotated_quarter, shape_for
+from sgmv_kernels.triton_ops.attention import SUMS, shape_for
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, AttentionTables, split_of
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.common import as_bound, dot, host_ints, kernel, power_of_two, product_dtype, softened
-from sgmv_kernels.triton_ops.kv_codes import words_of
+from sgmv_kernels.triton_ops.kv_codes import rotate_heads, spread_bytes, words_of
 
 ITEM_INTS = 7
+LEAST_N = 64
+"""Fewest keys of a tile, which has whole pages."""
 _ITEM, _SUMS = tl.constexpr(ITEM_INTS), tl.constexpr(SUMS)
 
 
@@ -54,7 +56,9 @@ def add_page_mass_(
     parts: ObservedParts = masses.prepared[heads]
     is_coded = isinstance(kv.format, CodesKV)
     compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
-    keys = words_of(kv.keys) if is_coded else kv.keys
+    keys = kv.keys
+    if is_coded:
+        q, keys = rotate_heads(q, torch.empty_like(q)), words_of(keys)
     # Pages of floats have no scales: any address serves.
     key_scales = kv.parts.get(KEY_SCALES, keys)
     for is_first in (True, False):
@@ -81,10 +85,8 @@ def add_page_mass_(
             PAGE=kv.page_size,
             SOFTCAP=softcap is not None,
             CODES=is_coded,
-            ROTATED=rotated_block(dim),
-            QUADS_PAD=power_of_two(-(-dim // 4)),
             BLOCK_M=power_of_two(group),
-            BLOCK_N=max(config.decode_n, CODES_N),
+            BLOCK_N=max(config.decode_n, LEAST_N),
             PARTS=MAX_SPLITS,
             COMPUTE=compute,
             PRECISION=precision,
@@ -143,8 +145,6 @@ def _page_mass_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CODES: tl.constexpr,
-    ROTATED: tl.constexpr,
-    QUADS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
@@ -161,17 +161,10 @@ def _page_mass_kernel(  # type: ignore[no-untyped-def]
     head, row_ok, dim_ok = kv_head * GROUP + m, m < GROUP, d < D
     own = q + (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
     q_tile = tl.load(own, mask=row_ok[:, None] & dim_ok[None, :], other=0.0).to(COMPUTE)
-    if CODES:
-        quad = tl.arange(0, QUADS_PAD)
-        k_ok = quad < (D + 3) // 4
-        k_base = keys + kv_head.to(tl.int64) * key_head + quad.to(tl.int64)[:, None] * key_dim
-        q_0 = rotated_quarter(q_tile, d, quad, 0, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_1 = rotated_quarter(q_tile, d, quad, 1, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_2 = rotated_quarter(q_tile, d, quad, 2, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-        q_3 = rotated_quarter(q_tile, d, quad, 3, D, ROTATED, BLOCK_M, QUADS_PAD, COMPUTE, PRECISION)
-    else:
-        k_ok, q_0, q_1, q_2, q_3 = dim_ok, q_tile, q_tile, q_tile, q_tile
-        k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
+    k_rows: tl.constexpr = D_PAD // 4 if CODES else D_PAD
+    k_row = tl.arange(0, k_rows)
+    k_ok = k_row < ((D + 3) // 4 if CODES else D)
+    k_base = keys + kv_head.to(tl.int64) * key_head + k_row.to(tl.int64)[:, None] * key_dim
     highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
     if not FIRST:
@@ -201,10 +194,7 @@ def _page_mass_kernel(  # type: ignore[no-untyped-def]
             other=0,
         )
         if CODES:
-            scores = dot(q_0, byte_of(k_tile, 0).to(COMPUTE), nothing, PRECISION)
-            scores = dot(q_1, byte_of(k_tile, 1).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_2, byte_of(k_tile, 2).to(COMPUTE), scores, PRECISION)
-            scores = dot(q_3, byte_of(k_tile, 3).to(COMPUTE), scores, PRECISION)
+            scores = dot(q_tile, spread_bytes(k_tile, k_rows, BLOCK_N, COMPUTE), nothing, PRECISION)
             scores = scores * (tl.load(key_scales + places, mask=page_ok, other=0.0) * scale)[None, :]
         else:
             scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale

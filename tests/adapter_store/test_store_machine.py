@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from following import NearOrigin, catch_up, shown
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_scenarios import BASE, CONFIG, REFUSED, blobs, digest_of, weights
@@ -272,3 +273,48 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class FollowedMachine(StoreMachine):
+    """The store's own machine, with a follower that sees pages late, twice and cut off between two."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, str]] = {}
+        super().__init__()
+        self.origin = NearOrigin(lambda: self.store)
+        self.follow_from_disk()
+
+    def follow_from_disk(self) -> None:
+        self.follower = AdapterStore(self.folder / "follower", BASE, origin=self.origin)
+
+    def teardown(self) -> None:
+        self.follower.close()
+        super().teardown()
+
+    @rule(limit=st.integers(1, 3), times=st.integers(1, 2))
+    def take_a_page(self, limit: int, times: int) -> None:
+        page = self.store.feed.changes(self.follower.feed.position(), limit)
+        for _ in range(times):
+            self.follower.follow(page)
+
+    @rule()
+    def follow_to_the_end(self) -> None:
+        catch_up(self.follower, self.store, 1)
+        assert self.follower.feed.revision == self.store.feed.revision
+        assert shown(self.follower) == shown(self.store)
+
+    @rule()
+    def reopen_follower(self) -> None:
+        self.follower.close()
+        self.follow_from_disk()
+
+    @invariant()
+    def shows_a_state_that_the_owner_had(self) -> None:
+        names = {name: record.etag for name, record in self.store.records().items()}
+        assert self.states.setdefault(self.store.feed.revision, names) == names, "a change without a revision"
+        if (revision := self.follower.feed.revision) >= 0:
+            assert {n: r.etag for n, r in self.follower.records().items()} == self.states[revision]
+
+
+TestFollowed = FollowedMachine.TestCase
+TestFollowed.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

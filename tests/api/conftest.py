@@ -58,7 +58,7 @@ class Server:
     def __init__(self, port: int) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx2.Client(base_url=self.url, trust_env=False, timeout=20)
+        self.http = httpx2.Client(base_url=self.url, trust_env=False, timeout=120)
 
     def chat(self, content: str = "hi", **fields: Any) -> httpx2.Response:
         body = {"model": BASE, "messages": [{"role": "user", "content": content}], **fields}

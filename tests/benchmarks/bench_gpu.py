@@ -46,18 +46,23 @@ DECODES = ((2, 40),) if DRY_RUN else ((1, 512), (32, 512), (128, 512), (1, 8192)
 PROMPTS = (70,) if DRY_RUN else (512, 4096)
 
 
-def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.device):
+def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.device, kv_format: str = "bfloat16"):
     """Return q, pages in random order, and page tables."""
     counts = [-(-n // PAGE) for n in kv_lens]
     order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
-    slab = torch.randn(sum(counts) * 2 * KV_HEADS * PAGE * DIM, device=device, dtype=torch.bfloat16)
+    page_bytes = KV_FORMATS[kv_format].page_bytes(KV_HEADS, DIM, PAGE)
+    slab = torch.zeros(sum(counts) * page_bytes, device=device, dtype=torch.uint8)
+    kv = KvPages(slab, KV_FORMATS[kv_format], KV_HEADS, PAGE, DIM)
+    for page in torch.arange(sum(counts), device=device).split(64):
+        keys, values = torch.randn(2, len(page) * PAGE, KV_HEADS, DIM, device=device)
+        kv.write(page.repeat_interleave(PAGE), torch.arange(PAGE, device=device).repeat(len(page)), keys, values)
     tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
     start = 0
     for row, n in zip(tables, counts, strict=True):
         row[:n] = order[start : start + n]
         start += n
     q = torch.randn(sum(query_lens), HEADS, DIM, device=device, dtype=torch.bfloat16)
-    return q, KvPages(slab.view(torch.uint8), KV_FORMATS["bfloat16"], KV_HEADS, PAGE, DIM), tables
+    return q, kv, tables
 
 
 def time_sgmv(ops: Ops, device: torch.device, bandwidth: float) -> None:
@@ -82,21 +87,24 @@ def time_sgmv(ops: Ops, device: torch.device, bandwidth: float) -> None:
 
 def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:
     plain = Ops(device, "torch")
-    for query_lens, kv_lens in [([1] * b, [n] * b) for b, n in DECODES] + [([n], [n]) for n in PROMPTS]:
-        layers = max(2, min(32, -(-(128 << 20) // (sum(kv_lens) * 2 * KV_HEADS * DIM * 2))))
-        made = [attention_case(query_lens, kv_lens, device) for _ in range(2 if DRY_RUN else layers)]
+    decodes = [([1] * b, [n] * b) for b, n in DECODES]
+    shapes = [("bfloat16", *lens) for lens in [*decodes, *(([n], [n]) for n in PROMPTS)]]
+    for kv_format, query_lens, kv_lens in shapes + [(name, *lens) for name in ("int8", "k8v4") for lens in decodes]:
+        token_bytes = KV_FORMATS[kv_format].page_bytes(KV_HEADS, DIM, PAGE) // PAGE
+        layers = max(2, min(32, -(-(128 << 20) // (sum(kv_lens) * token_bytes))))
+        made = [attention_case(query_lens, kv_lens, device, kv_format) for _ in range(2 if DRY_RUN else layers)]
 
         def us(on: Ops, timer: Callable[..., float], made=made, lens=(query_lens, kv_lens)) -> float:
             plan = on.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
             return timer([partial(on.paged_attention, q, kv, plan, DIM**-0.5) for q, kv, _ in made])
 
         took, torch_us = us(ops, graph_us), us(plain, eager_us)
-        moved = 2 * (sum(kv_lens) * 2 * KV_HEADS + sum(query_lens) * 2 * HEADS) * DIM
+        moved = sum(kv_lens) * token_bytes + 2 * sum(query_lens) * 2 * HEADS * DIM
         flops = 4 * HEADS * DIM * sum(q * (n - (q - 1) / 2) for q, n in zip(query_lens, kv_lens, strict=True))
         floor = moved / bandwidth * 1e6
         shape = {"sequences": len(query_lens), "queries": query_lens[0], "keys": kv_lens[0]}
         work = {"us": took, "floor_us": floor, "of_copy": floor / took, "tflop_s": flops / took * 1e-6}
-        emit("attention", **shape, **work, torch_us=torch_us)
+        emit("attention", pages=kv_format, **shape, **work, torch_us=torch_us)
 
 
 def tinygemm_us(case: LinearCase, rows: int) -> float | str:

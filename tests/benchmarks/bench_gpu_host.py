@@ -2,31 +2,36 @@
 
     python tests/benchmarks/bench_gpu_host.py [--contexts 200,700] [--steps 60]
 
-A whole engine of Llama-3-8B's shape: scheduler, tables of the step, replay, greedy sampling, book-keeping. Its device
-is torch's meta device, whose copies do nothing, and a replay is one call that does nothing; logits are few and on the
-host. `device calls` counts what torch would be asked to do on the device besides the replay. Times are this thread's
-own, in milliseconds: medians of steps and of their parts.
+A whole engine of Llama-3-8B's shape: scheduler, tables of the step, replay, greedy sampling, book-keeping, with the
+drafters of a default server or without. Its device is torch's meta device, whose copies do nothing, and a replay is one
+call that does nothing; logits are few, random and on the host, so that hardly anything can be drafted. `device calls`
+counts what torch would be asked to do on the device besides the replay. `eager` steps have no graph: every kernel is
+launched from Python, here up to Triton's own launcher, whose time comes on top; `launches` counts them. Times are this
+thread's own, in milliseconds: medians of steps and of their parts.
 """
 
 import gc
+import itertools
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from harness import arguments, machine_line, row, table
-from gpu_cases import SITES  # noqa: F401 - sets the path
+from gpu_step import random_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
 
 from adapter_store.spec import AdapterKey
-from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.config import MemoryOptions, SchedulerOptions, SpeculationOptions
 from lorasrv.engine.core import EngineCore, EngineParts
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.lora_sites import site_dims
@@ -36,6 +41,8 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.speculation.drafters import make_drafters
+from lorasrv.speculation.speculator import Speculator
 from lorasrv.worker.adapter_loader import Done, LoaderReport
 from lorasrv.worker.cuda_graphs import GraphedSteps, buckets
 from lorasrv.worker.decoder import DecoderLimits
@@ -78,13 +85,14 @@ class AtOnce:
 
 
 class Replay:
-    """A graph that computes nothing."""
+    """A graph that computes nothing: its logits are random."""
 
     def __init__(self, seats: int) -> None:
+        self._outputs = itertools.cycle(torch.rand(97, seats, VOCAB))
         self.output = torch.rand(seats, VOCAB)
 
     def replay(self) -> None:
-        pass
+        self.output.copy_(next(self._outputs))
 
 
 class DeviceCalls(TorchDispatchMode):
@@ -99,8 +107,20 @@ class DeviceCalls(TorchDispatchMode):
         return made
 
 
-def engine_of(rows: int, adapters: int, context: int, steps: int) -> EngineCore:
-    """Return an engine in which so many answers run."""
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Count the launches of each Triton kernel instead of running them."""
+    counts = Counter[str]()
+
+    def launch(executor: Any, *args: Any, **options: Any) -> None:
+        counts[executor.fn.__name__] += 1
+
+    with patch.object(GridExecutor, "__call__", launch):
+        yield counts
+
+
+def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "graph") -> EngineCore:
+    """Return an engine in which so many answers run; `mode` is one of `MODES`."""
     ops, kv_format = Ops(META, "triton"), KV_FORMATS["bfloat16"]
     page_bytes = kv_format.page_bytes(SPEC.num_kv_heads, SPEC.head_dim, PAGE)
     pages = 2 * (rows * -(-(context + steps) // PAGE) + adapters * LAYOUT.num_pages(page_bytes))
@@ -108,13 +128,25 @@ def engine_of(rows: int, adapters: int, context: int, steps: int) -> EngineCore:
     limits = DecoderLimits(MAX_LEN, 2048, rows, BF16, BF16)
     empty = torch.empty(0, SPEC.hidden_size, device=META)
     weights = ModelWeights(SPEC, FloatEmbedding(empty), (), empty[0:0], FloatLinear(empty, None), "none")
+    if mode == "eager":
+        weights = random_weights(SPEC, ops, "int4", BF16)
     runner = ModelRunner(weights, memory, limits, ops)
-    replay = Replay(buckets(rows)[-1])
-    runner._decoder.forward = lambda batch: replay.output  # type: ignore[method-assign]
-    runner._graphs = GraphedSteps(runner._decoder.forward, SPEC, memory, limits, lambda compute: replay)
+    replay, compute = Replay(buckets(rows)[-1]), runner._decoder.forward
+
+    def forward(batch: Any) -> torch.Tensor:
+        if mode == "eager":
+            compute(batch)
+            replay.replay()
+        return replay.output
+
+    runner._decoder.forward = forward  # type: ignore[method-assign]
+    if mode != "eager":
+        runner._graphs = GraphedSteps(runner._decoder.forward, SPEC, memory, limits, lambda compute: replay)
     geometry = PoolLayout(pages, PAGE, page_bytes, SPEC.num_layers)
     books = MemoryManager.make(geometry, MemoryOptions(), "recompute", lambda key: False)
-    scheduler = Scheduler(SchedulerOptions(rows, 2048, target_itl_ms=None), books, frozenset())
+    drafters = [] if mode == "graph, off" else make_drafters(SpeculationOptions())
+    options, speculator = SchedulerOptions(rows, 2048, target_itl_ms=None), Speculator(drafters, VOCAB)
+    scheduler = Scheduler(options, books, frozenset(), speculator=speculator)
     parts = EngineParts(books, scheduler, InProcessExecutor(runner), None, MAX_LEN, VOCAB, 0, 0)
     engine = EngineCore(parts, AtOnce())
     for number in range(rows):
@@ -134,11 +166,27 @@ def engine_of(rows: int, adapters: int, context: int, steps: int) -> EngineCore:
     return engine
 
 
-def measure(rows: int, adapters: int, context: int, steps: int) -> list[object]:
-    """Return the cells of one row of the table."""
-    engine = engine_of(rows, adapters, context, steps)
+def warmed(rows: int, adapters: int, context: int, steps: int, mode: str = "graph") -> EngineCore:
+    """Return an engine whose answers have begun."""
+    engine = engine_of(rows, adapters, context, steps, mode)
     while any(request.num_generated_tokens < 3 for request in engine._scheduler.requests()):
         engine.step()
+    return engine
+
+
+def measure(rows: int, adapters: int, context: int, steps: int, mode: str) -> list[object]:
+    """Return the cells of one row of the table."""
+    with launches() as launched:
+        engine = warmed(rows, adapters, context, steps, mode)
+        times = timed(engine, rows, steps)
+        launched.clear()
+        with DeviceCalls() as calls:
+            engine.step()
+        return [f"{rows}/{adapters}", mode, context, *times, calls.count, launched.total()]
+
+
+def timed(engine: EngineCore, rows: int, steps: int) -> list[float]:
+    """Return the medians of steps and their parts, ms."""
     spent = []
     with thread_times():
         for _ in range(steps):
@@ -148,13 +196,12 @@ def measure(rows: int, adapters: int, context: int, steps: int) -> list[object]:
             assert len(outputs) == rows
             after = engine.profile.seconds()
             spent.append([whole, *(after.get(part, 0.0) - before.get(part, 0.0) for part in PARTS)])
-    with DeviceCalls() as calls:
-        engine.step()
-    medians = [1e3 * statistics.median(seconds) for seconds in zip(*spent, strict=True)]
-    return [f"{rows}/{adapters}", context, *medians, calls.count]
+    return [1e3 * statistics.median(seconds) for seconds in zip(*spent, strict=True)]
 
 
 PARTS = ("scheduling", "pages", "batch", "sampling")
+MODES = ("graph", "graph, off", "eager")
+"""Replayed, or launched kernel by kernel, and `off` without drafters."""
 
 
 @contextmanager
@@ -172,10 +219,10 @@ def main() -> None:
     a = arguments(__doc__, contexts=((200, 700, 3000), "tokens of each sequence"), steps=(60, "measured"))
     torch.set_num_threads(1)
     print(machine_line(), flush=True)
-    table(("rows/adapters", "context", "ms a step", *PARTS, "device calls"))
+    table(("rows/adapters", "steps", "context", "ms a step", *PARTS, "device calls", "launches"))
     for rows, adapters in work:
-        for context in a.contexts:
-            row(*measure(rows, adapters, context, a.steps))
+        for context, mode in itertools.product(a.contexts, MODES):
+            row(*measure(rows, adapters, context, a.steps, mode))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/bench_placement.py                          # 16 machines, some minutes a policy
     python tests/benchmarks/bench_placement.py --placements bounded,least --laws flash --routers 4
+    python tests/benchmarks/bench_placement.py --machines 100 --seconds 10 --placements bounded,least
 
 The machines are invented: steps that cost about what an 8B model's do on a GPU, adapters of 42 MB of which a disk gives
 0.5 GB a second, a pool of 16 GB and a host cache of 32 GB. Nothing here was measured on one: compare rows, and take no
@@ -14,9 +15,10 @@ from harness import arguments, machine_line, row, table
 
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.memory.memory_manager import PoolLayout
+from lorasrv.offline.cluster.options import ClusterOptions
+from lorasrv.offline.cluster.report import cluster_stats
+from lorasrv.offline.cluster.sim_cluster import replay_on
 from lorasrv.offline.planner.adapter_sizes import layout_of_bytes
-from lorasrv.offline.planner.cluster import ClusterOptions, replay_on
-from lorasrv.offline.planner.cluster_report import cluster_stats
 from lorasrv.offline.planner.laws import LAWS, TrafficLaw
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_replica import SimServer
@@ -53,21 +55,24 @@ def main() -> None:
         laws=((*LAWS,), "laws of arrival"),
         machines=(16, "machines"),
         rate=(15.0, "requests a second for each machine"),
-        seconds=(40.0, "length of the traffic"),
+        seconds=(20.0, "length of the traffic"),
+        answer=(64.0, "mean tokens of an answer"),
         adapters=(100_000, "adapters"),
         zipf=(1.0, "exponent of their popularity"),
         routers=(1, "routers that do not know each other"),
         report_s=(0.25, "seconds between two reports of a machine"),
         pool=(16.0, "GB of the pool"),
         host=(32.0, "GB of the host cache"),
+        storage=(0.0, "GB/s of one storage that all share; 0: each has a disk of its own"),
         seed=(0, "seed"),
     )
     print(machine_line(), flush=True)
     table(("law", "placement", "TTFT p50 ms", "p95", "p99", "loads", "within", "busiest/mean", "tok/s", "s"))
     for law in a.laws:
-        traffic = TrafficLaw(law, a.rate * a.machines, a.seconds, a.adapters, a.zipf, 405, 137, 0.8, a.seed)
+        traffic = TrafficLaw(law, a.rate * a.machines, a.seconds, a.adapters, a.zipf, 405, a.answer, 0.8, a.seed)
         for name in a.placements:
-            options = ClusterOptions(a.machines, name, a.routers, a.report_s, seed=a.seed)
+            storage = 1e9 * a.storage or None
+            options = ClusterOptions(a.machines, name, a.routers, a.report_s, (), a.seed, storage)
             begun = time.perf_counter()
             done = cluster_stats(name, replay_on(server(a.pool, a.host), traffic.trace(), options), BOUNDS_MS)
             times = (f"{ms:,.0f}" for ms in (done.ttft_p50_ms, done.ttft_p95_ms, done.ttft_p99_ms))

@@ -1,11 +1,14 @@
 """Measure what drafts are worth to users: the same requests to a server with `--speculation auto` and one without.
 
-    python tests/benchmarks/bench_speculation.py [--cases copy,json,personas] [--rounds 3]
+    python tests/benchmarks/bench_speculation.py [--cases copy,json,personas] [--states cold,warm] [--rounds 3]
         [--auto "--draft-layers 15"] [--heads FOLDER]
 
 Both servers run all the time and are asked by turns, over HTTP. Every answer must be the same from both; a speed-up is
-the median of the rounds, by the time that all requests of a round take. Before it is measured a persona has answered
-the questions of `heldout.jsonl`; it is measured on those of `fresh.jsonl`, which it has not seen.
+the median of the rounds, by the time that all requests of a round take. Each round has a cache salt of its own, so that
+nothing is remembered when it begins: its requests are *cold*. Then come its *warm* ones: the same kind under the same
+salt. A persona is warm when it has answered the questions of `heldout.jsonl`; it is always asked those of
+`fresh.jsonl`, each once. What drafts are worth, and what they cost, is learned in the first rounds: see their figures.
+The last table compares the chances that the server expected of its drafts with what it found.
 """
 
 import json
@@ -13,13 +16,16 @@ import shlex
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from harness import ROOT, arguments, lorasrv_server, row, table
+from prometheus_client.parser import text_string_to_metric_families
 
 BOTS = ROOT / "examples" / "persona_bots"
 PERSONAS = ("wrench", "blackbeard", "basho")
@@ -46,6 +52,9 @@ SCHEMA = {
     "required": ["first_name", "family_name", "profession", "age_in_years", "is_married"],
     "additionalProperties": False,
 }
+STATES = ("cold", "warm")
+WARMED = "warmed"
+"""Salt under which personas have answered before."""
 Request = dict[str, Any]
 
 
@@ -67,6 +76,11 @@ def copies(base: str, number: int) -> list[Request]:
     return [chat(f"Repeat this text word for word ({number}):\n{text}", base) for text in TEXTS]
 
 
+def long_copy(base: str, number: int) -> list[Request]:
+    text = "\n".join(TEXTS)
+    return [chat(f"Repeat this text word for word ({number}):\n{text}", base, max_tokens=260)]
+
+
 def predicted(base: str, number: int) -> list[Request]:
     changed = [text.replace("every", "each") for text in TEXTS]
     return [
@@ -83,7 +97,7 @@ def objects(base: str, number: int) -> list[Request]:
 
 def of_persona(persona: str, half: int) -> Callable[[str, int], list[Request]]:
     """Questions of one half; a question of another case would be known by its answer."""
-    return lambda base, number: [chat(text, persona) for text in questions("fresh")[half::2][number::3]]
+    return lambda base, number: [chat(text, persona) for text in questions("fresh")[half::2][number // 2 :: 3]]
 
 
 def mixed(streams: int) -> Callable[[str, int], list[Request]]:
@@ -103,6 +117,7 @@ def plain(base: str, number: int) -> list[Request]:
 
 Case = tuple[str, str, int, Callable[[str, int], list[Request]]]
 CASES: list[Case] = [
+    ("copy", "rewrites of a text of 210 tokens", 1, long_copy),
     ("copy", "rewrites of a text of some 75 tokens", 1, copies),
     ("copy", "the same with `prediction`, nearly right", 1, predicted),
     ("json", "JSON by a schema", 1, objects),
@@ -131,30 +146,77 @@ def texts_of(answers: list[Any]) -> list[str]:
     return [answer["choices"][0]["message"]["content"] for answer in answers]
 
 
-def measure(case: Case, base: str, servers: dict[str, httpx2.Client], rounds: int) -> tuple[list[float], float, float]:
-    """Return the speed-up of each round, and tokens a step and the accepted share of drafts."""
-    _, _, streams, requests = case
-    ratios, steps, tokens, drafted, accepted = [], 0, 0, 0, 0
+def under(salt: str, requests: list[Request]) -> list[Request]:
+    """The requests under a salt, remembered unless they say something else."""
+    return [{"speculation": {"remember": True}} | body | {"cache_salt": salt} for body in requests]
+
+
+@dataclass
+class Found:
+    """What one state of a case has shown."""
+
+    ratios: list[float] = field(default_factory=list)
+    tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def take(self, seconds: dict[str, float], answers: list[Any]) -> None:
+        self.ratios.append(seconds["off"] / seconds["auto"])
+        for answer in answers:
+            self.tokens += answer["usage"]["completion_tokens"]
+            told = answer["usage"]["lorasrv"]["speculation"]
+            self.counts.update({name: told[name] for name in ("steps", "drafted", "accepted")})
+
+    def show(self, case: Case, state: str) -> None:
+        shown = ", ".join(f"{ratio:.2f}" for ratio in self.ratios)
+        share = self.counts["accepted"] / max(1, self.counts["drafted"])
+        speed = statistics.median(self.ratios)
+        row(case[1], case[2], state, speed, shown, self.tokens / self.counts["steps"], f"{share:.0%}")
+
+
+def measure(case: Case, base: str, servers: dict[str, httpx2.Client], rounds: int, states: Sequence[str]) -> None:
+    """Measure a case and print a row for each state."""
+    kind, title, streams, requests = case
+    found = {state: Found() for state in states}
     for number in range(rounds):
-        seconds, said = {}, {}
-        for name in list(servers)[:: 1 if number % 2 else -1]:
-            seconds[name], answers = ask_all(servers[name], requests(base, number), streams)
-            said[name] = texts_of(answers)
-            if name == "auto":
-                figures = [answer["usage"]["lorasrv"]["speculation"] for answer in answers]
-                steps += sum(figure["steps"] for figure in figures)
-                drafted += sum(figure["drafted"] for figure in figures)
-                accepted += sum(figure["accepted"] for figure in figures)
-                tokens += sum(answer["usage"]["completion_tokens"] for answer in answers)
-        assert said["auto"] == said["off"], "an answer depends on drafts"
-        ratios.append(seconds["off"] / seconds["auto"])
-    return ratios, tokens / steps, accepted / max(1, drafted)
+        for place, state in enumerate(STATES):
+            salt = WARMED if (kind, state) == ("personas", "warm") else f"{title}, {streams}, {number}"
+            bodies, seconds, said = under(salt, requests(base, 2 * number + place)), {}, {}
+            for name in list(servers)[:: 1 if number % 2 else -1]:
+                seconds[name], said[name] = ask_all(servers[name], bodies, streams)
+            assert texts_of(said["auto"]) == texts_of(said["off"]), "an answer depends on drafts"
+            if state in states:
+                found[state].take(seconds, said["auto"])
+    for state in states:
+        found[state].show(case, state)
+
+
+def calibration(page: str) -> None:
+    """Print what a server expected of its drafts and what it found, by chance and by depth."""
+    counts = {metric.name: metric for metric in text_string_to_metric_families(page) if "draft_tokens" in metric.name}
+
+    def totals(name: str, label: str) -> Counter[str]:
+        found = Counter[str]()
+        for sample in counts[f"lorasrv_{name}"].samples:
+            found[sample.labels[label]] += sample.value  # type: ignore[assignment]
+        return found
+
+    kinds = ("draft_tokens_by_chance", "expected_draft_tokens_by_chance", "accepted_draft_tokens_by_chance")
+    drafted, expected, right = (totals(name, "chance") for name in kinds)
+    table(("chance from", "draft tokens", "expected", "found"))
+    for chance, count in sorted(drafted.items()):
+        row(chance, int(count), expected[chance] / count, right[chance] / count)
+    drafted, right = (totals(name, "depth") for name in ("draft_tokens", "accepted_draft_tokens"))
+    table(
+        ("depth", *sorted(drafted, key=int)),
+        [("right", *(f"{right[d] / drafted[d]:.0%}" for d in sorted(drafted, key=int)))],
+    )
 
 
 def main() -> None:
     a = arguments(
         __doc__,
         cases=(("copy", "json", "personas", "mixed", "chat"), "kinds of requests"),
+        states=(STATES, "what is known of the requests"),
         rounds=(3, "rounds of each case"),
         both=("", "options of both servers, as one text"),
         auto=("", "further options of the server with drafts"),
@@ -171,15 +233,15 @@ def main() -> None:
         httpx2.Client(base_url=auto.url, timeout=600, trust_env=False) as to_auto,
     ):
         servers, base = {"off": to_off, "auto": to_auto}, off.base_name
-        if {"personas", "mixed"} & set(a.cases):
+        if "personas" in a.cases and "warm" in a.states:
+            known = [chat(text, persona) for persona in PERSONAS for text in questions("heldout")]
             for client in servers.values():
-                ask_all(client, [chat(text, persona) for persona in PERSONAS for text in questions("heldout")], 4)
-        table(("requests", "streams", "speed-up", "of each round", "tokens a step", "drafts accepted"))
+                ask_all(client, under(WARMED, known), 4)
+        table(("requests", "streams", "state", "speed-up", "of each round", "tokens a step", "drafts accepted"))
         for case in CASES:
             if case[0] in a.cases:
-                ratios, per_step, share = measure(case, base, servers, a.rounds)
-                shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-                row(case[1], case[2], statistics.median(ratios), shown, per_step, f"{share:.0%}")
+                measure(case, base, servers, a.rounds, a.states)
+        calibration(to_auto.get("/metrics").raise_for_status().text)
 
 
 if __name__ == "__main__":

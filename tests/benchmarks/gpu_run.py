@@ -43,6 +43,11 @@ OPS_TESTS = (
     "tests/sgmv_kernels/test_sgmv.py",
     "tests/sgmv_kernels/triton_ops/test_sgmv.py",
     "tests/sgmv_kernels/triton_ops/test_linear.py",
+    "tests/sgmv_kernels/test_affine.py",
+    "tests/sgmv_kernels/test_copy_slots.py",
+    "tests/sgmv_kernels/test_kv_codes.py",
+    "tests/sgmv_kernels/test_page_mass.py",
+    "tests/sgmv_kernels/test_tree_attention.py",
 )
 WORKER_TESTS = (
     "tests/lorasrv/worker/test_device_pool.py",
@@ -74,15 +79,15 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
     memcheck = () if dry or not Path(sanitizer).exists() else (sanitizer, "--tool", "memcheck", "--error-exitcode", "9")
     return (
         script("env", 20),
-        script("compile", 60),
-        Stage("ops", 80, (*PYTEST, *spread, "-k", "triton", *ops_tests)),
+        script("compile", 70),
+        Stage("ops", 90, (*PYTEST, *spread, "-k", "triton", *ops_tests)),
         Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
         script("checks", 90),
         script("memcheck", 90, "--small", file="gpu_checks.py", program=memcheck),
-        script("kernels", 150, file="bench_gpu.py"),
+        script("kernels", 155, file="bench_gpu.py"),
         script("tune", 420, "--out", str(out), file="tune_triton.py"),
         script("steps", 120, file="gpu_step.py"),
-        script("server", 330),
+        script("server", 360),
         script("peers", 200),
     )
 

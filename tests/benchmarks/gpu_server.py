@@ -3,8 +3,8 @@
     python tests/benchmarks/gpu_server.py        # rows as lines of JSON; docs/gpu.md
 
 The first load meets adapters that are not in memory yet. Then sweeps of clients and adapters with short and long
-prompts, and requests with each kind of sampling at once, without streams. Last what the server counted of itself. A dry
-run serves two layers on the CPU.
+prompts, and requests with each kind of sampling at once, without streams. Last what the server counted of itself. Then
+the short prompts again without speculation, and with a base in int8. A dry run serves two layers on the CPU.
 """
 
 import json
@@ -31,13 +31,18 @@ LOADS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("short prompts", ("--adapters", SOME, "--concurrency", CLIENTS)),
     ("long prompts", ("--adapters", SOME, "--concurrency", CLIENTS, "--prompt-tokens", str(LONG))),
 )
+SERVERS: tuple[tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
+    ("int4", "auto", LOADS),
+    *((("int8", "off", LOADS[1:2]),) if DRY_RUN else (("int4", "off", LOADS[1:2]), ("int8", "auto", LOADS[1:2]))),
+)
+"""(`--quantization`, `--speculation`, loads) of each server; the first also meets each kind of sampling."""
 SAMPLING: tuple[dict[str, float], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 40},
     {"temperature": 1.0, "top_p": 0.9},
 )
-COUNTED = ("late_kernels", "graph", "step_seconds_sum", "step_seconds_count", "generation_tokens")
+COUNTED = ("late_kernels", "graph", "draft_tokens", "step_seconds_sum", "step_seconds_count", "generation_tokens")
 """What of the names of metrics is of interest."""
 DRY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,16 +59,17 @@ DRY_MODEL = {
 }
 
 
-def flags(folder: Path) -> list[str]:
+def flags(folder: Path, quantization: str, speculation: str) -> list[str]:
     """Return options of `serve`."""
+    chosen = ["--load-format", "dummy", "--quantization", quantization, "--speculation", speculation]
     if not DRY_RUN:
         need_gpu()
-        return ["--model", "llama-3-8b", "--load-format", "dummy", "--quantization", "int4", "--device", "cuda"]
+        return ["--model", "llama-3-8b", "--device", "cuda", *chosen]
     (folder / "config.json").write_text(json.dumps(DRY_MODEL), "utf-8")
-    return ["--model", str(folder), "--load-format", "dummy", "--quantization", "int4", "--device", "cpu"]
+    return ["--model", str(folder), "--device", "cpu", *chosen]
 
 
-def load(url: str, label: str, options: tuple[str, ...]) -> None:
+def load(url: str, label: str, options: tuple[str, ...], **server: str) -> None:
     """Send the loads of one call of `lorasrv bench`, and print a row for each as it ends."""
     lengths = ("--prompt-tokens", str(SHORT), "--output-tokens", str(OUTPUT), "--rank", str(RANK))
     command = (*COMMAND, "--url", url, *lengths, *options)
@@ -75,6 +81,7 @@ def load(url: str, label: str, options: tuple[str, ...]) -> None:
             times = {f"{name}_{p}": (of[name] or {}).get(p) for name in ("ttft_ms", "itl_ms") for p in ("p50", "p99")}
             emit(
                 "loads",
+                **server,
                 load=label,
                 clients=settings["concurrency"],
                 adapters=settings["adapters"],
@@ -113,15 +120,18 @@ def counted(url: str) -> dict[str, Any]:
 
 def main() -> None:
     names = adapter_names(ADAPTERS)
-    with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
-        with started(flags(Path(folder)), names, RANK, 0) as url:
-            emit("start", seconds_with_making_adapters=time.perf_counter() - begun)
-            for label, options in LOADS:
-                load(url, label, options)
-            sampling(url, names, int(CLIENTS.rpartition(",")[2]))
-            for name, value in counted(url).items():
-                emit("counted", name=name, value=value)
+    for quantization, speculation, loads in SERVERS:
+        server = {"base": quantization, "speculation": speculation}
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.perf_counter()
+            with started(flags(Path(folder), quantization, speculation), names, RANK, 0) as url:
+                emit("start", **server, seconds_with_making_adapters=time.perf_counter() - begun)
+                for label, options in loads:
+                    load(url, label, options, **server)
+                if loads is LOADS:
+                    sampling(url, names, int(CLIENTS.rpartition(",")[2]))
+                for name, value in counted(url).items():
+                    emit("counted", **server, name=name, value=value)
 
 
 if __name__ == "__main__":

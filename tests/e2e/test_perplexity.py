@@ -1,10 +1,13 @@
 """What formats of the base cost: perplexity of the built-in model on a committed public-domain text."""
 
+import importlib
 import json
 import math
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from whole_files import FILES, write_file
+from whole_files import FILES, GGUF_FILES, write_file, write_gguf_file
 
 from lorasrv.config import ModelOptions
-from lorasrv.engine.factory import choose_format
+from lorasrv.llm import LLM
 from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.loader.locate import builtin_file
 from lorasrv.models.quantization import get_format
 from lorasrv.models.quantization.grouped import Int4Format
 from lorasrv.models.quantization.rounding import byte_table
@@ -26,6 +30,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
@@ -37,6 +42,8 @@ TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"
 CHUNK, PAGE_SIZE = 512, 16
 CHUNKS = int(os.environ.get("LORASRV_TEST_CHUNKS", "12"))
 CPU = torch.device("cpu")
+PERSONA_BOTS = Path(__file__).parents[2] / "examples" / "persona_bots"
+BUILTIN = "GGUF, Q4_1 (built in)"
 
 
 def perplexity(options: ModelOptions, dtype: torch.dtype = torch.float32, chunks: int = CHUNKS) -> tuple[float, int]:
@@ -286,7 +293,8 @@ class Held:
 
     def row(self, name: str) -> str:
         said = f"{self.exact_perplexity:.3f} | {self.perplexity:.3f} | {self.divergence:.5f} | {self.same:.2%}"
-        return f"| {name} | {said} | {self.nbytes / 1e6:.0f} | {self.seconds:.2f} |"
+        per_gb = self.seconds / self.nbytes * 1e9
+        return f"| {name} | {said} | {self.nbytes / 1e6:.0f} | {self.seconds:.2f} | {per_gb:.1f}"
 
 
 def held(codes: Checkpoint, floats: Checkpoint, quantization: str, ids: list[int], chunks: int = CHUNKS) -> Held:
@@ -315,32 +323,72 @@ def test_a_table_of_bytes_costs_little_beside_exact_values(capsys: pytest.Captur
     with closing(open_checkpoint("smollm2-135m")) as checkpoint:
         found = held(checkpoint, HeldValues(checkpoint, Nf4Format), Nf4Format.name, _text(checkpoint))
     with capsys.disabled():
-        print("", found.row(Nf4Format.name), sep="\n")
+        print("", found.row(Nf4Format.name) + " |", sep="\n")
     assert abs(found.perplexity / found.exact_perplexity - 1) < 0.01
     assert found.divergence < 0.01
 
 
+def shares_in_style(model: str, personas: Mapping[str, Path], prompts: Sequence[str]) -> dict[str, float]:
+    """Share of a persona's greedy answers that are in its style, over a base as it is served."""
+    score = importlib.import_module("score")
+    with LLM(model) as llm:
+        assert llm.chat_template is not None
+        for name, folder in personas.items():
+            llm.add_adapter(name, folder)
+        asked = [(name, prompt) for name in personas for prompt in prompts]
+        chats = [llm.chat_template.encode([{"role": "user", "content": p}], llm.tokenizer) for _, p in asked]
+        greedy = SamplingParams(max_tokens=score.MAX_NEW_TOKENS, temperature=0)
+        said = llm.generate(chats, greedy, [name for name, _ in asked])
+    good = Counter(name for (name, _), one in zip(asked, said, strict=True) if score.style_score(name, one.text))
+    return {name: good[name] / len(prompts) for name in personas}
+
+
 MOST_EXACT_COST, MOST_HELD_COST = 0.003, 0.01
 """Divergence in nats of files that are held exactly, beside the built-in one's, and of those that are not."""
+USELESS = ("GPTQ, 2 bits", "GPTQ, 3 bits")
+"""Files that plain rounding leaves without a meaning: any change of a logit is large, and so is their perplexity."""
 
 
 @pytest.mark.exhaustive
-def test_what_holding_a_quantized_file_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holding_a_quantized_file_costs(
+    tmp_path: Path,
+    personas: Mapping[str, Path],
+    heldout: Sequence[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each file's own weights in floats against its codes: what is exact costs what rounded activations cost."""
+    monkeypatch.syspath_prepend(str(PERSONA_BOTS))
+    found: dict[str, Held] = {}
     with closing(open_checkpoint("smollm2-135m")) as builtin:
         ids = _text(builtin)
-        found = {"GGUF, Q4_1 (built in)": held(builtin, Floats(builtin), "auto", ids)}
-        for kind in FILES:
-            with closing(open_checkpoint(str(write_file(builtin, tmp_path / kind, kind)))) as checkpoint:
+        files = {BUILTIN: lambda _: "smollm2-135m"}
+        files |= {kind: lambda kind: str(write_file(builtin, tmp_path / "file", kind)) for kind in FILES}
+        files |= {kind: lambda kind: str(_gguf(tmp_path / "file.gguf", kind)) for kind in GGUF_FILES}
+        with capsys.disabled():
+            print(
+                "\n| file | as floats | as served | KL, nats | same token | MB | load, s | s/GB",
+                *personas,
+                "",
+                sep=" | ",
+            )
+            print("|---" * (8 + len(personas)) + "|")
+        for kind, write in files.items():
+            model = write(kind)
+            with closing(open_checkpoint(model)) as checkpoint:
                 found[kind] = held(checkpoint, Floats(checkpoint), "auto", ids)
-    with capsys.disabled():
-        print(
-            "\n| file | as floats | as served | KL, nats | same token | MB | load, s |\n|---|---|---|---|---|---|---|"
-        )
-        for name, one in found.items():
-            print(one.row(name))
-    activations = found["GGUF, Q4_1 (built in)"].divergence
-    for name, one in found.items():
-        is_rounded = name in ("bitsandbytes, NF4", "FP8")
-        assert one.divergence <= (MOST_HELD_COST if is_rounded else activations + MOST_EXACT_COST), name
-        assert abs(one.perplexity / one.exact_perplexity - 1) < 0.02, name
+                is_rounded = checkpoint.packing is not None and bool(checkpoint.packing.rounding)
+            shares = shares_in_style(model, personas, heldout)
+            shutil.rmtree(tmp_path / "file", ignore_errors=True)
+            with capsys.disabled():
+                print(found[kind].row(kind), *(f"{share:.1%}" for share in shares.values()), "", sep=" | ")
+            if kind in USELESS:
+                continue
+            most = MOST_HELD_COST if is_rounded else found[BUILTIN].divergence + MOST_EXACT_COST
+            assert found[kind].divergence <= most, kind
+            assert abs(found[kind].perplexity / found[kind].exact_perplexity - 1) < 0.02, kind
+
+
+def _gguf(target: Path, kind: str) -> Path:
+    target.unlink(missing_ok=True)
+    return write_gguf_file(builtin_file(), target, kind)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorasrv.config import Limits, ModelOptions, SchedulerOptions
+from lorasrv.config import Limits, ModelOptions, SchedulerOptions, SpeculationOptions
 from lorasrv.errors import ConfigError, InvalidLimits
 
 
@@ -62,3 +62,17 @@ def test_options_that_are_wrong_or_contradict_each_other(options: dict[str, obje
 def test_choices_of_the_model(option: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ModelOptions(**option)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"speculation": "on"}, "--speculation 'on' is unknown; choose from auto, off"),
+        ({"drafters": ("lookup", "magic")}, "--drafters 'magic' is unknown; choose from grammar, prediction, lookup"),
+        ({"accept": "top-k"}, "--accept 'top-k' is unknown; choose from same-draw, rejection"),
+        ({"corpus_bytes": -1}, "--corpus-bytes must not be negative, not -1; 0 keeps no answers"),
+    ],
+)
+def test_choices_of_drafts(option: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SpeculationOptions(**option)

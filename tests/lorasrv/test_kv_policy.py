@@ -12,6 +12,7 @@ from drafted import Ask, Drafted, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mispredict import expect_short_answers
+from tiny_checkpoints import TinyCheckpoint
 from tiny_engine import offline_engine
 
 from adapter_store.store import AdapterStore
@@ -225,3 +226,21 @@ def test_refusals(model: Path) -> None:
     for size in (0, -1, 2**31):
         with pytest.raises(InvalidRequest, match="must be between 1 and"):
             WindowPolicy(recent=64, sink=size)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("mistral", {"sliding_window": 64}, "layers of this model have windows of their own"),
+        ("mpt", {}, r"this model knows distances from the keys that it sees \(ALiBi\)"),
+    ],
+)
+def test_models_whose_attention_is_not_free_to_choose(
+    tiny_hf_checkpoints: dict[str, TinyCheckpoint], family: str, changes: dict[str, object], says: str
+) -> None:
+    with offline_engine(tiny_hf_checkpoints[family](**changes)) as llm:
+        for policy in (WINDOW, SelectPolicy(budget=200)):
+            with pytest.raises(InvalidRequest, match=says):
+                llm.generate([LONG[:20]], GREEDY, kv_policy=policy)
+        (answer,) = llm.generate([LONG[:20]], replace(GREEDY, max_tokens=2))
+        assert len(answer.token_ids) == 2

@@ -139,6 +139,7 @@ ROUNDED = {"int8": (0.012, 0.03), "k8v4": (0.012, 0.16)}
         *itertools.product(BACKENDS, SHAPES, (None, 7, 40), (None,)),
         *((backend, SHAPES[0], 9, 2.0) for backend in (*BACKENDS, "triton")),
         ("triton", SHAPES[3], None, None),
+        ("triton", (2, 1, 16), None, None),
         pytest.param("triton", SHAPES[2], 40, None, marks=pytest.mark.long),
         pytest.param("triton", SHAPES[5], None, None, marks=pytest.mark.long),
     ],
@@ -158,6 +159,22 @@ def test_attention_is_that_over_what_the_pages_hold(ops: Ops, name: str, shape, 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     """A thousandth of each head: queries and weights are rounded to 15 bits."""
     assert ((got - want).norm(dim=-1) <= 1e-3 * want.norm(dim=-1)).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these tiles are for activations of two bytes")
+@every_format
+@pytest.mark.parametrize("ops", ["triton"], indirect=True)
+@pytest.mark.usefixtures("short_parts")
+def test_the_tiles_of_served_activations(ops: Ops, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's activations have four bytes, for which tables have others."""
+    from sgmv_kernels.triton_ops import attention
+
+    of = attention.attention_config
+    monkeypatch.setattr(attention, "attention_config", lambda device, dim, itemsize: of(device, dim, 2))
+    made, spans = Sequences.make(name, [185, 39], 4, 2, 64), [(0, 184, 185), (1, 4, 39)]
+    kv = pages_on(made.kv, ops.device)
+    made.step(Ops(CPU, "torch"), kv, [(0, 0, 184), (1, 0, 4)])
+    assert_near(made.step(ops, kv, spans), made.reference(kv, spans))
 
 
 @every_format

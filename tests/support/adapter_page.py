@@ -10,26 +10,19 @@ from page_parts import table, with_parts
 
 from adapter_store.formats.adapter_config import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
 from adapter_store.formats.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
+from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS, MAX_ROW_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 
 
 def _fields(decision: Decision) -> str:
     rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
-    if decision is Decision.REFUSED:
-        rows = ((f"`{name}`", rule.description, rule.remedy) for name, rule in rules)
-        return table(("field", "why", "what to do"), rows)
     return table(("field", "what it does"), ((f"`{name}`", rule.description) for name, rule in rules))
 
 
 def _inits() -> str:
     inert = ", ".join(f"`{name}`" for name in ("true", "false", *sorted(INERT_INITS)))
-    residual = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)
-    return (
-        f"`init_lora_weights`: {inert} leave the base unchanged and are served. {residual} change the base's weights "
-        "before training, so the adapter is wrong on the original base. They are refused, and the error names the "
-        "PEFT call that saves a plain LoRA."
-    )
+    return f"`init_lora_weights`: {inert} leave the base as it is."
 
 
 def _wrappers() -> str:
@@ -41,22 +34,67 @@ def _wrappers() -> str:
     return table(("in the name", "what happens"), rows)
 
 
-def _forms() -> str:
-    """Return one row per code, with all name parts that lead to it for the same reason."""
+OTHERS = (
+    (
+        "more or fewer rows of `lm_head` and `embed_tokens` than the base has tokens, without tokens of its own, not "
+        "in both tables, or beside LoRA of one of them",
+        "unsupported_vocabulary",
+        "upload it with its tokenizer.json; save it with all rows (`save_embedding_layers=True`)",
+    ),
+    (
+        f"more than {MAX_ADDED_TOKENS:,} tokens beyond the base's",
+        "too_many_added_tokens",
+        "the error has both numbers; train fewer tokens",
+    ),
+    (
+        "a tokenizer.json that changes the base's own tokens, or adds some otherwise than behind them",
+        "unsupported_tokenizer",
+        "the error names the token or the part; `--no-tokenizer` serves an adapter that needs no tokens of its own",
+    ),
+    (
+        "LoRA beside a copy (`modules_to_save`) of the same module",
+        "unsupported_modules_to_save",
+        "PEFT leaves the LoRA out; train it in one way",
+    ),
+    (
+        "`trainable_token_indices` beside a copy of the same module, or beside LoRA of the embedding",
+        "unsupported_trainable_token_indices",
+        "PEFT does not load it; train it in one way",
+    ),
+    (
+        "`ensure_weight_tying` with LoRA of `lm_head` or `embed_tokens`",
+        "unsupported_ensure_weight_tying",
+        "PEFT shares one LoRA between both; train again without it",
+    ),
+    (
+        f"more than {MAX_ROW_BYTES >> 30} GiB of trained rows of the vocabulary, in bf16",
+        "own_rows_too_large",
+        "the error has the bytes; train fewer tokens (`trainable_token_indices`)",
+    ),
+)
+"""What no table of the code has a row for."""
+
+
+def _stays_out() -> str:
+    """Return what is refused: fields, starts of training, then tensors, one row for each reason."""
+    refused = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is Decision.REFUSED)
+    fields = [(f"`{name}`", f"unsupported_{name}", f"{rule.description}; {rule.remedy}") for name, rule in refused]
+    inits = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)
+    changed = "training changed the base's weights; the error names the PEFT call that saves a plain LoRA"
     parts: dict[tuple[str, str], list[str]] = {}
     for part, code, what in KNOWN_FORMS:
         parts.setdefault((code, what), []).append(f"`{part}`")
-    rows = ((", ".join(found), f"`{code}`", what) for (code, what), found in parts.items())
-    return table(("in the name", "error code", "what it is, and what to do"), rows)
+    tensors = [(f"tensors named {', '.join(found)}", code, what) for (code, what), found in parts.items()]
+    rows = [*fields, (f"`init_lora_weights`: {inits}", "unsupported_init", changed), *OTHERS, *tensors]
+    return table(("what", "error code", "why, and what to do"), ((what, f"`{code}`", why) for what, code, why in rows))
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "honoured": lambda: _fields(Decision.HONOURED),
     "harmless": lambda: _fields(Decision.HARMLESS),
-    "refused": lambda: _fields(Decision.REFUSED),
     "inits": _inits,
     "wrappers": _wrappers,
-    "forms": _forms,
+    "stays out": _stays_out,
 }
 
 

@@ -47,6 +47,7 @@ class Bench:
     checks: bool = True
     facts: dict[str, Any] | None = None
     stored: dict[SnapshotName, int] = field(default_factory=dict)
+    peer_facts: dict[str, Any] | None = None
     outputs: list[EngineOutput] = field(default_factory=list)
     steps: list[SchedulerOutput] = field(default_factory=list)
 
@@ -58,7 +59,7 @@ class Bench:
         self.copying: set[AdapterKey] = set()
         self.ends_at: dict[str, int] = {}
         is_on_host = self.on_host.__contains__
-        kept = {"facts": self.facts, "stored": self.stored}
+        kept = {"facts": self.facts, "stored": self.stored, "peer_facts": self.peer_facts}
         self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}

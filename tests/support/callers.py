@@ -14,8 +14,8 @@ def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
     To be called before the first request.
     """
     # Behind everything that finds out the caller, before everything that reads it.
-    assert app.user_middleware[-1].cls is RateLimitMiddleware
-    app.user_middleware.insert(-1, Middleware(_ByHeader, callers=callers))
+    place = [middleware.cls for middleware in app.user_middleware].index(RateLimitMiddleware)
+    app.user_middleware.insert(place, Middleware(_ByHeader, callers=callers))
 
 
 class _ByHeader:

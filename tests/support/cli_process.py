@@ -12,7 +12,7 @@ COMMAND = (sys.executable, "-c", "from api.cli.main import main; main()")
 
 def run(*arguments: object, env: Mapping[str, str] | None = None, **how: Any) -> "subprocess.CompletedProcess[str]":
     """Run the command to its end; `env` adds to the environment."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "check": False}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 400, "check": False}
     return subprocess.run([*COMMAND, *map(str, arguments)], env={**os.environ, **(env or {})}, **pipes | how)
 
 

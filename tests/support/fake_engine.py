@@ -21,7 +21,7 @@ from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.output_processor import InFlightRequests
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, InvalidRequest, LorasrvError
+from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, InvalidRequest, LeaseEnded, LorasrvError
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
@@ -60,6 +60,9 @@ DEFAULTS: RequestOptions = {
     "speculation": ANY_SPECULATION,
     "kv_policy": None,
     "prefix": None,
+    "resumed_token_ids": (),
+    "peer": None,
+    "is_for_peer": False,
 }
 
 
@@ -135,7 +138,7 @@ class FakeTemplate:
 class FakeGrammars:
     """Compiles nothing: a grammar is its own constraint."""
 
-    async def compile(self, grammar: object, principal: str) -> object:
+    async def compile(self, grammar: object, principal: str, own: None) -> object:
         return grammar
 
 
@@ -172,6 +175,16 @@ class FakeStream(AsyncIterator[RequestOutput]):
             self._finished = True
             self._engine.aborted.append(self.request_id)
             self._engine.request_stats.on_finished(self.request_id, "client")
+
+
+class NoPages:
+    """What a server without a prefix cache lends."""
+
+    facts = None
+    page_bytes = 0
+
+    def num_pages(self, lease_id: str) -> int:
+        raise LeaseEnded("the lease has ended")
 
 
 class FakeEngine:
@@ -213,6 +226,7 @@ class FakeEngine:
         self.profile = StepProfile()
         self.step_stats = StepStats()
         self.queue_limiter = SimpleNamespace(num_tokens=0)
+        self.pages = NoPages()
         self.in_flight = InFlightRequests(lambda *_: None)
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False
@@ -228,6 +242,9 @@ class FakeEngine:
 
     def check_admission(self, principal: str) -> None:
         assert principal
+
+    async def own_tokenizer(self, adapter: AdapterKey | None) -> None:
+        """The base's."""
 
     async def start(self) -> None:
         self.is_alive = True

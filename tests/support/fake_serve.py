@@ -32,6 +32,7 @@ def main() -> None:
     from fake_engine import HANG, FakeEngine
     from tiny_adapter import SHAPES
 
+    import api.asgi.draining_server
     import api.server
     from adapter_store.store import AdapterStore
     from api.cli.main import main
@@ -40,7 +41,9 @@ def main() -> None:
         kill_at = -1
 
         @classmethod
-        def build(cls, config: Any, store: AdapterStore, progress: Any, observers: Any = ()) -> "AsyncEngine":
+        def build(
+            cls, config: Any, store: AdapterStore, progress: Any, observers: Any = (), fetch: Any = None
+        ) -> "AsyncEngine":
             for layer in range(8):
                 progress("loading the model", layer / 8)
             engine, does = cls(), config.model.model
@@ -60,8 +63,8 @@ def main() -> None:
 
     module = sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
     module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
-    api.server.GRACE_S = 1
-    api.server._open_store = lambda settings: AdapterStore(settings.store, SHAPES)
+    api.asgi.draining_server.GRACE_S = 1
+    api.server._open_store = lambda settings, origin=None: AdapterStore(settings.store, SHAPES)
     main()
 
 

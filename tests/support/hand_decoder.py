@@ -10,12 +10,15 @@ import torch
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.models.lora_sites import adapter_layout, base_shapes
 from lorasrv.models.quantization import get_format
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.text.own_tokenizers import with_own_tokens
 from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.adapter_rows import own_tokens
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
@@ -57,8 +60,10 @@ class HandDecoder:
         end = PAGES
         with AdapterStore(store, base_shapes(spec)) as registered:
             for name, folder in adapters.items():
-                key = register(registered, name, folder)
-                layout = adapter_layout(spec, registered.spec(key), dtype.itemsize)
+                key = register(registered, name, folder, directory)
+                loaded = registered.load(key)
+                tokens = own_tokens(self.weights, loaded, dtype)
+                layout = adapter_layout(spec, loaded.spec, dtype.itemsize, tokens)
                 # Room for what the ends of runs leave over.
                 count = layout.num_pages(self.memory.page_bytes) + 16 * (in_runs - 1)
                 end -= count
@@ -66,7 +71,7 @@ class HandDecoder:
                 runs = [(first, last - first) for first, last in itertools.pairwise(bounds)]
                 placed = layout.place(runs, self.memory.page_bytes)
                 assert placed is not None
-                packed = pack_adapter(self.weights, layout, registered.load(key), dtype)
+                packed = pack_adapter(self.weights, layout, loaded, dtype)
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)
 
@@ -89,6 +94,8 @@ class HandDecoder:
         return {i: rows[-1] for i, rows in enumerate(self.run([self.share(*share) for share in shares]))}
 
 
-def register(store: AdapterStore, name: str, folder: Path) -> str:
+def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> str:
+    """Store an adapter; with a model its tokenizer is read."""
     peft = read_peft_dir(folder)
+    peft = peft if model is None else with_own_tokens(peft, lambda: read_tokenizer(str(model)))
     return store.register(name, peft.config, store.add_blob(peft.weights_path)).ref.key

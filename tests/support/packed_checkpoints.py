@@ -197,6 +197,25 @@ def eetq_tensors(weight: Tensor) -> Tensors:
     return {"qweight": stored, "weight_scales": scales}
 
 
+def _spread(scales: Tensor, weight: Tensor) -> Tensor:
+    """The scale of every number of a weight [O, H]: one, one an output, or one a block."""
+    if scales.dim() < 2:
+        return scales.expand_as(weight)
+    rows, columns = (-(-n // m) for n, m in zip(weight.shape, scales.shape, strict=True))
+    return scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+
+
+def fp8_tensors(weight: Tensor, shape: tuple[int, ...], name: str = "weight_scale") -> Tensors:
+    """A weight in e4m3 with random scales of a shape, all large enough."""
+    scales = weight.abs().max() / 448 * (1 + torch.rand(shape))
+    return {"weight": (weight / _spread(scales, weight)).to(torch.float8_e4m3fn), name: scales}
+
+
+def read_fp8(stored: Mapping[str, Tensor], name: str = "weight_scale") -> Tensor:
+    """The weight that `fp8_tensors` gives."""
+    return stored["weight"].float() * _spread(stored[name], stored["weight"])
+
+
 def read_hqq(stored: Mapping[str, Tensor]) -> Tensor:
     """The weight [O, H] fp32 of a module of HQQ."""
     bits, axis, group = (int(stored[name]) for name in ("nbits", "axis", "group_size"))

@@ -1,6 +1,7 @@
 """PEFT's own adapters for the tiny checkpoints."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,32 @@ def peft_adapter(
     seed: int = 0,
     strength: float = 1.0,
     save_embedding_layers: bool | str = "auto",
+    added: Sequence[str] = (),
+    special: Sequence[str] = (),
+    spare: int = 0,
     **lora: Any,
 ) -> torch.nn.Module:
     """Write an adapter of a Hugging Face folder as PEFT saves it; returns PEFT's model, to ask for logits.
 
-    A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; rank 4 on all linears without any.
+    A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; rank 4 on all linears without any. With
+    tokens `added`, or `special` ones, the model is resized, with `spare` rows more, and the tokenizer is saved as well.
+    The rows of these tokens make them likely.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     fields = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    if added or special:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.add_tokens([*added])
+        tokenizer.add_tokens([*special], special_tokens=True)
+        tokenizer.save_pretrained(folder)
+        known = base.config.vocab_size
+        base.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
+        with torch.no_grad():
+            for end in {base.get_input_embeddings().weight, base.get_output_embeddings().weight}:
+                end[known:] = 1.5 * end[seed + 10 : seed + 10 + len(end) - known]
     with warnings.catch_warnings():
         # That biases cannot be merged, or are no matrices; that a tied head may have its own LoRA, and ends are saved.
         told = "lora_bias=True|bias='|invalid shape|ensure_weight_tying|save_embedding_layers"
@@ -35,7 +51,8 @@ def peft_adapter(
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:
                     parameter.mul_(strength)
-                is_extra = "magnitude" in name or "modules_to_save" in name or name.endswith("bias")
+                extras = "magnitude", "modules_to_save", "trainable_tokens_delta"
+                is_extra = any(extra in name for extra in extras) or name.endswith("bias")
                 if is_extra and parameter.requires_grad:
                     # Trained: as they begin, they change nothing.
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))

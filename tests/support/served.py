@@ -29,7 +29,7 @@ class Served:
         self.last_log = ""
         # One connection is kept for the next request: more would stay open until the server ends them.
         limits = httpx2.Limits(max_keepalive_connections=1)
-        self.http = httpx2.Client(base_url=url, trust_env=False, timeout=60, limits=limits)
+        self.http = httpx2.Client(base_url=url, trust_env=False, timeout=180, limits=limits)
         self._process = process
         self._log = log
 
@@ -100,7 +100,7 @@ class Served:
             time.sleep(0.02)
 
 
-def lorasrv(*arguments: object, timeout: float = 120.0) -> "subprocess.CompletedProcess[str]":
+def lorasrv(*arguments: object, timeout: float = 400.0) -> "subprocess.CompletedProcess[str]":
     """Run another command of `lorasrv` to its end."""
     command, environment = [*LORASRV, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
@@ -114,13 +114,17 @@ def serve(
     ends: int | None = None,
     root: Path = ROOT,
     program: Sequence[str] = LORASRV,
+    command: str = "serve",
+    ready_s: float = READY_SECONDS,
 ) -> Iterator[Served]:
-    """Run `lorasrv serve` with these arguments, a store of its own or this one, and these adapters (id -> PEFT folder).
+    """Run `lorasrv serve`, or another command that serves, with these arguments, a store of its own or this one, and
+    these adapters (id -> PEFT folder).
 
     Args:
         ends: the exit code of a server that ends by itself, which is an error otherwise.
         root: the checkout whose server is started.
         program: the words of the command before `serve`.
+        ready_s: longest time of a start.
 
     Raises:
         AssertionError: it does not start, or does not end as it should.
@@ -128,17 +132,17 @@ def serve(
     modules = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
     with tempfile.TemporaryDirectory() as folder:
         log, where = Path(folder) / "log", str(store or f"{folder}/store")
-        command = [*program, "serve", "--port", "0", "--store", where, *map(str, arguments)]
-        command += ["--lora-modules", *modules] if modules else []
+        words = [*program, command, "--port", "0", "--store", where, *map(str, arguments)]
+        words += ["--lora-modules", *modules] if modules else []
         environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
             # A Ctrl-C is for the starting process, which sends the signal.
             process = subprocess.Popen(
-                command, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                words, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         served = None
         try:
-            served = Served(process, url_of(process, log), log)
+            served = Served(process, url_of(process, log, ready_s), log)
             yield served
             assert ends is not None or served.lives, f"the server ended:\n{served.log}"
         finally:
@@ -151,9 +155,9 @@ def serve(
         assert code == (ends or 0), f"exit code {code}:\n{text}"
 
 
-def url_of(process: "subprocess.Popen[bytes]", log: Path) -> str:
+def url_of(process: "subprocess.Popen[bytes]", log: Path, ready_s: float = READY_SECONDS) -> str:
     """Where a server that was started answers, once it does. Raises: AssertionError: it ends, or never does."""
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + ready_s
     while True:
         text = log.read_text("utf-8", errors="replace")
         if found := re.search(r"http://127\.0\.0\.1:\d+", text):

@@ -17,6 +17,7 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.config.settings import ServerSettings
+from api.replication.page_client import PageClient
 from api.server import bind
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.models.loader import open_checkpoint
@@ -60,8 +61,8 @@ def server(
     """Serve `model` with a store in `folder` and these PEFT folders by id.
 
     Yields:
-        `http` a client, `url`, `engine`, `store`, `thread` of the event loop; `post(path, **body)`; `held()`, what
-        requests have in the pool; `calm_down()`, which waits until that is nothing.
+        `http` a client, `url`, `engine`, `store`, `draining`, `thread` of the event loop; `post(path, **body)`;
+        `held()`, what requests have in the pool; `calm_down()`, which waits until that is nothing.
     """
     given = {"model": str(model), "pool_bytes": "16MiB", "store": folder, "kernels": "torch", **settings}
     options = ServerSettings(**given)
@@ -71,7 +72,8 @@ def server(
         for name, adapter in (adapters or {}).items():
             peft = read_peft_dir(adapter)
             store.register(name, peft.config, store.add_blob(peft.weights_path))
-        engine = AsyncEngine.build(options.engine_config(), store)
+        fetch = PageClient.of(options.read_cluster_secret())
+        engine = AsyncEngine.build(options.engine_config(), store, fetch=fetch)
         app = create_app(engine, store, options)
         with (
             listening(app) as running,
@@ -84,7 +86,7 @@ def server(
                 return {"pages": pool["pages_kv"], "pinned": pinned, "requests": pool["requests"]}
 
             served = SimpleNamespace(http=http, url=str(http.base_url).rstrip("/"), engine=engine, store=store)
-            served.thread, served.held = running.thread, held
+            served.thread, served.held, served.draining = running.thread, held, app.state.services.draining
             served.post = lambda path, **body: http.post(path, json=body)
             served.calm_down = lambda: eventually(lambda: not any(held().values()), CALM_SECONDS)
             yield served

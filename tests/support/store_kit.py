@@ -3,6 +3,7 @@
 import hashlib
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors_bytes import with_header
 from adapter_store.errors import AdapterInvalid, Problem
 from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.records import Registration
-from adapter_store.spec import AdapterKey, BaseShapes
+from adapter_store.spec import AdapterKey, AddedToken, BaseShapes
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import CheckedAdapter, check_adapter
@@ -92,6 +93,20 @@ def put(store: AdapterStore, data: bytes, principal: str = ANONYMOUS) -> str:
 def add(store: AdapterStore, name: str, seed: int = 0, **options: Any) -> Registration:
     """Upload the adapter of a seed and register it."""
     return store.register(name, build.config(), put(store, build.file(seed=seed)), **options)
+
+
+# A base whose embedding and head an adapter may resize, and an adapter with two tokens of its own.
+RESIZABLE = replace(
+    BASE, ends={"lm_head": (HIDDEN, 9), "model.embed_tokens": (9, HIDDEN)}, embedding="model.embed_tokens"
+)
+OWN_TOKENS = (AddedToken(9, "<mood>"), AddedToken(10, "<|sad|>", special=True, normalized=False))
+
+
+def add_with_tokens(store: AdapterStore, name: str) -> Registration:
+    """Register an adapter with OWN_TOKENS, of a store of RESIZABLE."""
+    tables = {f"base_model.model.{end}.weight": torch.ones(11, HIDDEN) for end in RESIZABLE.ends}
+    config = build.config(added_tokens=[asdict(token) for token in OWN_TOKENS])
+    return store.register(name, config, put(store, build.file(build.tensors() | tables)))
 
 
 def registered(store: AdapterStore) -> tuple[AdapterKey, str]:

@@ -5,7 +5,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from lorasrv.engine.input_processor import InputProcessor, further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
-from lorasrv.request import Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
@@ -33,7 +31,7 @@ from lorasrv.worker.executor import InProcessExecutor
 
 PAGE_SIZE = 4
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_SIZE * 4
-MAX_PROMPT, MAX_NEW = 80, 24
+MAX_PROMPT, MAX_NEW, MAX_DRAFT = 80, 24, 4
 SEQS, RESIDENTS, HOSTED = 16, 8, 40
 STALL_S, STALL_STEPS = 20.0, 50
 
@@ -65,23 +63,27 @@ def config(
     )
 
 
-class EchoDrafter(Drafter):
-    """Guesses that a text goes on as it did behind the same token before; else anything."""
+class UnreliableDrafter(Drafter):
+    """Guesses that a text repeats what followed the same token before, else anything; every other time it lies from
+    some token on: it says what another adapter would, about any topic."""
 
-    name = "echo"
+    name = "unreliable"
 
     def __init__(self) -> None:
-        self.num_right = 0
         self._rng = random.Random(0)
 
     def draft(self, ask: DraftAsk) -> Draft:
-        ids = ask.request.token_ids
+        ids, most = ask.request.token_ids, min(MAX_DRAFT, ask.max_tokens)
         before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
         found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
-        return scripted(found[: ask.max_tokens])
+        found = (found * most)[:most]
+        if self._rng.random() < 0.5:
+            true = self._rng.randrange(len(found) + 1)
+            found[true:] = [self._lie() for _ in found[true:]]
+        return scripted(found)
 
-    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        self.num_right += len(new_token_ids) - 1
+    def _lie(self) -> int:
+        return m.token_of(self._rng.randrange(m.TOPICS), m.marker(self._rng.randrange(m.NUM_ADAPTERS)))
 
 
 def start(

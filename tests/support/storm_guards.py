@@ -13,15 +13,16 @@ from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.engine.core import EngineCore
-from lorasrv.memory import kv_cache_manager as kv_cache
+from lorasrv.memory import kv_cache_manager, prefix_cache
 from lorasrv.memory.adapter_cache import AdapterCache
 from lorasrv.memory.adapter_manager import AdapterManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.outputs import FinishReason, TokenLogprobs
 from lorasrv.request import Request
+from lorasrv.sampling.draft_verification import _Path
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler.step_planner import StepPlanner
-from lorasrv.scheduler_output import CopyPages, PageOp, SchedulerOutput, SwapIn
+from lorasrv.scheduler_output import CopyPages, PageOp, ScheduledRequest, SchedulerOutput, SwapIn
 from lorasrv.worker import forward_batch as batch
 from lorasrv.worker import model_runner
 from lorasrv.worker.adapter_packing import PackedAdapter
@@ -159,11 +160,11 @@ def _forget_the_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prefixes_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_cache, "root_hash", lambda adapter, salt: b"root")
+    patch.setattr(prefix_cache, "root_hash", lambda adapter, salt: b"root")
 
 
 def _prefixes_by_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_cache, "page_hash", lambda parent, token_ids: hashlib.sha256(parent).digest())
+    patch.setattr(prefix_cache, "page_hash", lambda parent, token_ids: hashlib.sha256(parent).digest())
 
 
 def _lose_swapped_pages(patch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def _leave_out(patch: pytest.MonkeyPatch, kind: type[PageOp]) -> None:
 
 
 def _stay_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_cache.KVCacheManager, "move", lambda self, moves: None)
+    patch.setattr(kv_cache_manager.KVCacheManager, "move", lambda self, moves: None)
 
 
 def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
@@ -224,6 +225,20 @@ def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostAdapterStore, "hold", lambda self, key: None)
 
 
+def _accept_anything(patch: pytest.MonkeyPatch) -> None:
+    goes_on = _Path.goes_on_with
+
+    def blind(self: _Path, token: int | None) -> bool:
+        drafts, at = self.share.draft_token_ids, len(self.tokens)
+        return goes_on(self, drafts[at] if at < len(drafts) else token)
+
+    patch.setattr(_Path, "goes_on_with", blind)
+
+
+def _keep_rejected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ScheduledRequest, "num_known_tokens", property(lambda share: len(share.token_ids)))
+
+
 @dataclass(frozen=True)
 class Guard:
     """How to take it away, and the storm that shows it."""
@@ -231,6 +246,7 @@ class Guard:
     take_away: Callable[[pytest.MonkeyPatch], None]
     threaded: bool = False
     preemption: str = "recompute"
+    drafts: bool = False
     caught_by: type[Exception] = AssertionError
 
 
@@ -255,4 +271,6 @@ GUARDS: dict[str, Guard] = {
     "loads by key": Guard(_load_by_name),
     "what is asked for stays stored": Guard(_hold_nothing, threaded=True),
     "one end for each request": Guard(_end_twice),
+    "drafts are compared": Guard(_accept_anything, drafts=True),
+    "rejected drafts are not computed": Guard(_keep_rejected, drafts=True),
 }

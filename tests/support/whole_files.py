@@ -1,4 +1,4 @@
-"""The built-in model as a Hugging Face directory in other tools' formats, rounded plainly, by whole arrays.
+"""The built-in model in other tools' formats, Hugging Face directories and GGUF, rounded plainly, by whole arrays.
 
 `packed_checkpoints` writes the same layouts number by number; here tests of loaders are taken for granted.
 """
@@ -8,45 +8,77 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from ggml_blocks import kind_of, quantize
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader import Checkpoint
-from lorasrv.models.quantization.tables import Nf4Format
+from lorasrv.models.quantization.tables import Fp4Format, Nf4Format, TableFormat
+from lorasrv.text.tokenizer import Tokenizer
 
 GROUP = 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+EETQ_INPUTS = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 Tensors = dict[str, Tensor]
 
 
-def _words(fields: Tensor) -> Tensor:
-    """Fields of 4 bits [N, M] as int32 [N, M / 8], the lowest bits first."""
-    shifted = fields.long().view(len(fields), -1, 8) << 4 * torch.arange(8)
-    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
+def _words(fields: Tensor, bits: int = 4) -> Tensor:
+    """Fields [N, M] as int32 [N, M * bits / 32], the lowest bits first; a field of 3 bits may lie in two words."""
+    each = 1 if 32 % bits else 32 // bits
+    joined = (fields.long().reshape(len(fields), -1, each) << bits * torch.arange(each)).sum(-1)
+    if 32 % bits:
+        stream = joined[..., None] >> torch.arange(bits) & 1
+        joined = (stream.view(len(fields), -1, 32) << torch.arange(32)).sum(-1)
+    return joined.to(torch.uint32).view(torch.int32)
 
 
-def _rounded(weight: Tensor, sym: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(weight: Tensor, sym: bool, bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """Fields [O, H], zeros and scales [O, G]."""
-    groups = weight.float().view(len(weight), -1, GROUP)
+    groups, most = weight.float().view(len(weight), -1, GROUP), (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scales = ((torch.maximum(-low, high) * 2 if sym else high - low) / 15).clamp(min=1e-6).half()
-    zeros = torch.full_like(scales, 8.0) if sym else (-low / scales.float()).round().clamp(0, 15).half()
+    scales = ((torch.maximum(-low, high) * 2 if sym else high - low) / most).clamp(min=1e-6).half()
+    middle = torch.full_like(scales, (most + 1) / 2)
+    zeros = middle if sym else (-low / scales.float()).round().clamp(0, most).half()
     fields = (groups / scales[..., None].float()).round() + zeros[..., None].float()
-    return fields.clamp(0, 15).view(weight.shape), zeros, scales
+    return fields.clamp(0, most).view(weight.shape), zeros, scales
 
 
-def _gptq(weight: Tensor) -> Tensors:
-    fields, zeros, scales = _rounded(weight, sym=False)
-    groups_of = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
-    return {"qweight": _words(fields).T, "qzeros": _words(zeros.T), "scales": scales.T, "g_idx": groups_of}
+def _gptq(bits: int) -> Callable[[Tensor], Tensors]:
+    def tensors_of(weight: Tensor) -> Tensors:
+        fields, zeros, scales = _rounded(weight, sym=bits == 8, bits=bits)
+        groups_of = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+        words, lowest = _words(fields, bits).T, _words(zeros.T, bits)
+        return {"qweight": words, "qzeros": lowest, "scales": scales.T, "g_idx": groups_of}
+
+    return tensors_of
 
 
 def _awq(weight: Tensor) -> Tensors:
     fields, zeros, scales = _rounded(weight, sym=False)
     order = torch.arange(len(weight)).view(-1, 8)[:, AWQ_ORDER].flatten()
     return {"qweight": _words(fields[order].T), "qzeros": _words(zeros[order].T), "scales": scales.T}
+
+
+def _hqq(weight: Tensor) -> Tensors:
+    """Groups of neighbours: two fields a byte, those of the first half of all groups in its highest bits."""
+    fields, zeros, scales = _rounded(weight, sym=False)
+    first, second = fields.to(torch.uint8).view(2, -1, GROUP)
+    numbers = {"nbits": 4, "group_size": GROUP, "axis": 1, "shape": list(weight.shape)}
+    scalars = {name: torch.tensor(number, dtype=torch.int32) for name, number in numbers.items()}
+    return {"W_q": first << 4 | second, "scale": scales.view(-1, 1), "zero": zeros.view(-1, 1), **scalars}
+
+
+def _eetq(weight: Tensor) -> Tensors:
+    """The four steps that its loader takes back, whole."""
+    scales = (weight.float().abs().amax(1) / 128).half()
+    fields = (weight.float() / scales.float()[:, None]).round().clamp(-128, 127).to(torch.int16) + 128
+    outputs, inputs = fields.shape
+    permuted = fields.to(torch.uint8).view(outputs, -1, 16)[..., EETQ_INPUTS].view(outputs // 2, 2, -1, 64)
+    mixed = permuted.transpose(1, 2).reshape(-1, 2, 2).transpose(1, 2)
+    return {"qweight": mixed.reshape(inputs, outputs).view(torch.int8), "weight_scales": scales}
 
 
 def _compressed(weight: Tensor) -> Tensors:
@@ -59,18 +91,26 @@ def _int8(weight: Tensor) -> Tensors:
     return {"weight": (weight.float() * 127 / largest[:, None]).round().to(torch.int8), "SCB": largest}
 
 
-def _nf4(weight: Tensor) -> Tensors:
-    table, blocks = torch.tensor(Nf4Format.values), weight.float().view(-1, GROUP)
-    largest = blocks.abs().amax(1)
-    bounds = (table[1:] + table[:-1]) / 2
-    codes = torch.bucketize((blocks / largest[:, None]).flatten(), bounds).to(torch.uint8)
-    state = {"quant_type": "nf4", "blocksize": GROUP, "dtype": "float16", "shape": list(weight.shape)}
-    return {
-        "weight": (codes[::2] << 4 | codes[1::2])[:, None],
-        "weight.absmax": largest,
-        "weight.quant_map": table,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
+def _bitsandbytes(kind: type[TableFormat], name: str) -> Callable[[Tensor], Tensors]:
+    values = torch.tensor(kind.values)
+    order = values.argsort(stable=True)
+    bounds = (values[order][1:] + values[order][:-1]) / 2
+
+    def tensors_of(weight: Tensor) -> Tensors:
+        blocks = weight.float().view(-1, GROUP)
+        largest = blocks.abs().amax(1)
+        codes = order[torch.bucketize((blocks / largest[:, None]).flatten(), bounds)].to(torch.uint8)
+        state = {"quant_type": name, "blocksize": GROUP, "dtype": "float16", "shape": list(weight.shape)}
+        return {
+            "weight": (codes[::2] << 4 | codes[1::2])[:, None],
+            "weight.absmax": largest,
+            "weight.quant_map": values.clone(),
+            f"weight.quant_state.bitsandbytes__{name}": torch.tensor(
+                list(json.dumps(state).encode()), dtype=torch.uint8
+            ),
+        }
+
+    return tensors_of
 
 
 def _fp8(weight: Tensor) -> Tensors:
@@ -82,11 +122,16 @@ def _group_of(weights: dict[str, Any]) -> dict[str, Any]:
     return {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights}
 
 
+def _gptq_of(bits: int) -> tuple[dict[str, Any], Callable[[Tensor], Tensors]]:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": bits == 8}
+    return config | {"checkpoint_format": "gptq_v2"}, _gptq(bits)
+
+
 FILES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensors]]] = {
-    "GPTQ, 4 bits": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_v2"},
-        _gptq,
-    ),
+    "GPTQ, 2 bits": _gptq_of(2),
+    "GPTQ, 3 bits": _gptq_of(3),
+    "GPTQ, 4 bits": _gptq_of(4),
+    "GPTQ, 8 bits": _gptq_of(8),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
     "compressed-tensors, 4 bits": (
         {
@@ -97,10 +142,52 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensors]]] = {
         _compressed,
     ),
     "bitsandbytes, LLM.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8),
-    "bitsandbytes, NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
+    "bitsandbytes, NF4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        _bitsandbytes(Nf4Format, "nf4"),
+    ),
+    "bitsandbytes, FP4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        _bitsandbytes(Fp4Format, "fp4"),
+    ),
+    "HQQ, 4 bits": (
+        {
+            "quant_method": "hqq",
+            "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": GROUP, "axis": 1}},
+            "skip_modules": ["lm_head"],
+        },
+        _hqq,
+    ),
+    "EETQ": ({"quant_method": "eetq"}, _eetq),
     "FP8": ({"quant_method": "fp8"}, _fp8),
 }
 """Name -> quantization_config, and the tensors of a linear."""
+GGUF_FILES: dict[str, dict[str, str]] = {
+    "GGUF, Q4_K, Q5_0 where 256 do not fit": {"ffn_down": "Q4_K", "token_embd": "Q8_0", "": "Q5_0"},
+    "GGUF, Q6_K, Q8_0 where 256 do not fit": {"ffn_down": "Q6_K", "": "Q8_0"},
+    "GGUF, IQ4_NL": {"token_embd": "Q8_0", "": "IQ4_NL"},
+    "GGUF, MXFP4": {"token_embd": "Q8_0", "": "MXFP4"},
+}
+"""Name -> ggml type of each tensor, by a part of its name; rows of K-quants have a multiple of 256 numbers."""
+
+
+def write_gguf_file(file: Path, target: Path, kind: str) -> Path:
+    """Write a GGUF file of the model, `file`, as one of `GGUF_FILES`."""
+    reader, kinds = gguf.GGUFReader(file), GGUF_FILES[kind]
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = entry.types[-1] if entry.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], inner)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        wanted = kind_of(tensor.name, kinds) if values.ndim == 2 else "F32"
+        writer.add_tensor(tensor.name, quantize(values, wanted), raw_dtype=gguf.GGMLQuantizationType[wanted])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def write_file(checkpoint: Checkpoint, folder: Path, kind: str) -> Path:
@@ -127,7 +214,12 @@ def write_file(checkpoint: Checkpoint, folder: Path, kind: str) -> Path:
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope.theta,
         "tie_word_embeddings": spec.tied_head,
+        "eos_token_id": list(spec.eos_token_ids),
+        "bos_token_id": spec.bos_token_id,
         "quantization_config": config,
     }
     (folder / "config.json").write_text(json.dumps(described))
+    source = checkpoint.tokenizer_source()
+    (folder / "tokenizer.json").write_text(Tokenizer.from_source(source)._backend.to_str(), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source.chat_template}))
     return folder

@@ -77,6 +77,9 @@ def upload(
     stored: StoredOption = None,
     allow_drift: DriftOption = False,
     defaults: DefaultsOption = None,
+    no_tokenizer: Annotated[
+        bool, typer.Option("--no-tokenizer", help="Ignore the folder's tokenizer.json and the tokens that it adds.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
     slugify: Annotated[
@@ -100,17 +103,18 @@ def upload(
         tree = bulk_upload.Tree(directory, prefix, slugify)
         if dry_run:
             terms = {"allow_partial": allow_partial, "stored": stored or BF16, "allow_drift": allow_drift}
-            bulk_upload.check_all(tree, model, terms, as_json)
+            bulk_upload.check_all(tree, model, terms, as_json, no_tokenizer)
         else:
-            how = bulk_upload.How(if_not_exists, alias, allow_partial, stored, allow_drift)
+            how = bulk_upload.How(if_not_exists, alias, allow_partial, stored, allow_drift, no_tokenizer)
             bulk_upload.upload_all(tree, server, how, as_json)
         return
     adapter_id = bulk_upload.adapter_id_of(adapter_id or directory, slugify)
     given = None if defaults is None else read_defaults(defaults)
-    with open_adapter_dir(directory) as peft:
+    with open_adapter_dir(directory) as found, connected(server) as client:
+        peft = found if no_tokenizer else client.with_tokenizer(found)
         for line in found_lines(peft):
             note(line)
-        with connected(server) as client, progress(in_bytes=True) as step:
+        with progress(in_bytes=True) as step:
             done = client.upload(
                 peft,
                 adapter_id,

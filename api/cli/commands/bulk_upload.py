@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
 from adapter_store.formats.adapter_dir import open_adapter_dir
@@ -24,6 +25,9 @@ from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, note, print_json, progress, say, short_digest
 from api.client import Client, Refused, ServerUnreachable, problem_line
 from lorasrv.config import MemoryOptions
+
+if TYPE_CHECKING:
+    from lorasrv.text.tokenizer import Tokenizer
 
 PARALLEL = 4
 MAX_PATIENCE_S = 120.0
@@ -118,6 +122,7 @@ class How:
     allow_partial: bool = False
     stored: Form | None = None
     allow_drift: bool = False
+    no_tokenizer: bool = False
 
 
 def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
@@ -137,17 +142,21 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
     _end(outcomes, "are in the server")
 
 
-def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool) -> None:
+def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool, no_tokenizer: bool = False) -> None:
     """Validate each adapter locally as a server with this base would, and list its id; `terms` as of `check_files`.
 
     Raises:
         CliError: some would be refused.
     """
+    # Imported only here: other commands do not wait for the tokenizers.
+    from lorasrv.models.loader.locate import read_tokenizer
+
     found = tree.adapters()
     base = check.shapes_of(model)
+    tokenizer = None if no_tokenizer else cache(partial(read_tokenizer, model))
     outcomes = []
     for one in found:
-        outcomes.append(_checked(one, base, terms))
+        outcomes.append(_checked(one, base, tokenizer, terms))
         if as_json:
             print_json(outcomes[-1].to_dict())
         elif not outcomes[-1].reasons:
@@ -239,10 +248,10 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadO
             meter.sent(one, done / total)
 
     try:
-        with open_adapter_dir(one.folder) as peft:
-            done = _patiently(
-                lambda: client.upload(peft, one.adapter_id, **asdict(how), send_always=False, progress=tell)
-            )
+        with open_adapter_dir(one.folder) as found:
+            options = asdict(how)
+            peft = found if options.pop("no_tokenizer") else client.with_tokenizer(found)
+            done = _patiently(lambda: client.upload(peft, one.adapter_id, **options, send_always=False, progress=tell))
     except (AdapterInvalid, Refused, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))
     finally:
@@ -268,10 +277,15 @@ def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             waited += pause
 
 
-def _checked(one: FoundAdapter, base: BaseShapes, terms: Mapping[str, Any]) -> UploadOutcome:
+def _checked(
+    one: FoundAdapter, base: BaseShapes, tokenizer: "Callable[[], Tokenizer] | None", terms: Mapping[str, Any]
+) -> UploadOutcome:
+    from lorasrv.text.own_tokenizers import with_own_tokens
+
     rank = MemoryOptions().max_lora_rank
     try:
-        with open_adapter_dir(one.folder) as peft:
+        with open_adapter_dir(one.folder) as found:
+            peft = found if tokenizer is None else with_own_tokens(found, tokenizer)
             report = check_files(peft.config, peft.weights_path, base, rank, **terms).report
     except (AdapterInvalid, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))

@@ -1,5 +1,6 @@
 """Run the server's validation without a server (check)."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,11 +43,14 @@ def check(
     versions with the same content are listed.
     """
     from adapter_store.validation.validate import check_files
+    from lorasrv.models.loader.locate import read_tokenizer
+    from lorasrv.text.own_tokenizers import with_own_tokens
 
     base = shapes_of(model)
     versions = _versions(store.expanduser(), base) if store is not None else None
     try:
-        with open_adapter_dir(directory) as peft:
+        with open_adapter_dir(directory) as found:
+            peft = with_own_tokens(found, partial(read_tokenizer, model))
             terms = {"allow_partial": allow_partial, "stored": stored or BF16, "allow_drift": allow_drift}
             checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, **terms)
     except AdapterInvalid as error:

@@ -33,7 +33,8 @@ def create(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"Permission: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
+            help=r"Permission: infer, upload, admin or replicate; may be repeated. \[default: infer]",
+            show_default=False,
         ),
     ] = None,
     adapters: Annotated[

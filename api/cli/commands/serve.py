@@ -11,7 +11,10 @@ from api.cli.common.terminal import CliError, note, print_json, progress, say
 from lorasrv.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
-    from api.server import Ready
+    from collections.abc import Callable
+
+    from api.config.settings import ServerSettings
+    from api.server import Progress, Ready
 
 
 _NOT_NEEDED = {
@@ -49,7 +52,7 @@ def serve(
     from api.config.lora_modules import ModulesRefused
     from api.config.sources import Sources, unknown_variables
     from api.observability.logs import written
-    from api.server import CannotListen, run
+    from api.server import CannotStart
 
     for line in [*(f"warning: {line}" for line in unknown_variables()), *not_needed.notes()]:
         note(line)
@@ -59,13 +62,25 @@ def serve(
         note(f"WARNING: --inject-faults makes this server fail on purpose: {settings.inject_faults}")
     try:
         with written(settings.log_format, settings.log_level), progress() as step:
-            run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
+            _run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
     except (ConfigError, NotEnoughMemory) as error:
         raise type(error)(sources.reworded(str(error))) from None
     except ModulesRefused as error:
         raise CliError(str(error), details=error.reasons) from None
-    except CannotListen as error:
+    except CannotStart as error:
         raise CliError(str(error)) from None
+
+
+def _run(settings: "ServerSettings", progress: "Progress", on_ready: "Callable[[Ready], None]") -> None:
+    """Run a server, or replicas of it behind one address."""
+    if settings.replicas is None:
+        from api.server import run
+
+        run(settings, progress, on_ready)
+    else:
+        from api.cluster import local
+
+        local.run(settings, progress, on_ready)
 
 
 def _print_ready(ready: "Ready", as_json: bool) -> None:
@@ -74,6 +89,7 @@ def _print_ready(ready: "Ready", as_json: bool) -> None:
 
         print_json({"event": "ready", **asdict(ready)})
         return
-    pool = f"pool {ready.pool_bytes / 2**20:.0f} MiB ({ready.pages} pages)"
+    several = f"{ready.replicas} replicas, each with a " if ready.replicas > 1 else ""
+    pool = f"{several}pool {ready.pool_bytes / 2**20:.0f} MiB ({ready.pages} pages)"
     say(f"ready: {ready.url}  model {ready.model} ({ready.quantization})  {pool}  in {ready.seconds:.1f} s")
     say(f"console: {ready.url}/console")

@@ -15,10 +15,12 @@ from lorasrv.errors import ConfigError, LorasrvError
 
 if TYPE_CHECKING:
     from api.cli.doctor.machine import Check
+    from api.config.settings import ServerSettings
 
 SERVER_SETTINGS = (
     *("model", "store", "host", "port", "device", "max_num_batched_tokens"),
     *("pool_bytes", "gpu_memory_utilization", "host_cache_bytes", "swap_bytes"),
+    *("replicas", "max_replicas"),
 )
 """Options of `serve` that a check can be given."""
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -38,6 +40,7 @@ class Report:
 def doctor(
     ctx: typer.Context,
     rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters in the memory plan.")] = 16,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Check what several replicas need, too.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,7 +49,7 @@ def doctor(
     Exit code 1 if a problem would prevent serving.
     """
     reports = []
-    for report in _reports(given_settings(ctx), config, rank):
+    for report in _reports(given_settings(ctx), config, rank, cluster):
         reports.append(report)
         if not as_json:
             _print(report)
@@ -57,7 +60,7 @@ def doctor(
         raise CliError(f"{len(failed)} of {len(reports)} checks failed: {', '.join(failed)}")
 
 
-def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterator[Report]:
+def _reports(flags: Mapping[str, Any], config: Path | None, rank: int, cluster: bool) -> Iterator[Report]:
     from api.cli.doctor import machine as doctor_machine
     from api.cli.doctor import serving as doctor_serving
     from api.config.sources import Sources
@@ -79,6 +82,18 @@ def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterat
     yield _run("store", lambda: doctor_serving.store(settings))
     yield _run("disk", lambda: doctor_serving.disk(settings, rank))
     yield _run("port", lambda: doctor_serving.port(settings))
+    if cluster or settings.replicas is not None:
+        yield from _cluster_reports(settings, rank)
+
+
+def _cluster_reports(settings: "ServerSettings", rank: int) -> Iterator[Report]:
+    from api.cli.doctor import cluster as doctor_cluster
+
+    yield _run("ray", doctor_cluster.versions)
+    yield _run("shared memory", doctor_cluster.shared_memory)
+    yield _run("ray's ports", doctor_cluster.ports)
+    yield _run("ray's files", lambda: doctor_cluster.folders(settings))
+    yield _run("all replicas", lambda: doctor_cluster.memory(settings, rank))
 
 
 def _run(name: str, check: "Callable[[], Check]") -> Report:
@@ -100,8 +115,8 @@ def _print(report: Report) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    line = Text.assemble((f"{report.status:5}", f"bold {COLOURS[report.status]}"), (f"{report.name:10}", "bold"))
+    line = Text.assemble((f"{report.status:5}", f"bold {COLOURS[report.status]}"), (f"{report.name:14}", "bold"))
     console.print(line, end="")
     console.print(Text(report.text, overflow="fold"))
     if report.fix:
-        console.print(Padding(Text(f"-> {report.fix}", overflow="fold"), (0, 0, 0, 15)))
+        console.print(Padding(Text(f"-> {report.fix}", overflow="fold"), (0, 0, 0, 19)))

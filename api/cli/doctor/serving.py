@@ -97,6 +97,19 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     return Check("ok", text)
 
 
+def needed_bytes(settings: ServerSettings) -> int:
+    """Return the bytes without which a server does not run: base, pool and steps.
+
+    Raises:
+        LorasrvError: the base is not there or not served.
+    """
+    from lorasrv.engine.memory_plan import MemoryPlan
+    from lorasrv.worker.device import resolve_device
+
+    config, device = fitted(settings).engine_config(), resolve_device(settings.device)
+    return MemoryPlan.of(config, _shape(settings.model).spec, _quantization(settings), device).needed
+
+
 def store(settings: ServerSettings) -> Check:
     """Check that the folder is usable and private, and whether a server uses it."""
     root = settings.store.expanduser()

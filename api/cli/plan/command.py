@@ -12,12 +12,16 @@ import typer
 from api.cli.common.options import JsonOption, check_png, connected
 from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
+from api.cli.plan.machines import MachineOptions, plan_machines
+from api.cli.plan.traffic import TrafficOptions
 
 if TYPE_CHECKING:
+    from api.cli.plan.machines import ClusterPlan
     from api.cli.plan.report import Plan
     from lorasrv.config import EngineConfig, MemoryOptions
     from lorasrv.metrics.trace import TraceRequest
     from lorasrv.models.spec import ModelSpec
+    from lorasrv.offline.cluster.options import ClusterOptions
     from lorasrv.offline.planner.machine_profile import MachineProfile
     from lorasrv.offline.planner.sim_replica import SimServer
 
@@ -59,7 +63,8 @@ class _PlanOptions:
 
 def plan(
     ctx: typer.Context,
-    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="File that serve --record-trace wrote.")],
+    traffic: TrafficOptions,
+    several: MachineOptions,
     rank: Annotated[
         int,
         typer.Option(
@@ -86,19 +91,27 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict how a server would handle recorded traffic, how many adapters fit, and which option to change."""
+    """Predict how a server would handle traffic, how many adapters fit, and which option to change; or how several
+    machines would."""
     if sum((recalibrate, server is not None, costs is not None)) > 1:
         raise CliError("--recalibrate, --server and --costs exclude each other", code=ExitCode.USAGE)
     if p99_ttft_ms is not None and not 0 < p99_ttft_ms < float("inf"):
         raise CliError(f"--p99-ttft-ms must be positive, not {p99_ttft_ms}", code=ExitCode.USAGE)
     if png is not None:
         check_png("--png", png)
+    cluster, _ = several.cluster(traffic.seed), several.bounds_ms()
+    if cluster is not None:
+        for option, value in (("--p99-ttft-ms", p99_ttft_ms), ("--predict-only", predict_only), ("--png", png)):
+            if value:
+                raise CliError(f"{option} and --machines exclude each other", code=ExitCode.USAGE)
     from api.config.sources import Sources
-    from lorasrv.metrics.trace import read_trace
 
-    requests = read_trace(trace)
+    requests = traffic.requests()
     settings = Sources.of_flags(given_settings(ctx)).settings()
     options = _PlanOptions(settings.engine_config(), rank, store, costs, server, recalibrate)
+    if cluster is not None:
+        _print_cluster(_plan_cluster(options, requests, traffic, cluster, several), as_json)
+        return
     done = _plan(options, requests, p99_ttft_ms, predict_only)
     if png is not None:
         from api.cli.plan.plot import draw
@@ -114,6 +127,27 @@ def _print(done: "Plan", as_json: bool) -> None:
         print_json(done.to_dict())
     else:
         print_plan(done)
+
+
+def _print_cluster(done: "ClusterPlan", as_json: bool) -> None:
+    from api.cli.plan.machines_report import print_machines, to_dict
+
+    if as_json:
+        print_json(to_dict(done))
+    else:
+        print_machines(done)
+
+
+def _plan_cluster(
+    options: _PlanOptions,
+    requests: tuple["TraceRequest", ...],
+    traffic: TrafficOptions,
+    cluster: "ClusterOptions",
+    several: MachineOptions,
+) -> "ClusterPlan":
+    with progress() as step:
+        sim, source = _server(options, requests, lambda what, share: step(what, share, 1.0))
+        return plan_machines(sim, source, requests, traffic.to_dict(), cluster, several, step)
 
 
 # The plan.

@@ -64,11 +64,13 @@ _COMPARED = ("tok_per_s", "requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_
 Show = Callable[[float], str]
 
 
-def _ms(value: float) -> str:
+def milliseconds(value: float) -> str:
+    """Show a time."""
     return "–" if math.isnan(value) else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
-def _plain(value: float) -> str:
+def plain(value: float) -> str:
+    """Show a number."""
     return "–" if math.isnan(value) else f"{value:,.1f}"
 
 
@@ -77,13 +79,13 @@ def _percent(value: float) -> str:
 
 
 _ROWS: tuple[tuple[str, str, Show], ...] = (
-    ("tokens a second", "tok_per_s", _plain),
-    ("requests a second", "requests_per_s", _plain),
-    ("TTFT p50", "ttft_p50_ms", _ms),
-    ("TTFT p99", "ttft_p99_ms", _ms),
-    ("time per output token p50", "tpot_p50_ms", _ms),
-    ("time per output token p99", "tpot_p99_ms", _ms),
-    ("time between tokens p99", "itl_p99_ms", _ms),
+    ("tokens a second", "tok_per_s", plain),
+    ("requests a second", "requests_per_s", plain),
+    ("TTFT p50", "ttft_p50_ms", milliseconds),
+    ("TTFT p99", "ttft_p99_ms", milliseconds),
+    ("time per output token p50", "tpot_p50_ms", milliseconds),
+    ("time per output token p99", "tpot_p99_ms", milliseconds),
+    ("time between tokens p99", "itl_p99_ms", milliseconds),
 )
 
 
@@ -140,11 +142,18 @@ def _shares(figures: SimulationStats | None) -> str:
 def _print_capacity(plan: Plan, fit: Capacity) -> None:
     say("")
     rows = [
-        [str(p.adapters), _ms(p.figures.ttft_p50_ms), _ms(p.figures.ttft_p99_ms), _plain(p.figures.tok_per_s)]
+        [
+            str(p.adapters),
+            milliseconds(p.figures.ttft_p50_ms),
+            milliseconds(p.figures.ttft_p99_ms),
+            plain(p.figures.tok_per_s),
+        ]
         for p in fit.points
     ]
     print_table(["adapters", "TTFT p50", "TTFT p99", "tok/s"], rows)
-    limit = f"{_ms(fit.limit_ms)}{'' if plan.limit_was_given else ', twice the present one (set --p99-ttft-ms)'}"
+    limit = (
+        f"{milliseconds(fit.limit_ms)}{'' if plan.limit_was_given else ', twice the present one (set --p99-ttft-ms)'}"
+    )
     traffic = f"the same traffic over more adapters (Zipf exponent {fit.exponent:.2f}, as in the trace)"
     if fit.fits is None:
         say(f"Not even one adapter keeps the p99 TTFT within {limit}: the request rate is too high.")
@@ -169,10 +178,10 @@ def _print_changes(plan: Plan) -> None:
 
 def _change_cells(figures: SimulationStats) -> list[str]:
     return [
-        _ms(figures.ttft_p99_ms),
-        _ms(figures.ttft_p50_ms),
-        _ms(figures.tpot_p99_ms),
-        _plain(figures.tok_per_s),
+        milliseconds(figures.ttft_p99_ms),
+        milliseconds(figures.ttft_p50_ms),
+        milliseconds(figures.tpot_p99_ms),
+        plain(figures.tok_per_s),
         str(figures.num_refused),
     ]
 

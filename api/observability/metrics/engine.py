@@ -44,7 +44,9 @@ GAUGES = {
     "host_cache_bytes": "Bytes of adapters in the host cache",
     "swap_bytes": "Bytes of swapped-out KV cache in host memory",
     "snapshot_bytes": "Bytes of snapshots of personas' prompts on the disk",
+    "page_leases": "Leases of prefix pages that other replicas may read",
     "corpus_bytes": "Bytes of past answers that new ones are drafted from",
+    "min_draft_chance": "Chance that a draft token had to exceed to be verified in the newest step with answers",
     "kv_cache_usage_ratio": "KV pages of running requests, as a share of all pages but those of adapters in use",
 }
 COUNTERS = {
@@ -67,6 +69,9 @@ COUNTERS = {
     "snapshots_made": "Snapshots of personas' prompts written to the disk",
     "snapshots_restored": "Snapshots of personas' prompts restored into the prefix cache",
     "snapshot_bytes_restored": "Bytes of keys and values restored from snapshots",
+    "peer_pages_sent": "Prefix pages leased to other replicas",
+    "peer_pages_received": "Prefix pages received from other replicas",
+    "peer_prompts_received": "Prompts of which pages were received from another replica",
     "late_kernels": "Kernels of a GPU that were compiled or loaded after the warm-up, while requests waited",
 }
 # Fields that map parts of the cost model to seconds; the metric's name ends in its unit.
@@ -77,10 +82,21 @@ COSTS = {
         "Estimated time per byte of loading or copying an adapter, learned on this machine",
     ),
 }
-# Fields that map drafters to counts.
+# Fields that map drafters to counts by depth.
 DRAFTS = {
-    "draft_tokens": "Draft tokens verified by steps",
+    "draft_tokens": "Draft tokens verified by steps; depth 1 follows the last known token",
     "accepted_draft_tokens": "Draft tokens that were right, and are part of answers",
+}
+# Fields that map tenths of an expected chance to counts.
+CALIBRATION = {
+    "draft_tokens_by_chance": "Verified draft tokens by the chance of being right that was expected, in steps of 0.1",
+    "accepted_draft_tokens_by_chance": "Of these, tokens that were right",
+    "expected_draft_tokens_by_chance": "Of these, the sum of the expected chances: how many should have been right",
+}
+# Fields that map reasons to counts.
+REFUSALS = {
+    "snapshots_refused": "Snapshots of personas' prompts that were not made or not restored",
+    "peer_prompts_refused": "Prompts whose pages another replica was asked for and that were computed here",
 }
 # A metric for several fields, one per tier.
 TIERS = {
@@ -100,6 +116,7 @@ ELSEWHERE = frozenset(
         "adapter_load_failures_total",
         "adapter_load_seconds_total",
         "snapshots_refused_total",
+        "peer_prompts_refused_total",
     }
 )
 """Fields of the snapshot that other metrics here show in more detail."""
@@ -130,11 +147,7 @@ class EngineCollector(Collector):
                 costs.add_metric([part], seconds)
             yield costs
         yield from _by_tier(snapshot)
-        for name, text in DRAFTS.items():
-            drafts = CounterMetricFamily(f"lorasrv_{name}", text, labels=["drafter"])
-            for drafter, count in getattr(snapshot, f"{name}_total").items():
-                drafts.add_metric([drafter], count)
-            yield drafts
+        yield from _of_drafts(snapshot)
         reads = self._engine.disk_reads()
         late = "Reads of adapters that took longer than --load-timeout-s"
         yield CounterMetricFamily("lorasrv_disk_reads_timed_out", late, reads.num_given_up)
@@ -143,14 +156,11 @@ class EngineCollector(Collector):
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)
         yield finished
-        refused = CounterMetricFamily(
-            "lorasrv_snapshots_refused",
-            "Snapshots of personas' prompts that were not made or not restored",
-            labels=["reason"],
-        )
-        for reason, count in snapshot.snapshots_refused_total.items():
-            refused.add_metric([reason], count)
-        yield refused
+        for name, text in REFUSALS.items():
+            refused = CounterMetricFamily(f"lorasrv_{name}", text, labels=["reason"])
+            for reason, count in getattr(snapshot, f"{name}_total").items():
+                refused.add_metric([reason], count)
+            yield refused
         yield from self._of_steps()
 
     def _of_steps(self) -> Iterator[Metric]:
@@ -184,6 +194,20 @@ def _by_tier(snapshot: "EngineStats") -> Iterator[Metric]:
         for tier, field in fields.items():
             family.add_metric([tier], getattr(snapshot, field))
         yield family
+
+
+def _of_drafts(snapshot: "EngineStats") -> Iterator[Metric]:
+    for name, text in DRAFTS.items():
+        drafts = CounterMetricFamily(f"lorasrv_{name}", text, labels=["drafter", "depth"])
+        for drafter, counts in getattr(snapshot, f"{name}_total").items():
+            for depth, count in sorted(counts.items()):
+                drafts.add_metric([drafter, str(depth)], count)
+        yield drafts
+    for name, text in CALIBRATION.items():
+        expected = CounterMetricFamily(f"lorasrv_{name}", text, labels=["chance"])
+        for tenth, count in sorted(getattr(snapshot, f"{name}_total").items()):
+            expected.add_metric([f"{tenth / 10}"], count)
+        yield expected
 
 
 def _unix(monotonic_s: float) -> float:

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from api.observability.metrics.engine import EngineCollector, StoreCollector
 from api.observability.metrics.requests import EdgeCollector, HttpFigures, TopAdapters, TrafficCollector
+from api.observability.metrics.resident_adapters import ResidentAdapters
 from api.observability.metrics.vllm_names import VllmCollector
 from api.serving.services import Services
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
 
-def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
+def make_registry(
+    services: Services, http: HttpFigures, residents: ResidentAdapters | None = None
+) -> CollectorRegistry:
     """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
     engine: AsyncEngine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)
@@ -28,6 +31,8 @@ def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
         registry.register(collector)
     if services.settings.metrics_compat == "vllm":
         registry.register(VllmCollector(engine, services.base_name, services.settings.max_num_seqs))
+    if residents is not None:
+        registry.register(residents)
     return registry
 
 

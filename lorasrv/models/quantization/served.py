@@ -1,4 +1,4 @@
-"""Describe what became of the weights of a checkpoint that was quantized already."""
+"""Describe the weights of a base as they are served, beside those of its checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,15 @@ class ServedWeights:
     # Linears of layers that the file has as codes: kept, and made from dequantized weights.
     kept: int = 0
     remade: int = 0
+    # Mean bits of a weight of the layers' linears in memory, with scales.
+    bits_per_weight: float = 0.0
+    # What the format changes in these weights: root mean square of the change over that of the weights.
+    error: float = 0.0
 
     @property
     def is_exact(self) -> bool:
-        """Return whether every quantized linear of a layer has the values that the file gives."""
-        return self.remade == 0 and (self.packing is None or not self.packing.rounding)
+        """Return whether the linears of the layers have the values that the file gives."""
+        return self.error == 0.0
 
     def line(self) -> str:
         """Describe a quantized file and its use in one line; "" for other files."""
@@ -31,16 +35,16 @@ class ServedWeights:
         what = f"weights: {self.packing.method}, {bits} bits, {self.kept + self.remade} linears"
         if self.is_exact:
             return f"{what}: kept exactly as the file has them (--quantization {self.format})"
-        if not self.remade:
-            return f"{what}: {self.packing.rounding} (--quantization {self.format})"
-        return (
-            f"{what}: {self.remade} of them dequantized and stored as {self.format}, which adds an error of rounding "
-            "to the file's; --quantization auto keeps them"
-        )
+        if self.remade:
+            return (
+                f"{what}: {self.remade} of them dequantized and stored as {self.format}, which adds an error of "
+                "rounding to the file's; --quantization auto keeps them"
+            )
+        change = self.packing.rounding or "linears that the file has as floats are held in --dtype"
+        return f"{what}: {change} (--quantization {self.format})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as JSON data."""
-        if self.packing is None:
-            return {"format": self.format}
-        found = self.packing
-        return {"format": self.format, "method": found.method, "bits": list(found.bits), "exact": self.is_exact}
+        stored = {} if self.packing is None else {"method": self.packing.method, "bits": list(self.packing.bits)}
+        served = {"bits_per_weight": round(self.bits_per_weight, 2), "error": float(f"{self.error:.2g}")}
+        return {"format": self.format, **stored, **served, "exact": self.is_exact}

@@ -1,7 +1,8 @@
 """Simulate `ThreadedLoader`'s queues on an external clock: loads take time but move no bytes. Torch-free.
 
-Up to `PARALLEL_LOADS` adapters are read in parallel and share the disk's bandwidth; copies run one after another. Host
-memory is the real `HostCache`, so its bound, pins and evictions are the server's.
+Up to `PARALLEL_LOADS` adapters are read in parallel and share the disk's bandwidth, and that of a storage which other
+loaders read from, too; copies run one after another. Host memory is the real `HostCache`, so its bound, pins and
+evictions are the server's.
 """
 
 import math
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
@@ -24,6 +26,19 @@ class LoadPart(Enum):
 
     LOADED = "loaded"
     COPIED = "copied"
+
+
+class Storage(Protocol):
+    """Slow the reads of several loaders; see `SharedStorage`."""
+
+    @property
+    def read_byte_s(self) -> float: ...
+
+    def attach(self, settle: Callable[[float], None]) -> None: ...
+
+    def detach(self, settle: Callable[[float], None]) -> None: ...
+
+    def change(self, now_s: float, reads: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +60,16 @@ class SimLoader:
     Args:
         cache: host memory; its values are numbers of bytes.
         size_of: bytes of an adapter.
+        storage: where the files are; None: on a disk of its own.
     """
 
-    def __init__(self, costs: MachineProfile, cache: HostCache[int], size_of: Callable[[AdapterKey], int]) -> None:
+    def __init__(
+        self,
+        costs: MachineProfile,
+        cache: HostCache[int],
+        size_of: Callable[[AdapterKey], int],
+        storage: Storage | None = None,
+    ) -> None:
         self._costs = costs
         self._cache = cache
         self._size_of = size_of
@@ -60,6 +82,9 @@ class SimLoader:
         self._stall_s = 0.0
         self._reports: list[tuple[AdapterKey, LoadPart]] = []
         self._prefetched: set[AdapterKey] = set()
+        self._storage = storage
+        if storage is not None:
+            storage.attach(self.settle)
         self.num_from_disk = 0
         self.num_from_host = 0
 
@@ -82,17 +107,28 @@ class SimLoader:
 
     def advance(self, now_s: float) -> None:
         """Move the clock, at most to the next event."""
-        self._read_for(now_s - self._now)
-        self._now = now_s
+        self.settle(now_s)
         while self._copies and self._copy_ends_s <= now_s + EPSILON_S:
             self._end_copy(self._copies.popleft())
         for load in [load for load in self._reading if self._seconds_left(load) <= EPSILON_S]:
-            self._reading.remove(load)
+            self._end_read(load)
             self.num_from_disk += 1
             self._stall_s += self._costs.stall_s + load.nbytes * self._costs.stall_byte_s
             self._cache.put_pinned(load.key, load.nbytes, load.nbytes)
             self._end_load(load)
         self._begin()
+
+    def settle(self, now_s: float) -> None:
+        """Count what was read until now at the present rate, without ending a load."""
+        self._read_for(now_s - self._now)
+        self._now = now_s
+
+    def stop(self) -> None:
+        """Read no more, as a machine that fails."""
+        if self._storage is not None:
+            self._storage.change(self._now, -len(self._reading))
+            self._storage.detach(self.settle)
+        self._reading.clear()
 
     # Same interface as `ThreadedLoader`.
 
@@ -117,7 +153,10 @@ class SimLoader:
         if load is None:
             self._cache.unpin(key)
         else:
-            (self._reading if load in self._reading else self._queue).remove(load)
+            if load in self._reading:
+                self._end_read(load)
+            else:
+                self._queue.remove(load)
             self._begin()
 
     def poll(self) -> list[tuple[AdapterKey, LoadPart]]:
@@ -137,12 +176,19 @@ class SimLoader:
         while self._queue and len(self._reading) < PARALLEL_LOADS:
             load = self._queue.popleft()
             if self._cache.get_pinned(load.key) is None:
+                if self._storage is not None:
+                    self._storage.change(self._now, 1)
                 self._reading.append(load)
             else:
                 # A prefetched adapter has been counted already.
                 self.num_from_host += load.key not in self._prefetched
                 self._prefetched.discard(load.key)
                 self._end_load(load)
+
+    def _end_read(self, load: _SimLoad) -> None:
+        if self._storage is not None:
+            self._storage.change(self._now, -1)
+        self._reading.remove(load)
 
     def _end_load(self, load: _SimLoad) -> None:
         """Report an adapter that is in host memory and pinned; unpin it after a prefetch."""
@@ -153,17 +199,27 @@ class SimLoader:
             self._prefetched.add(load.key)
             self._cache.unpin(load.key)
 
+    @property
+    def is_reading(self) -> bool:
+        """Return whether a file is being read."""
+        return bool(self._reading)
+
+    @property
+    def _byte_s(self) -> float:
+        """Return the seconds that a byte of each load takes now."""
+        own_s = self._costs.load_byte_s * len(self._reading)
+        return own_s if self._storage is None else max(own_s, self._storage.read_byte_s)
+
     def _seconds_left(self, load: _SimLoad) -> float:
         """Predict when a load ends if the other loads go on meanwhile."""
-        return load.setup_s + load.bytes_left * self._costs.load_byte_s * len(self._reading)
+        return load.setup_s + load.bytes_left * self._byte_s
 
     def _read_for(self, seconds: float) -> None:
-        share = len(self._reading)
+        byte_s = self._byte_s
         for load in self._reading:
             setup = min(load.setup_s, seconds)
             load.setup_s -= setup
-            rate = self._costs.load_byte_s * share
-            load.bytes_left = max(0.0, load.bytes_left - (seconds - setup) / rate) if rate else 0.0
+            load.bytes_left = max(0.0, load.bytes_left - (seconds - setup) / byte_s) if byte_s else 0.0
 
     # Copying.
 

@@ -16,19 +16,22 @@ from dataclasses import dataclass, replace
 
 from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.backpressure import num_queued
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.errors import InvalidRequest
 from lorasrv.memory.cost_model import StepShape
+from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.memory.prefix_cache import page_hashes, root_hash
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_drafter import RecordedDrafts
-from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
+from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader, Storage
 from lorasrv.offline.planner.sim_traffic import OTHER_TOKEN, SimTraffic, SimulatedRequest, SimulationResult, key_of
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut, path_along
@@ -73,9 +76,15 @@ class _Pass:
 
 
 class SimReplica:
-    """Simulate a server with empty memory, from `begins_s` on."""
+    """Simulate a server with empty memory, from `begins_s` on.
 
-    def __init__(self, server: SimServer, traffic: SimTraffic, begins_s: float = 0.0) -> None:
+    Args:
+        storage: where its adapters' files are; None: on a disk of its own.
+    """
+
+    def __init__(
+        self, server: SimServer, traffic: SimTraffic, begins_s: float = 0.0, storage: Storage | None = None
+    ) -> None:
         self._server = server
         self._costs = server.costs
         self._traffic = traffic
@@ -94,10 +103,11 @@ class SimReplica:
         drafters = [drafter] if server.has_drafts and traffic.has_drafts else []
         speculator = Speculator(drafters, VOCABULARY, lambda: self.now)
         self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host, speculator)
-        self._loader = SimLoader(self._costs, self.cache, lambda key: traffic.layouts[key].nbytes)
+        self._loader = SimLoader(self._costs, self.cache, lambda key: traffic.layouts[key].nbytes, storage)
         self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
         self._live: dict[RequestId, SimulatedRequest] = {}
-        self._inbox: list[EngineCoreRequest] = []
+        self._inbox: list[tuple[EngineCoreRequest, Sequence[bytes]]] = []
+        self._num_withdrawn = 0
         # The step that is being computed; else until when to wait for an event, or None: a round begins now.
         self._pass: _Pass | None = None
         self._waits_until_s: float | None = None
@@ -122,6 +132,9 @@ class SimReplica:
         return True
 
     def num_draft_heads(self, _: AdapterKey, /) -> int:
+        return 0
+
+    def vocab_size(self, _: AdapterKey, /) -> int:
         return 0
 
     def is_on_host(self, key: AdapterKey) -> bool:
@@ -155,29 +168,76 @@ class SimReplica:
             return []
         return self._begin()
 
-    def give(self, outcome: SimulatedRequest, at_s: float) -> str | None:
+    def give(self, outcome: SimulatedRequest, at_s: float, pages: Sequence[bytes] = ()) -> str | None:
         """Admit a request, possibly during a step, and start reading its adapter's file; return why not, if so.
+
+        Args:
+            at_s: not after `next_s`.
+            pages: digests of pages of its prompt that come with it, as `missing_pages` named them.
+        """
+        if at_s > self.now:
+            self._move_to(at_s)
+        self._waits_until_s = None
+        refused = self._why_not(outcome.request)
+        # One that was withdrawn and comes back needs another name: the step that was begun with it may not have ended.
+        rid = RequestId(f"r{outcome.number}.{self._num_withdrawn}")
+        message = None if refused else self._message(rid, outcome)
+        if message is None:
+            return refused or "does not fit"
+        self._live[rid] = outcome
+        self._inbox.append((message, pages))
+        if message.adapter_key is not None and message.found is AdapterTier.DISK:
+            self._loader.prefetch(message.adapter_key)
+        return None
+
+    def withdraw(self, outcome: SimulatedRequest, at_s: float) -> None:
+        """Abort a request, as a server does whose client has gone.
 
         Args:
             at_s: not after `next_s`.
         """
         if at_s > self.now:
             self._move_to(at_s)
+        (rid,) = (rid for rid, live in self._live.items() if live is outcome)
+        del self._live[rid]
+        self._num_withdrawn += 1
+        self._inbox = [entry for entry in self._inbox if entry[0].request_id != rid]
+        self.scheduler.finish(rid, RequestStatus.FINISHED_ABORTED)
         self._waits_until_s = None
-        refused = self._why_not(outcome.request)
-        rid = RequestId(f"r{outcome.number}")
-        message = None if refused else self._message(rid, outcome)
-        if message is None:
-            return refused or "does not fit"
-        self._live[rid] = outcome
-        self._inbox.append(message)
-        if message.adapter_key is not None and message.found is AdapterTier.DISK:
-            self._loader.prefetch(message.adapter_key)
-        return None
 
-    def live(self) -> list[SimulatedRequest]:
-        """Return the requests that have not ended, in the order in which they were given."""
-        return list(self._live.values())
+    def prefetch(self, adapter: str | None, at_s: float) -> None:
+        """Begin to read an adapter's file for a request that is coming.
+
+        Args:
+            at_s: not after `next_s`.
+        """
+        if at_s > self.now:
+            self._move_to(at_s)
+        if adapter is not None and not self.memory.adapter_manager.is_resident(key_of(adapter)):
+            self._loader.prefetch(key_of(adapter))
+
+    def stop(self, at_s: float) -> None:
+        """Fail: read and compute no more."""
+        if at_s > self.now:
+            self._move_to(at_s)
+        self._loader.stop()
+
+    def missing_pages(self, outcome: SimulatedRequest) -> tuple[bytes, ...]:
+        """Return the digests of the whole pages of a prompt that are not here, but for its last token's; none if
+        prefixes are not kept."""
+        if (prefixes := self.memory.prefixes) is None:
+            return ()
+        adapter, page_size = outcome.request.adapter, self._server.geometry.page_size
+        root = root_hash(None if adapter is None else key_of(adapter), "")
+        prompt = self._traffic.prompts.of(outcome.number)
+        digests = page_hashes(root, prompt[: len(prompt) - 1], page_size)
+        first = next((n for n, digest in enumerate(digests) if prefixes.page_of(digest) is None), len(digests))
+        return digests[first:]
+
+    @property
+    def is_reading(self) -> bool:
+        """Return whether an adapter's file is being read."""
+        return self._loader.is_reading
 
     def resident(self) -> frozenset[str]:
         """Return the names of the adapters in the pool."""
@@ -207,7 +267,9 @@ class SimReplica:
 
     def _begin(self) -> list[SimulatedRequest]:
         """Plan a step and begin to compute it; without one, wait for the next event."""
-        for message in self._inbox:
+        for message, pages in self._inbox:
+            if pages:
+                self._fill(message, pages)
             self.scheduler.add(message)
         self._inbox.clear()
         self._take_reports()
@@ -270,7 +332,7 @@ class SimReplica:
         try:
             return self._inputs.process(
                 rid,
-                self._traffic.prompts.of(outcome.number),
+                self._traffic.prompts.of(outcome.number)[: request.prompt_tokens],
                 SamplingParams(max_tokens=most, temperature=0.0),
                 None if request.adapter is None else key_of(request.adapter),
                 principal=request.key or "anonymous",
@@ -286,8 +348,8 @@ class SimReplica:
         right."""
         tokens = {}
         for share in step.scheduled:
-            if share.samples:
-                left = self._live[share.request_id].request.output_tokens - share.num_generated
+            if share.samples and (outcome := self._live.get(share.request_id)) is not None:
+                left = outcome.request.output_tokens - share.num_generated
                 right = (OTHER_TOKEN,) * max(0, left - 1) + (EOS,)
                 num_right = len(path_along(share.draft_token_ids, share.draft_parents, right))
                 tokens[share.request_id] = right[: num_right + 1]
@@ -297,7 +359,9 @@ class SimReplica:
         """Enter what the requests got; return those that have ended."""
         ended = []
         for output in outputs:
-            outcome = self._live[output.request_id]
+            outcome = self._live.get(output.request_id)
+            if outcome is None:  # withdrawn
+                continue
             for _ in output.new_token_ids:
                 self._has_token(outcome)
             if output.finish_reason is not None:
@@ -314,6 +378,15 @@ class SimReplica:
             self._gaps.append(self.now - outcome.last_token_s)
         outcome.last_token_s = self.now
         outcome.tokens += 1
+
+    def _fill(self, message: EngineCoreRequest, digests: Sequence[bytes]) -> None:
+        """Put pages that another server has computed into the prefix cache, if there is room for them."""
+        kv, key = self.memory.kv, message.adapter_key
+        has_room = self.memory.evictor.make_room(len(digests) + self.scheduler.num_running, EvictionLevel.PREFETCH)
+        name = SnapshotName("", message.request_id)
+        if has_room and kv.begin_fill(name, len(digests)) is not None:
+            is_resident = key is None or self.memory.adapter_manager.is_resident(key)
+            kv.end_fill(name, digests, key, is_resident=is_resident)
 
     # Adapters.
 

@@ -6,7 +6,7 @@ No other module imports these packages, and only the worker process imports this
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from lorasrv.models.loader import Checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.offline.verify.hf_config import config_from_spec
 from lorasrv.offline.verify.job import CannotVerify, VerifyJob
+from lorasrv.worker.adapter_rows import own_tokens
 from lorasrv.worker.weights import ModelWeights, Progress
 
 NAME = "default"
 WRAPPER = "base_model.model."
 SELECTING = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
-READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED) - SELECTING
+READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED)
+READ_FIELDS -= SELECTING | {"added_tokens"}
 
 
 class PeftReference:
@@ -47,12 +49,13 @@ class PeftReference:
         base = _base(job, checkpoint.spec)
         _fill(base, checkpoint, weights, progress)
         with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
-            _write_adapter(Path(folder), job, adapter, checkpoint.spec)
-            # PEFT writes the file's biases over the base's, for good.
-            biases = {name: p for name, p in base.named_parameters() if name.endswith(".bias")}
-            own = {name: bias.detach().clone() for name, bias in biases.items()}
+            _write_adapter(Path(folder), job, adapter, weights)
+            # PEFT writes the file's biases and copies of the base's tables over the base's, for good.
+            replaced = (".bias", *(f"{own.module}.weight" for own in adapter.spec.rows if own.frozen))
+            parameters = {name: p for name, p in base.named_parameters() if name.endswith(replaced)}
+            own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self._model: Any = peft.PeftModel.from_pretrained(base, folder, adapter_name=NAME)
-        self._biases = [(bias, own[name], bias.detach().clone()) for name, bias in biases.items()]
+        self._replaced = [(parameter, own[name], parameter.detach().clone()) for name, parameter in parameters.items()]
         self._model.eval()
 
     @torch.inference_mode()
@@ -60,12 +63,12 @@ class PeftReference:
         """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without."""
         ids = torch.tensor([list(tokens)])
         adapted = self._model(ids, use_cache=False).logits[0, -positions:].clone()
-        for bias, base, _ in self._biases:
-            bias.copy_(base)
+        for parameter, base, _ in self._replaced:
+            parameter.copy_(base)
         with self._model.disable_adapter():
             plain = self._model(ids, use_cache=False).logits[0, -positions:].clone()
-        for bias, _, trained in self._biases:
-            bias.copy_(trained)
+        for parameter, _, trained in self._replaced:
+            parameter.copy_(trained)
         return adapted, plain
 
     @torch.inference_mode()
@@ -73,7 +76,7 @@ class PeftReference:
         """Return what PEFT changes at one linear, x [T, in] -> [T, width]; zeros where it changes nothing."""
         lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
         base = getattr(lora, "base_layer", lora)
-        bias = next((own for parameter, own, _ in self._biases if parameter is base.bias), None)
+        bias = next((own for parameter, own, _ in self._replaced if parameter is base.bias), None)
         is_plain = bias is None and NAME in getattr(lora, "lora_A", {}) and NAME not in lora.lora_variant
         if is_plain:
             added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
@@ -127,13 +130,15 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
         raise CannotVerify(f"the {spec.family} model of transformers lacks {missing[0]}, which this base has")
 
 
-def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, spec: ModelSpec) -> None:
-    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names or its form is
-    int8; then the matrices that the codes stand for.
+def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weights: ModelWeights) -> None:
+    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names, its form is int8,
+    or it has rows of the vocabulary; then the matrices that the codes stand for, and tables of which only own rows
+    differ from the base's.
 
     The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
     expressions, which may take exponential time to match; here they are the modules that have weights.
     """
+    spec, rows = weights.spec, adapter.spec.rows
     config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
     modules = {
         m: f"{spec.names.layers}{m.layer}.{m.module}" if m.layer < spec.num_layers else m.module
@@ -142,7 +147,7 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, spec: 
     config["target_modules"] = sorted(modules.values())
     saved = adapter.spec.saved
     norms = [s.parameter.removesuffix(".weight") for s in saved if s.parameter.endswith(".weight")]
-    config["modules_to_save"] = norms or None
+    config["modules_to_save"] = [*norms, *_copies(adapter, spec, config)] or None
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
     for m, module in modules.items():
@@ -151,14 +156,39 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, spec: 
         names |= {m.a_name: stem + suffixes[0], m.b_name: stem + suffixes[1]}
         names |= {m.magnitude: f"{stem}.lora_magnitude_vector"} if m.magnitude else {}
         names |= {m.b_bias: f"{stem}.lora_B.bias"} if m.b_bias else {}
-    names |= {s.name: WRAPPER + s.parameter for s in saved}
-    if all(own == wanted for own, wanted in names.items()) and adapter.spec.stored != INT8:
+    names |= {s.name: WRAPPER + s.parameter for s in saved} | {r.name: WRAPPER + r.parameter for r in rows}
+    if all(own == wanted for own, wanted in names.items()) and adapter.spec.stored != INT8 and not rows:
         os.symlink(job.weights.absolute(), folder / WEIGHTS_NAME)
         return
     tensors = load_file(job.weights)
     if adapter.spec.stored == INT8:
         tensors |= {name: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}
+    tensors |= dict(_tables(tensors, adapter, weights, getattr(torch, job.model.dtype)))
     save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)
+
+
+def _copies(adapter: AdapterWeights, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables that PEFT reads whole copies of; those that it ties follow by themselves."""
+    for own in adapter.spec.rows:
+        is_tied = spec.tied_head and config.get("ensure_weight_tying") and own.module != spec.names.embedding
+        if own.token_ids is None and not own.frozen and not is_tied:
+            yield own.module
+
+
+def _tables(
+    tensors: Mapping[str, Tensor], adapter: AdapterWeights, weights: ModelWeights, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and rows of every tensor of rows; where they are not the adapter's own, the base's served ones."""
+    if not adapter.spec.rows:
+        return
+    head, embedding = map(torch.from_numpy, own_tokens(weights, adapter, dtype))
+    for own in adapter.spec.rows:
+        is_embedding = own.module == weights.spec.names.embedding
+        table = (weights.embed if is_embedding else weights.head).dequantize().clone()
+        ids = torch.arange(len(table)) if own.token_ids is None else torch.tensor(own.token_ids)
+        is_own = torch.isin(ids, embedding if is_embedding else head)
+        table[ids[is_own]] = tensors[own.name][is_own].float()
+        yield own.name, table[ids]
 
 
 def _dequantized(adapter: AdapterWeights) -> Iterator[tuple[str, Array]]:

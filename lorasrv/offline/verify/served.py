@@ -14,7 +14,6 @@ from adapter_store.formats.safetensors_file import header_cap_bytes, parse_heade
 from adapter_store.formats.weights import AdapterWeights, read_verified, weights_from_bytes
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.validation.validate import validate_adapter
-from lorasrv.engine.factory import choose_format, make_ops
 from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.lora_sites import adapter_layout, base_shapes
 from lorasrv.offline.verify.job import VerifyJob
@@ -22,6 +21,8 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.adapter_rows import own_tokens
+from lorasrv.worker.base_format import choose_format, make_ops
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
@@ -136,7 +137,8 @@ class ServedModel:
     def _pool(self, kv_format: KVFormat) -> tuple[DevicePool, PlacedAdapter]:
         """Allocate pages for two sequences, followed by the adapter's pages."""
         spec = self.weights.spec
-        layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize)
+        tokens = own_tokens(self.weights, self.adapter, self._dtype)
+        layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize, tokens)
         block = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_TOKENS)
         needed = layout.num_pages(block)
         memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_format, CPU)

@@ -17,13 +17,15 @@ from lorasrv.text.tokenizer import Tokenizer
 KEPT_BYTES = 256 << 20
 KEPT_REFUSALS = 512
 MAX_WAITING = 256
+MAX_TRIES = 4
+"""Most extended tokenizers whose tokens are kept."""
 LEAST_BYTES = 256 << 10
 """Minimum size that a grammar counts as: small ones do not show in a process's memory."""
 
 
 class GrammarCompiler:
-    """Compile and cache the grammars of one tokenizer. Call from the event loop's thread; construction takes some
-    0.1 s.
+    """Compile and cache the grammars of a base, and of tokenizers that extend its own. Call from the event loop's
+    thread; construction takes some 0.1 s.
 
     Args:
         vocab_size: number of the model's logits.
@@ -31,52 +33,76 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> None:
-        self._vocabulary = Vocabulary.of(tokenizer, vocab_size, sorted(ends))
-        self._tokenizer: llguidance.LLTokenizer | None = None
-        if self._vocabulary.ends:
-            self._tokenizer = self._vocabulary.build(lambda text: tokenizer.encode(text, add_special_tokens=False))
-        self.examiner = GrammarSandbox(self._vocabulary.packed())
-        self._kept: LRUCache[str, CompiledGrammar] = LRUCache(KEPT_BYTES, getsizeof=lambda grammar: grammar.nbytes)
+        self._vocab_size, self._end_ids = vocab_size, sorted(ends)
+        vocabulary = Vocabulary.of(tokenizer, vocab_size, self._end_ids)
+        self._ends = vocabulary.ends
+        self._tries: LRUCache[Tokenizer, llguidance.LLTokenizer] = LRUCache(MAX_TRIES)
+        self._base = _trie(vocabulary, tokenizer) if self._ends else None
+        self.examiner = GrammarSandbox(vocabulary.packed())
+        # By the tokenizer, unless it is the base's.
+        self._kept: LRUCache[tuple[Tokenizer | None, str], CompiledGrammar] = LRUCache(
+            KEPT_BYTES, getsizeof=lambda grammar: grammar.nbytes
+        )
         self._refused: LRUCache[str, str] = LRUCache(KEPT_REFUSALS)
         self._turns = FairLock("grammars to be compiled", MAX_WAITING)
 
-    async def compile(self, grammar: Grammar, principal: str = ANONYMOUS) -> TokenConstraint:
+    async def compile(
+        self, grammar: Grammar, principal: str = ANONYMOUS, own: Tokenizer | None = None
+    ) -> TokenConstraint:
         """Compile a grammar, one at a time with fair turns between keys: each may take half a second.
+
+        Args:
+            own: the tokenizer of an adapter with tokens of its own, which may be part of texts that the grammar allows.
+                Special tokens that a grammar names are the base's.
 
         Raises:
             InvalidRequest: invalid, unsatisfiable or too costly; names the field.
             EngineOverloaded: too many grammars wait, of this key or in total.
         """
-        if (kept := self._known(grammar)) is not None:
+        if (kept := self._known(grammar, own)) is not None:
             return kept
         async with self._turns.turn(principal):
-            return self._known(grammar) or await self._compiled(grammar)
+            return self._known(grammar, own) or await self._compiled(grammar, own)
 
     async def aclose(self) -> None:
         """End the sandbox process."""
         await self.examiner.aclose()
 
-    def _known(self, grammar: Grammar) -> CompiledGrammar | None:
+    def _known(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
         if (why := self._refused.get(grammar.text)) is not None:
             raise _refusal(grammar, why)
-        return self._kept.get(grammar.text)
+        return self._kept.get((own, grammar.text))
 
-    async def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        if self._tokenizer is None:
+    async def _compiled(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar:
+        if self._base is None:
             raise InvalidRequest(f"{grammar.param}: this base names no token that ends an answer", param=grammar.param)
         verdict = await self.examiner.examine(grammar.text)
         if verdict.error is not None:
             self._refused[grammar.text] = verdict.error
             raise _refusal(grammar, verdict.error)
-        matcher = await asyncio.to_thread(compile_matcher, self._tokenizer, grammar.text)
+        trie, size = self._base, self._vocab_size
+        if own is not None:
+            trie, size = await asyncio.to_thread(self._trie_of, own), max(size, own.vocab_size)
+        matcher = await asyncio.to_thread(compile_matcher, trie, grammar.text)
         if matcher.is_error():
             raise _refusal(grammar, one_line(matcher.get_error()))
         nbytes = max(LEAST_BYTES, verdict.nbytes)
-        vocabulary = self._vocabulary
-        compiled = await asyncio.to_thread(CompiledGrammar, matcher, len(vocabulary.tokens), vocabulary.ends, nbytes)
+        compiled = await asyncio.to_thread(CompiledGrammar, matcher, size, self._ends, nbytes)
         if nbytes <= KEPT_BYTES:
-            self._kept[grammar.text] = compiled
+            self._kept[own, grammar.text] = compiled
         return compiled
+
+    def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
+        """Return the tokens of an extended tokenizer; one at a time, as grammars are compiled."""
+        known = self._tries.get(own)
+        if known is None:
+            vocabulary = Vocabulary.of(own, max(self._vocab_size, own.vocab_size), self._end_ids)
+            known = self._tries[own] = _trie(vocabulary, own)
+        return known
+
+
+def _trie(vocabulary: Vocabulary, tokenizer: Tokenizer) -> llguidance.LLTokenizer:
+    return vocabulary.build(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
 def _refusal(grammar: Grammar, why: str) -> InvalidRequest:

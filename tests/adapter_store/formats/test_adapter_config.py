@@ -70,7 +70,6 @@ def test_scaling_of_rslora_and_patterns() -> None:
 REFUSED_VALUES: dict[str, Any] = {
     "use_qalora": True,
     "alora_invocation_tokens": [1, 2],
-    "trainable_token_indices": [5],
     "target_parameters": ["experts.w"],
     "layer_replication": [[0, 2]],
     "fan_in_fan_out": True,

@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import save
 from store_kit import BASE, PREFIX, Tensors, build, digest_of, problems_of
 
 from adapter_store.errors import AdapterInvalid
+from adapter_store.formats import peft_dir
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import digest_file, read_peft_dir
 from adapter_store.validation.validate import check_files
@@ -129,6 +130,7 @@ TRL_OTHERS = (
     "README.md", "chat_template.jinja", "optimizer.pt", "rng_state.pth", "scheduler.pt", "tokenizer.json",
     "trainer_state.json", "training_args.bin"
 )  # fmt: skip
+WITH_ENDS = replace(BASE, ends={"lm_head": (32, 8), "model.embed_tokens": (8, 32)}, embedding="model.embed_tokens")
 FULL_COPIES = build.config(modules_to_save=["embed_tokens", "lm_head"])
 EMBEDDING = {"base_model.model.model.embed_tokens.weight": torch.ones(8, 32)}
 HEAD = {"base_model.model.lm_head.weight": torch.ones(8, 32)}
@@ -164,7 +166,12 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     # embed_tokens and lm_head among the targets are moved to modules_to_save: whole copies in the file.
     "unsloth, new words": (
         files(FULL_COPIES, build.tensors() | HEAD | EMBEDDING),
-        refused("train again without it in modules_to_save", "unsupported_modules_to_save")
+        Taken(
+            notices=(
+                "holds a trained copy of model.embed_tokens: rows that differ from the base's are served",
+                "holds a trained copy of lm_head: rows that differ from the base's are served",
+            )
+        )
     ),
     "unsloth, vlm": (
         of(
@@ -193,7 +200,7 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     ),
     "axolotl, added tokens": (
         files(FULL_COPIES, build.tensors() | EMBEDDING) | {"added_tokens.json": b'{"<|im_start|>": 32000}'},
-        refused("merge the adapter into the base", "unsupported_modules_to_save", "missing_saved_modules")
+        refused("names lm_head, and 1 such modules have no tensors", "missing_saved_modules")
     ),
     # The last state beside its checkpoints, each an adapter of its own.
     "llama factory": (
@@ -273,10 +280,10 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
     "mergekit": (
         of(
             build.tensors(rank=16)
-            | {f"base_model.model.model.embed_tokens.lora_embedding_{half}": torch.ones(16, 16) for half in "AB"},
+            | {f"base_model.model.model.embed_tokens.lora_embedding_{half}": torch.ones(16, 16) for half in "BC"},
             r=16, lora_alpha=16, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"]
         ),
-        refused("train again without embed_tokens", "unsupported_embedding", "partial_adapter")
+        refused("train again without embed_tokens", "unsupported_embedding", "missing_half", "partial_adapter")
     ),
     # Before safetensors were the default.
     "old peft": (
@@ -292,15 +299,37 @@ def test_what_a_trainer_leaves_behind(trainer: str, tmp_path: Path) -> None:
     write(tmp_path, inside)
     if isinstance(expected, Refused):
         with pytest.raises(AdapterInvalid) as caught, open_adapter_dir(tmp_path) as found:
-            check_files(found.config, found.weights_path, BASE, 16)
+            check_files(found.config, found.weights_path, WITH_ENDS, 16)
         assert {problem.code for problem in caught.value.problems} == expected.codes
         assert expected.words in str(caught.value)
         return
     with open_adapter_dir(tmp_path) as found:
-        report = check_files(found.config, found.weights_path, BASE, 16).report
+        report = check_files(found.config, found.weights_path, WITH_ENDS, 16).report
     assert (report.modules_matched, report.modules_expected) == (expected.modules, expected.modules)
     assert (report.rank_max, report.notices) == (4, expected.notices)
     assert len(report.warnings) == len(expected.warnings), report.warnings
     assert all(text.startswith(start) for text, start in zip(report.warnings, expected.warnings, strict=True))
     assert bool(found.notices) == expected.converted
     assert (found.subdirectory, found.ignored_files) == (expected.subdirectory, expected.ignored)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_taken"),
+    [
+        (b'{"added_tokens": [{"id": 9}]}', True),
+        (b'{"added_tokens": [{"id": 8}]}', False),
+        *((text, False) for text in (b"{}", b"[]", b"not JSON", b"[" * 9999, b'{"added_tokens": [7, {}]}')),
+    ],
+)
+def test_a_tokenizer_is_taken_if_it_adds_tokens(tmp_path: Path, text: bytes, is_taken: bool) -> None:
+    """To a base that has nine; trainers save one in any case."""
+    found = read_peft_dir(write(tmp_path, files(build.config(), build.tensors()) | {"tokenizer.json": text}))
+    taken = found.with_tokenizer(9)
+    assert taken.tokenizer == (text if is_taken else None)
+    assert taken.ignored_files == (() if is_taken else ("tokenizer.json",))
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_dir, "MAX_TOKENIZER_BYTES", 8)
+    found = read_peft_dir(write(tmp_path, files(build.config(), build.tensors()) | {"tokenizer.json": b"[1, 2, 3]"}))
+    assert "more than 8 bytes" in problems_of(lambda: found.with_tokenizer(9))["unsupported_tokenizer"].message

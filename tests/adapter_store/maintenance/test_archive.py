@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_kit import BASE, add, blobs, build, digest_of, flip, put
+from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, blobs, build, digest_of, flip, put
 
 from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, DigestMismatch, InvalidArchive
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
@@ -119,6 +119,22 @@ class TestArchive:
             assert [version.stored for version in store.get("mia").versions] == ["int8", "bf16"]
             assert [store.version_history.report(d.ref) for d in done] == [d.report for d in done]
             assert [store.load(d.ref.key).spec.stored for d in done] == ["int8", "bf16"]
+
+    def test_tokens_of_its_own(self, tmp_path: Path) -> None:
+        """Other tokens are another content, which the archive does not name."""
+        with AdapterStore(tmp_path / "old", RESIZABLE) as store:
+            key = add_with_tokens(store, "moods").ref.key
+        data = exported(tmp_path / "old")
+
+        def rename(manifest: dict[str, Any]) -> None:
+            manifest["adapters"]["moods"]["versions"]["1"]["config"]["added_tokens"][0]["content"] = "<mud>"
+
+        with OfflineStore(tmp_path / "new", create=True) as closed:
+            with pytest.raises(InvalidArchive, match="does not match"):
+                import_store(closed, io.BytesIO(rebuilt(data, rename)), RESIZABLE, 16)
+            assert import_store(closed, io.BytesIO(data), RESIZABLE, 16).versions == 1
+        with AdapterStore(tmp_path / "new", RESIZABLE) as store:
+            assert store.added_tokens.of(key) == store.load(key).spec.added_tokens == OWN_TOKENS
 
     def test_versions_of_one_content_keep_what_is_their_own(self, tmp_path: Path, take: Any) -> None:
         configs = {

@@ -71,16 +71,33 @@ CREATE TABLE verdicts (
 LAYOUT_5 = """
 ALTER TABLE contents ADD COLUMN stored TEXT NOT NULL DEFAULT 'bf16';
 """
+# Layout 6 is 5 with keys that may be missing, and this, word for word.
+LAYOUT_6 = """
+CREATE TABLE personas (
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, defaults TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
+) STRICT;
+CREATE TABLE persona_key (hex TEXT NOT NULL) STRICT;
+"""
 LAYOUTS = {
     1: LAYOUT_1,
     2: LAYOUT_1 + LAYOUT_2,
     3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3,
     4: LAYOUT_4,
     5: LAYOUT_4 + LAYOUT_5,
+    6: (LAYOUT_4 + LAYOUT_5).replace("key TEXT NOT NULL REFERENCES", "key TEXT REFERENCES") + LAYOUT_6,
 }
 TABLES_3 = (*TABLES_1, "adapter_limits", "aliases", "owners")
 TABLES_4 = (*TABLES_3, "uploads")
-TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: TABLES_3, 4: TABLES_4, 5: (*TABLES_4, "verdicts")}
+TABLES_5 = (*TABLES_4, "verdicts")
+TABLES = {
+    1: TABLES_1,
+    2: (*TABLES_1, "adapter_limits"),
+    3: TABLES_3,
+    4: TABLES_4,
+    5: TABLES_5,
+    6: (*TABLES_5, "personas", "persona_key"),
+}
 # A content had the config and the report of its first uploader.
 CONTENTS = """
 SELECT key, weights_digest, uploads.config, report, contents.created_s FROM contents JOIN versions USING (key)
@@ -108,6 +125,7 @@ def make_layout(version: int, root: Path) -> None:
     path = root / "index.sqlite3"
     with database(root) as db:
         rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES[version]}
+        rows["last_versions"] = db.execute("SELECT adapter_id, version FROM last_versions").fetchall()
         if version < 5:
             rows["contents"] = db.execute(CONTENTS if version < 4 else CONTENTS_4).fetchall()
     for file in root.glob("index.sqlite3*"):
@@ -122,7 +140,7 @@ def make_layout(version: int, root: Path) -> None:
         db.execute(f"PRAGMA user_version = {version}")
 
 
-@pytest.mark.parametrize("layout", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("layout", [1, 2, 3, 4, 5, 6])
 def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, layout: int) -> None:
     with AdapterStore(root, BASE) as store:
         if layout >= 2:
@@ -175,7 +193,7 @@ def test_facts_kept_with_a_content_move_to_the_versions_that_own_them(tmp_path: 
         assert "secret" not in db.execute("SELECT config FROM contents").fetchone()[0]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 5])
+@pytest.mark.parametrize("version", [1, 2, 3, 5, 6])
 def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, version: int) -> None:
     query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
     with database(root) as db:
@@ -188,7 +206,15 @@ def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, version: i
 
 @pytest.mark.parametrize(
     ("version", "table"),
-    [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts"), (3, "uploads"), (5, "personas")],
+    [
+        (1, "adapter_limits"),
+        (1, "verdicts"),
+        (2, "aliases"),
+        (2, "verdicts"),
+        (3, "uploads"),
+        (5, "personas"),
+        (6, "feed"),
+    ],
 )
 def test_a_migration_that_fails_leaves_the_old_layout(root: Path, version: int, table: str) -> None:
     make_layout(version, root)
@@ -203,6 +229,17 @@ def test_a_migration_that_fails_leaves_the_old_layout(root: Path, version: int, 
         db.execute(f"DROP TABLE {table}")
     with AdapterStore(root, BASE) as store:
         assert len(store.list_adapters()) == 2
+
+
+def test_ids_of_an_old_layout_are_followed_from_the_first(root: Path) -> None:
+    make_layout(6, root)
+    with AdapterStore(root, BASE) as store:
+        pages = [store.feed.changes(None, 1)]
+        while not pages[-1].is_last:
+            pages.append(store.feed.changes(pages[-1].position, 1))
+        found = [one for page in pages for one in page.ids]
+        assert [(name, version) for name, version, _ in found] == [("mia", 2), ("zoe", 1)]
+        assert store.feed.revision == pages[-1].position.revision == 2
 
 
 def test_making_the_versions_anew_removes_nothing_that_refers_to_them(root: Path) -> None:
@@ -247,5 +284,5 @@ def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)
     schema = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table'").fetchall()
-    assert len(schema) == 12
+    assert len(schema) == 14
     assert all(sql.endswith("STRICT") for (sql,) in schema)

@@ -11,8 +11,8 @@ import pytest
 from clock import Clock
 
 from api.asgi.draining import Draining, DrainMiddleware
-from api.asgi.limits import ConnectionLimits
-from api.server import GRACE_S, _Uvicorn
+from api.asgi.draining_server import GRACE_S
+from api.server import _EngineServer
 from lorasrv.engine.watchdog import Watchdog
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ async def test_signals(make_server, dispatcher, engine, first: signal.Signals, s
         closed.append(clock.now)
 
     app.state.batches = SimpleNamespace(close=close)
-    server = _Uvicorn(app, ConnectionLimits(), lambda: None, Watchdog(engine, 0.0))
+    server = _EngineServer(app, lambda: None, Watchdog(engine, 0.0))
     busy = asyncio.create_task(asyncio.sleep(60))
     server.server_state.tasks.add(busy)
     assert not await server.on_tick(1)

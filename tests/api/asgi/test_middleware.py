@@ -60,7 +60,7 @@ def test_a_length_that_is_given_twice_ends_the_connection(server, engine, path: 
     """A proxy may take what follows the chunks for the rest of the body."""
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {5 + len(hidden)}\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode() + hidden)
         answer = b""
         while piece := connection.recv(1 << 16):

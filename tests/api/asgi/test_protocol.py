@@ -89,7 +89,7 @@ def edge() -> Iterator[SimpleNamespace]:
     layers = ResponseLimitMiddleware(BodyLimitMiddleware(app, MAX_HELD))
     with (
         listening(layers, http=bounded(BOUNDS, cuts), lifespan="off") as running,
-        httpx2.Client(base_url=f"http://127.0.0.1:{running.port}", trust_env=False, timeout=20) as http,
+        httpx2.Client(base_url=f"http://127.0.0.1:{running.port}", trust_env=False, timeout=120) as http,
     ):
         yield SimpleNamespace(app=app, port=running.port, http=http, state=running.state, cuts=cuts)
 

@@ -22,7 +22,7 @@ from api.auth.key_cache import KeyCache
 from api.auth.key_store import KeyStore
 from api.auth.middleware import AuthMiddleware
 from api.auth.principal import ANYBODY, NOBODY, Caller, KeyLimits, Scope, caller_of
-from api.auth.scopes import NEEDS, needed, needs_no_key
+from api.auth.scopes import NEEDS, REPLICATE, needed, needs_no_key
 from api.cli.common.options import client_key
 from api.cli.main import app as command_line
 
@@ -140,12 +140,15 @@ class TestSweep:
         for method, path in ROUTES:
             answer = ask(closed, method, filled(path), secrets_[scope])
             needs = NEEDS.get((method, path))
-            if needs is None or scope in needs or scope is Scope.ADMIN:
+            if needs is None or scope in needs or (scope is Scope.ADMIN and needs != REPLICATE):
                 assert answer.status_code not in (401, 403), (method, path, answer.text)
                 continue
             assert answer.status_code == 403, (method, path)
             error = answer.json()["error"]
             message = error["message"] if isinstance(error, dict) else error
+            if needs == REPLICATE:
+                assert message.startswith("only servers of this cluster may ask this")
+                continue
             assert message == f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {scope}"
             assert not isinstance(error, dict) or error["code"] == "forbidden"
 
@@ -202,6 +205,19 @@ class TestClosing:
         assert ask(server, "GET", "/v1/models", infer).status_code == 200
         assert ask(server, "GET", "/metrics", "s3cret-key").status_code == 200
 
+    def test_the_clusters_secret_is_no_key_of_a_client(self, make_server, store) -> None:
+        keys = KeyCache(store.root, cluster_secret="of-one-cluster")
+        assert keys.is_open()
+        assert [keys.is_cluster(secret) for secret in ("of-one-cluster", "of-one-cluste", "")] == [True, False, False]
+        assert keys.caller("of-one-cluster").scopes == {Scope.REPLICATE}
+        keys.close()
+        admin = Caller("ops", frozenset({Scope.ADMIN}))
+        assert (ANYBODY.may(Scope.REPLICATE), admin.may(Scope.REPLICATE), admin.may(Scope.UPLOAD)) == (0, 0, 1)
+        server = make_server(cluster_secret="of-one-cluster")
+        assert ask(server, "GET", "/v1/models").status_code == 200
+        refusal = ask(server, "GET", "/v1/models", "of-one-cluster")
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (403, "forbidden")
+
     def test_insecure_asks_for_keys_where_there_are_some(self, make_server, secrets_) -> None:
         server = make_server(host="0.0.0.0", insecure=True)
         assert ask(server, "GET", "/v1/models").status_code == 401
@@ -255,7 +271,7 @@ class TestRoutes:
     def test_a_route_that_is_not_in_the_table_needs_admin(self, server, dispatcher, secrets_) -> None:
         dispatcher[0].app.add_api_route("/v1/new", lambda: {"secret": 1})
         statuses = [ask(server, "GET", "/v1/new", key).status_code for key in (None, *secrets_.values())]
-        assert statuses == [401, 403, 403, 200]
+        assert statuses == [401, 403, 403, 200, 403]
 
     @given(st.sampled_from(sorted(NEEDS)), st.text("a:@./%~-wvrm", max_size=8), st.sampled_from(METHODS))
     def test_the_table_takes_the_route_that_the_router_takes(

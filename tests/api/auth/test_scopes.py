@@ -12,7 +12,10 @@ SENDERS = re.compile(
     r"^\s*(?:import|from) (httpx2?|requests|aiohttp|urllib3|urllib\.request|http\.client|ftplib)\b", re.M
 )
 # Commands that ask a server, on the machine of whoever types them.
-CLIENTS = {"api/client.py", "api/batches/remote.py", "api/cli/bench/client.py"}
+# The last asks the registry that its operator named.
+# What asks servers whose addresses come with the cluster's secret.
+PEERS = {"api/replication/page_client.py"}
+CLIENTS = {"api/client.py", "api/batches/remote.py", "api/cli/bench/client.py", "api/replication/registry_client.py"}
 FETCHERS = re.compile(r"\b(?:hf_hub_download|snapshot_download|from_hub|create_connection|open_connection)\b")
 UNSAFE = re.compile(r"\b(?:torch\.load|allow_pickle=True|marshal\.loads?|shelve|cloudpickle|joblib|np\.load)\b")
 
@@ -42,11 +45,13 @@ def test_every_test_that_is_named_is_there() -> None:
 
 
 def test_nothing_is_fetched() -> None:
-    """No module that serves can send a request to an address."""
+    """No module that serves can send a request to an address that a client gives."""
     found = {path for path, text in sources().items() if SENDERS.search(text)}
-    assert found == CLIENTS
-    # The operator's own base, when the server starts: what opens it is not asked by any route.
-    assert [path for path, text in sources().items() if FETCHERS.search(text)] == ["lorasrv/models/loader/locate.py"]
+    assert found == CLIENTS | PEERS
+    # The edge, which asks its own replicas; the operator's own base, when the server starts: what opens it is not asked
+    # by any route.
+    known = {"api/cluster/upstream.py", "lorasrv/models/loader/locate.py"}
+    assert {path for path, text in sources().items() if FETCHERS.search(text)} == known
     opens = re.compile(r"\blorasrv\.models\.loader\b")
     assert [path for path, text in sources().items() if path.startswith("api/routes/") and opens.search(text)] == []
     importers = re.compile(r"^(?:from|import) api\.(?:client|batches\.remote|cli)\b", re.M)

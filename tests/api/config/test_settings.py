@@ -1,5 +1,7 @@
 """Options of `serve`: sizes, which addresses need keys, and the secrecy of the key."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -105,3 +107,22 @@ def test_quota_of_the_store() -> None:
     for wrong in ({"max_adapters": -1}, {"store_bytes": "-1"}, {"store_bytes": "much"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_secret_of_the_cluster_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text("of-one-cluster\nand a note\n")
+    assert ServerSettings().read_cluster_secret() is None
+    assert ServerSettings(cluster_secret_file=file).read_cluster_secret() == "of-one-cluster"
+    monkeypatch.setenv("LORASRV_CLUSTER_SECRET", "of-the-environment")
+    settings = Sources.gather().settings()
+    assert settings.read_cluster_secret() == "of-the-environment"
+    assert "of-the-environment" not in repr(settings)
+    for wrong, why in (
+        ({"cluster_secret": "of-one-cluster", "cluster_secret_file": file}, "two secrets"),
+        ({"cluster_secret_file": tmp_path / "missing"}, "missing cannot be read: No such file"),
+        ({"cluster_secret_file": tmp_path}, "cannot be read: Is a directory"),
+        ({"cluster_secret": "short"}, "8 to 512 printable"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            ServerSettings(**wrong).read_cluster_secret()

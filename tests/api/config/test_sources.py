@@ -14,6 +14,7 @@ import pytest
 from cli_reference import commands, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from api.config.file import client_options
 from api.config.lora_module_path import LoraModulePath
@@ -126,6 +127,19 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "otlp_traces_endpoint": ("http://c:4318", "http://c:4318", ""),
     "record_trace": ("/t.jsonl", Path("/t.jsonl"), ""),
     "profile": ("/p.json", Path("/p.json"), ""),
+    "partition": ("0&1;2", "0&1;2", "partition.partition"),
+    "tp": ("2", 2, "partition.tp"),
+    "pp": ("3", 3, "partition.pp"),
+    "cp": ("4", 4, "partition.cp"),
+    "registry": ("http://registry:8000", "http://registry:8000", ""),
+    "registry_key": ("of-a-follower", "of-a-follower", ""),
+    "cluster_secret": ("of-one-cluster", "of-one-cluster", ""),
+    "cluster_secret_file": ("secret", Path("secret"), ""),
+    "role": ("decode", "decode", ""),
+    "replicas": ("2", 2, ""),
+    "max_replicas": ("3", 3, ""),
+    "target_backlog_s": ("0.5", 0.5, ""),
+    "placement": ("least", "least", ""),
 }
 
 
@@ -157,11 +171,13 @@ def test_every_option_from_every_source(cli, monkeypatch, tmp_path: Path, spelli
         in_toml = [text] if isinstance(value, tuple) else value if type(value) in (bool, int, float) else text
         command += ["--config", write(tmp_path, f"{spelling} = {json.dumps(in_toml)}")]
     seen: list[ServerSettings] = []
-    monkeypatch.setattr("api.server.run", lambda settings, *_: seen.append(settings))
+    for run in ("api.server.run", "api.cluster.local.run"):
+        monkeypatch.setattr(run, lambda settings, *_: seen.append(settings))
     done = cli(*command)
     assert done.code == 0, done.err
     [got] = seen
-    assert (got.secret_key if name == "api_key" else getattr(got, name)) == value
+    taken = getattr(got, name)
+    assert (taken.get_secret_value() if isinstance(taken, SecretStr) else taken) == value
     assert dict(leaves(got.engine_config())) == dict(leaves(EngineConfig())) | ({path: value} if path else {})
 
 

@@ -81,7 +81,8 @@ def test_slow_clients(served) -> None:
     for client in slow:
         assert client.answer()[0] == 408
         client.socket.close()
-    served.until(lambda: served.finished("abort") == aborted + 2)
+    # It is cut when all that the kernel holds for it is full, which takes a slow machine most of its 400 tokens.
+    served.until(lambda: served.finished("abort") == aborted + 2, within_s=120)
     with never, pytest.raises(ConnectionResetError):
         never.read()
     listening.join(60)

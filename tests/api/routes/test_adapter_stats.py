@@ -8,6 +8,7 @@ from answers import coded
 
 from api.auth import middleware
 from api.auth.principal import Caller, Scope
+from api.cli.commands.adapters import stats_lines
 from lorasrv.errors import EngineDead
 
 FIGURES = {
@@ -98,3 +99,10 @@ def test_show(cli, mia) -> None:
     assert (shown["stats"]["requests"], shown["id"]) == (2, "mia")
     mia.chat()
     assert cli("show", "base", "--server", mia.url).out.startswith("tiny-base, the base\n1 requests")
+
+
+def test_show_says_what_drafts_are_worth(mia) -> None:
+    shown = stats(mia)
+    assert not [line for line in stats_lines(shown) if "draft" in line]
+    shown["speculation"] = {"steps": 420, "drafted": 310, "accepted": 171, "tokens_per_step": 1.405}
+    assert "1.41 tokens a step; 55 % of 310 draft tokens right" in list(stats_lines(shown))

@@ -13,7 +13,7 @@ from answers import coded, error_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.storage.blobs import PROBE_BYTES
-from api.observability.metrics.engine import DRAFTS, ELSEWHERE, TIERS
+from api.observability.metrics.engine import CALIBRATION, DRAFTS, ELSEWHERE, TIERS
 from api.serving.services import StoreProbe
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.metrics.engine_stats import EngineStats
@@ -160,7 +160,12 @@ class TestFigures:
         assert all(name.startswith("lorasrv") and family.documentation for name, family in families.items())
 
     def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
-        by_label = {"requests_finished_total", "step_costs", "load_costs", *(f"{name}_total" for name in DRAFTS)}
+        by_label = {
+            "requests_finished_total",
+            "step_costs",
+            "load_costs",
+            *(f"{name}_total" for name in (*DRAFTS, *CALIBRATION)),
+        }
         by_tier = {field: (name, tier) for name, (_, tiers) in TIERS.items() for tier, field in tiers.items()}
         names = set(EngineStats.__dataclass_fields__) - by_label - {"last_step_s"} - ELSEWHERE
         published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}

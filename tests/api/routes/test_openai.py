@@ -277,7 +277,7 @@ class TestOpenAIPython:
     @pytest.fixture
     def client(self, server, monkeypatch) -> Iterator[openai.OpenAI]:
         self.num_sent = 0
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=120) as client:
             send = client._client.send
 
             def counting(request: Any, **options: Any) -> Any:

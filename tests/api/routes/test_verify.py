@@ -288,6 +288,18 @@ def wrong(self, y, slab, plan, layer, place):
 right, Ops.affine_ = Ops.affine_, wrong
 worker.main()
 """
+ROWS_LEFT_OUT = """
+from lorasrv.offline.verify import worker
+from sgmv_kernels.ops import Ops
+Ops.own_logits_ = lambda *given: None
+worker.main()
+"""
+HEAD_COPY = {
+    "target_modules": ["q_proj", "v_proj"],
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [5, 9, 70],
+}
+BASES_COPY = {"target_modules": ["q_proj", "embed_tokens"], "save_embedding_layers": True}
 EVERYTHING = {"use_dora": True, "bias": "lora_only", "modules_to_save": ["norm"], "use_rslora": True}
 
 
@@ -322,6 +334,8 @@ class TestReal:
             ("gemma3", {}, {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
             ("qwen2", EVERYTHING, {"quantization": "none", "dtype": "float32"}, "exact"),
             ("gemma3", EVERYTHING, {"quantization": "int8", "dtype": "float32"}, "within"),
+            ("llama", HEAD_COPY, {"quantization": "int8", "dtype": "float32"}, "within"),
+            ("qwen2", BASES_COPY, {"quantization": "none", "dtype": "float32"}, "exact"),
         ],
     )
     def test_an_adapter_is_verified(
@@ -346,3 +360,8 @@ class TestReal:
         command = (sys.executable, "-P", "-c", GAIN_LEFT_OUT)
         done, _ = verified("llama", command, lora={"use_dora": True}, quantization="int8")
         assert (done.code, "differs" in done.out, "o_proj" in done.out + done.err) == (1, True, True)
+
+    def test_rows_that_are_left_out_are_found(self, verified) -> None:
+        command = (sys.executable, "-P", "-c", ROWS_LEFT_OUT)
+        done, _ = verified("llama", command, lora=HEAD_COPY, quantization="int8")
+        assert (done.code, "differs" in done.out) == (1, True)

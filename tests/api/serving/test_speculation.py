@@ -1,5 +1,6 @@
 """Speculation as clients see it: a real engine on the tiny int4 llama behind HTTP."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from all_drafts import every_draft
+from prometheus_client.parser import text_string_to_metric_families
 from server import eventually, server
 
 from api import app
@@ -40,6 +42,7 @@ def test_an_answer_is_the_same_with_and_without(served: SimpleNamespace) -> None
         text, figures = served.ask(PROMPT, speculation=options)
         assert text == plain
         assert figures["steps"] == 40 - figures["accepted"]
+        assert figures["drafted"] <= 3 * figures["steps"] or options != {"max_draft": 3}
     assert 0 < figures["accepted"] <= figures["drafted"], "it has said so before"
 
 
@@ -64,6 +67,29 @@ def test_choices_and_streams_say_so_too(served: SimpleNamespace) -> None:
     assert '"speculation":{"steps":' in lines[-3]
 
 
+def test_metrics_compare_what_was_expected_with_what_was_found(served: SimpleNamespace) -> None:
+    def totals() -> Counter[str]:
+        counted = Counter[str]()
+        for family in text_string_to_metric_families(served.http.get("/metrics").text):
+            for sample in family.samples:
+                if "draft" in family.name:
+                    counted[family.name.removeprefix("lorasrv_")] += sample.value
+                    depths.add(sample.labels.get("depth"))
+                    assert 0.0 <= float(sample.labels.get("chance", 0)) <= 0.9
+        return counted
+
+    depths = set[str | None]()
+    served.ask(PROMPT, model="two")
+    before = totals()
+    _, figures = served.ask(PROMPT, model="two")
+    eventually(lambda: totals()["draft_tokens"] - before["draft_tokens"] == figures["drafted"])
+    found = totals() - before
+    assert {"1", "16"} <= depths
+    for name in ("draft_tokens", "draft_tokens_by_chance"):
+        assert (found[name], found[f"accepted_{name}"]) == (figures["drafted"], figures["accepted"])
+    assert 0 < found["expected_draft_tokens_by_chance"] < figures["drafted"]
+
+
 def test_what_cannot_be_drafted_runs_plain_and_says_so(served: SimpleNamespace) -> None:
     body = {"temperature": 0, "max_tokens": 8, "n": 2, "use_beam_search": True, "ignore_eos": True}
     assert served.ask(PROMPT, **body)[1]["drafted"] == 0
@@ -74,7 +100,10 @@ def test_what_cannot_be_drafted_runs_plain_and_says_so(served: SimpleNamespace) 
     [
         ({"speculation": {"drafters": ["magic"]}}, "speculation.drafters", "grammar, prediction, lookup, corpus"),
         ({"speculation": {"max_draft": 17}}, "speculation.max_draft", "16"),
+        ({"speculation": {"max_draft": -1}}, "speculation.max_draft", "0"),
         ({"speculation": {"max_drafts": 1}}, "speculation.max_drafts", "not permitted"),
+        ({"speculation": {"drafters": "lookup"}}, "speculation.drafters", "list"),
+        ({"speculation": {"remember": "perhaps"}}, "speculation.remember", "boolean"),
         ({"speculation": "yes"}, "speculation", ""),
         ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type", "content"),
         ({"prediction": {"type": "content"}}, "prediction.content", ""),
@@ -90,11 +119,16 @@ def test_bad_values_are_named(served: SimpleNamespace, body: dict[str, Any], par
 
 
 def test_answers_go_with_their_adapter(served: SimpleNamespace) -> None:
-    only = {"speculation": {"drafters": ["corpus"], "remember": True}}
-    served.ask(PROMPT, model="two", **only)
-    for _ in range(3):
-        *_, figures = served.ask(PROMPT, model="two", **only)
-    assert figures["accepted"] > 20
+    def figures(remember: bool) -> dict[str, int]:
+        told: dict[str, int]
+        _, told = served.ask(
+            PROMPT, model="two", cache_salt="s", speculation={"drafters": ["corpus"], "remember": remember}
+        )
+        return told
+
+    forgotten, kept = [figures(False) for _ in range(2)], [figures(True) for _ in range(4)]
+    assert [told["accepted"] for told in forgotten] == [0, 0]
+    assert kept[0]["accepted"] == 0 < 20 < kept[-1]["accepted"]
     size = served.engine.metrics.snapshot().corpus_bytes
     served.http.delete("/v1/adapters/two").raise_for_status()
     eventually(lambda: served.ask("x", speculation=False) and served.engine.metrics.snapshot().corpus_bytes < size)

@@ -16,14 +16,15 @@ from tiny_engine import GREEDY, engine_config, offline_engine
 from toy_kv import TOY, VALUE_SCALES
 
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.engine import factory
-from lorasrv.engine.factory import build, make_ops
+from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError
 from lorasrv.llm import LLM
 from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import operations
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker import base_format
+from lorasrv.worker.base_format import make_ops
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
 from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
@@ -47,7 +48,7 @@ def test_bf16_copies_are_made_where_they_pay(
     needed = 2 * spec.num_layers * sum(site.in_features * sum(site.out_features) for site in spec.sites())
     assert needed == operations(spec).token
     monkeypatch.setattr(backend_numba, "wide_rows", lambda: 64)
-    monkeypatch.setattr(factory, "free_bytes", lambda: int(free * needed))
+    monkeypatch.setattr(base_format, "free_bytes", lambda: int(free * needed))
     kernels = make_ops(ModelOptions(kernels="numba", bf16_linears=bf16_linears), spec, CPU)
     checkpoint.close()
     scales = torch.ones((32, 2), dtype=torch.float16)
@@ -172,8 +173,10 @@ def test_answers_are_near_those_of_float_pages(opened) -> None:
     assert 0 < max(errors) < 0.05
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(("kv_cache_dtype", "kernels"), [(TOY.name, "torch"), *((name, "numba") for name in CODES)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "kernels", "preemption"),
+    [(TOY.name, "torch", "swap"), *((name, "numba", mode) for name in CODES for mode in ("recompute", "swap"))],
+)
 def test_pages_are_copied_swapped_and_found_again_with_their_scales(
     opened, kv_cache_dtype: str, kernels: str, preemption: str
 ) -> None:

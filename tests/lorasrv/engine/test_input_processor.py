@@ -63,6 +63,9 @@ class Adapters:
     def num_draft_heads(self, _: AdapterKey, /) -> int:
         return self.num_heads
 
+    def vocab_size(self, _: AdapterKey, /) -> int:
+        return 0
+
     def is_on_host(self, key: AdapterKey) -> bool:
         return self.is_hosted
 

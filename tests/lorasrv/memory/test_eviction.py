@@ -105,6 +105,19 @@ def test_adapters_and_prefix_pages_compete_in_one_currency() -> None:
         assert pool.left() == left
 
 
+def test_what_is_asked_once_goes_before_what_is_asked_often() -> None:
+    """As sums of random weights are: each of them takes the place of another, not of a persona's."""
+    pool = Pool(2 * SIZE)
+    for uses, key in zip((4, 1, 1, 1, 1), KEYS, strict=False):
+        pool.on_host(key)
+        assert pool.place(key, 0, EvictionLevel.ADMIT)
+        pool.manager.on_copied(key)
+        for _ in range(uses):
+            pool.books.adapters.pin(key)
+            pool.books.adapters.unpin(key)
+    assert pool.left()[2] == "ae"
+
+
 def test_the_order_of_giving_way() -> None:
     pool = _everything()
     taken = 0

@@ -17,15 +17,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mispredict import expect_short_answers
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import POLICIES, Limits, MemoryOptions, SchedulerOptions
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
+from lorasrv.request import EngineCoreRequest, OnCold, Peer, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
+from lorasrv.scheduler_output import (
+    CopyPages,
+    DropSwap,
+    PageOp,
+    PeerSnapshot,
+    ScheduledRequest,
+    SchedulerOutput,
+    SwapIn,
+    SwapOut,
+)
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
@@ -41,6 +52,7 @@ LIMITS = [
     *(Limits(max_running=1, max_queued=3), Limits(tokens_per_s=6.0), Limits(resident_bytes=14 * 1024)),
 ]
 MAX_TOKENS = 40
+PEER = Peer("http://peer", computes=True)
 
 
 def _key(name: str, version: int) -> AdapterKey:
@@ -97,8 +109,8 @@ class World:
         layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_slabs=1)
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
-        on_host = self.on_host.__contains__
-        self.books = MemoryManager.make(layout, self.memory, self.options.preemption_mode, on_host, lambda: self.now)
+        on_host, mode = self.on_host.__contains__, self.options.preemption_mode
+        self.books = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
         self.choose = 0
         speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
         self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, speculator)
@@ -107,6 +119,11 @@ class World:
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
         self.copying: dict[AdapterKey, PlacedAdapter] = {}
+        # What peers are asked for, the pages that are filled with it, and those that peers read.
+        self.fetching: dict[SnapshotName, PeerSnapshot] = {}
+        self.fetched: dict[SnapshotName, PeerSnapshot] = {}
+        self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
+        self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
         self.made_progress = False
         self.salts: dict[RequestId, str] = {}
         self.served_as: dict[RequestId, AdapterKey | None] = {}
@@ -129,6 +146,11 @@ class World:
         for key, placed in step.orders.copies:
             assert key not in self.copying
             self.copying[key] = placed
+        for name in step.snapshots.cancels:
+            assert (self.fetching.pop(name, None) or self.fetched.pop(name, None)) is not None
+        self.fetching |= {wanted.name: wanted for wanted in step.snapshots.loads if isinstance(wanted, PeerSnapshot)}
+        for name, copies in step.snapshots.copies:
+            self.filling[name] = self.fetched.pop(name), copies
         assert step.num_tokens <= self.options.max_num_batched_tokens
         assert len(step.scheduled) <= self.options.max_num_seqs
         tokens = {s.request_id: (*s.history, *s.draft_token_ids) for s in step.scheduled}
@@ -174,6 +196,44 @@ class World:
         self.copying.pop(key, None)
         self.scheduler.on_adapter_failed(key, "broken")
 
+    def fetch(self, name: SnapshotName, count: int) -> None:
+        """A peer has sent so many pages, or failed."""
+        wanted = self.fetching.pop(name)
+        if count:
+            self.fetched[name] = wanted
+            self.books.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
+        else:
+            self.books.snapshots.on_load_failed(name, "cut", is_gone=False)
+
+    def fill(self, name: SnapshotName, fails: bool) -> None:
+        """What a peer has sent is in its pages."""
+        wanted, copies = self.filling.pop(name)
+        if fails:
+            self.books.snapshots.on_load_failed(name, "copy", is_gone=False)
+            return
+        key, salt = wanted.message.adapter_key, wanted.message.cache_salt
+        for place, page in copies:
+            for slot in range(PAGE_SIZE):
+                end = (wanted.first + place) * PAGE_SIZE + slot + 1
+                self.units[page, slot] = _tag(key, salt, wanted.token_ids[:end])
+        self.books.snapshots.on_copied(name, 1e-3)
+
+    def lend(self, request: Request) -> None:
+        """A peer asks for the pages of a request."""
+        chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.salts[request.request_id])
+        tokens = request.token_ids
+        digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
+        lease = self.books.exchange.offer(digests)
+        if lease.pages:
+            self._compute()
+            self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()
+
+    def check_lent(self) -> None:
+        """What peers read does not change while they may read it."""
+        self.lent = {lease: held for lease, held in self.lent.items() if lease in self.books.kv.leases()}
+        for pages, content in self.lent.values():
+            assert (self.units[list(pages), :PAGE_SIZE] == content[:, :PAGE_SIZE]).all(), "a lent page has changed"
+
     def _apply(self, op: PageOp) -> None:
         match op:
             case CopyPages():
@@ -191,6 +251,7 @@ class World:
     def _write(self, step: SchedulerOutput, tokens: dict[RequestId, tuple[int, ...]]) -> None:
         """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
         filling = {page for placed in self.copying.values() for page in placed.pages}
+        filling |= {page for _, copies in self.filling.values() for _, page in copies}
         for share in step.scheduled:
             assert filling.isdisjoint(share.page_table), "a request has a page that is being filled"
             for position in range(share.start, share.start + len(share.token_ids)):
@@ -281,7 +342,9 @@ class PoolMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         on_cold=st.sampled_from([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT]),
         choices=st.sampled_from([1, 1, 1, 2, 3]),
-        who=st.sampled_from([{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}]),
+        who=st.sampled_from(
+            [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}, {"peer": PEER}]
+        ),
     )
     def submit(self, prefix, shared, own, max_tokens, name, salt, on_cold, choices, who) -> None:
         ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
@@ -309,6 +372,23 @@ class PoolMachine(RuleBasedStateMachine):
         """A load or a copy has ended."""
         key = data.draw(st.sampled_from(sorted(self.world.loading | self.world.copying.keys())))
         self._end_load(key, fails)
+
+    @precondition(lambda self: self.world.fetching or self.world.filling)
+    @rule(data=st.data(), count=st.sampled_from([0, 1, 3, 99]))
+    def receive(self, data: st.DataObject, count: int) -> None:
+        """A peer has sent pages, or they are in the pool."""
+        name = data.draw(st.sampled_from(sorted({*self.world.fetching, *self.world.filling})))
+        self._end_fetch(name, count)
+
+    @precondition(lambda self: self.world.scheduler.num_running)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        self.world.lend(data.draw(st.sampled_from(self.world.scheduler._queue.running)))
+
+    @precondition(lambda self: self.world.lent)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        self.world.books.exchange.end(data.draw(st.sampled_from(sorted(self.world.lent))))
 
     @precondition(lambda self: self.world.scheduler.has_requests)
     @rule(data=st.data())
@@ -360,7 +440,8 @@ class PoolMachine(RuleBasedStateMachine):
     def scatter(self, data: st.DataObject) -> None:
         """Move some pages of keys and values to wherever, so that free pages lie scattered."""
         books = self.world.books
-        used = sorted({*books.kv.references(), *(books.prefixes.references() if books.prefixes is not None else ())})
+        cached = books.prefixes.references() if books.prefixes is not None else ()
+        used = sorted({*books.kv.references(), *cached} - set(books.kv.fixed()))
         free = sorted(page for first, n in books.kv_pool.free_runs() for page in range(first, first + n))
         count = data.draw(st.integers(0, min(4, len(used), len(free))))
         old = data.draw(st.permutations(used))[:count]
@@ -384,6 +465,13 @@ class PoolMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if hasattr(self, "world"):
             self.world.scheduler.check_integrity()
+            self.world.check_lent()
+
+    def _end_fetch(self, name: SnapshotName, count: int) -> None:
+        if name in self.world.fetching:
+            self.world.fetch(name, count)
+        else:
+            self.world.fill(name, fails=not count)
 
     def _end_load(self, key: AdapterKey, fails: bool = False) -> None:
         world = self.world
@@ -403,10 +491,19 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
             arriving = sorted(world.loading | world.copying.keys())
-            assert arriving or number < 2 or world.made_progress, "the engine sleeps, and requests wait for ever"
+            coming = sorted({*world.fetching, *world.filling})
+            assert arriving or coming or number < 2 or world.made_progress, (
+                "the engine sleeps, and requests wait for ever"
+            )
+            for name in coming:
+                self._end_fetch(name, count=number % 4)
             for key in arriving:
                 self._end_load(key)
             world.step(number)
+        for name in sorted({*world.fetching, *world.filling}):
+            self._end_fetch(name, count=0)
+        for lease in world.lent:
+            world.books.exchange.end(lease)
         world.step(0)
         ended = [o.request_id for o in world.outputs if o.finish_reason is not None]
         assert sorted(ended) == sorted(self.accepted), "every accepted request ends exactly once"

@@ -243,7 +243,7 @@ async def test_an_adapter_deleted_meanwhile_goes_at_the_start(world: World) -> N
     await world.ledger.close()
     del world.known[AdapterId("mia")]
     later = world.restarted()
-    await later.ledger._prune()
+    await later.ledger.prune()
     assert sorted(later.ledger._file.accounts()) == [("", ""), ("tom", TOM)]
 
 
@@ -307,21 +307,26 @@ async def test_after_a_surprise_it_is_written_the_next_time(
     assert await world.restarted().requests() == 4
 
 
-async def test_a_ledger_of_the_first_layout_goes_on(world: World) -> None:
-    """It lacks the columns of speculation."""
+@pytest.mark.parametrize("layout", [1, 2])
+async def test_a_ledger_of_an_older_layout_goes_on(world: World, layout: int) -> None:
+    """The first lacks the columns of speculation, the second what is sent and received."""
     world.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
     before = await world.usage()
     with contextlib.closing(sqlite3.connect(world.folder / "ledger.db")) as db:
-        for name in ("answer_steps", "draft_tokens", "accepted_draft_tokens"):
+        for name in ("unsent", "sending", "sources"):
+            db.execute(f"DROP TABLE {name}")
+        for name in ("answer_steps", "draft_tokens", "accepted_draft_tokens") if layout == 1 else ():
             db.execute(f"ALTER TABLE usage DROP COLUMN {name}")
-        db.execute("PRAGMA user_version = 1")
+        db.execute(f"PRAGMA user_version = {layout}")
         db.commit()
-    old = await world.restarted().usage()
-    assert old.to_dict() == replace(before, answer_steps=0, draft_tokens=0, accepted_draft_tokens=0).to_dict()
-    world.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
-    shown = (await world.usage()).to_dict()
-    assert (shown["requests"], shown["speculation"]["drafted"], shown["speculation"]["accepted"]) == (2, 4, 2)
-    assert shown["speculation"]["tokens_per_step"] == round(before.generated_tokens * 2 / 3, 3)
+    kept = before if layout == 2 else replace(before, answer_steps=0, draft_tokens=0, accepted_draft_tokens=0)
+    later = world.restarted()
+    assert (await later.usage()).to_dict() == kept.to_dict()
+    later.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
+    shown = (await later.usage()).to_dict()
+    assert (shown["requests"], shown["speculation"]["drafted"]) == (2, 4 * layout)
+    assert await later.ledger.receive("0" * 32, 1, {("mia", MIA): Usage(requests=5)})
+    assert await later.requests() == 7
     assert not (world.folder / "ledger.db.unreadable").exists()
 
 

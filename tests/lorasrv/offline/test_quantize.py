@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from lorasrv.config import ModelOptions
-from lorasrv.engine.factory import choose_format
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
 from lorasrv.models.code_format import LEVELS
 from lorasrv.models.loader import Checkpoint, open_checkpoint
@@ -23,6 +22,7 @@ from lorasrv.models.loader.quantized import QuantizedCheckpoint, linear_names, w
 from lorasrv.models.quantization import FORMATS, get_format
 from lorasrv.models.quantization.grouped import GroupQuantFormat
 from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize, read_formats
+from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import ModelWeights, load_weights
 from sgmv_kernels.ops import INT4_LEVELS, Ops
 

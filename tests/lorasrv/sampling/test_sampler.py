@@ -16,6 +16,7 @@ from transformers import TypicalLogitsWarper
 from lorasrv.llm import LLM
 from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.outputs import Completion, FinishReason
+from lorasrv.sampling import sampler
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
 from lorasrv.sampling.sampler import _sorted, draw_together_, sample, sample_finite
 from lorasrv.sampling.watermark import WatermarkVerdict, detect
@@ -141,6 +142,25 @@ def test_rows_drawn_together_are_those_drawn_alone() -> None:
     for count in range(40):
         rows = [SamplingMetadata(p, count) for p in params]
         assert together(logits, rows) == sample(logits, rows)
+
+
+@pytest.mark.parametrize(
+    ("asks", "looked_at"),
+    [
+        ({}, []),
+        ({"min_p": 0.1, "typical_p": 0.5}, []),
+        ({"top_k": 5}, [256]),
+        ({"top_k": 300}, [700]),
+        ({"top_p": 0.9}, [700]),
+    ],
+)
+def test_only_what_needs_the_likeliest_sorts(
+    monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any], looked_at: list[int]
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(sampler, "_sorted", lambda probs, count: counts.append(count) or _sorted(probs, count))
+    together(torch.randn(2, 700), [SamplingMetadata(SamplingParams(seed=1, **asks))] * 2)
+    assert counts == looked_at
 
 
 def test_rows_drawn_together_follow_the_distribution() -> None:

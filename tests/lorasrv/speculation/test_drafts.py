@@ -30,11 +30,11 @@ from lorasrv.scheduler_output import ScheduledRequest
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
 from lorasrv.text.structured_output.matcher import GrammarState
-from lorasrv.worker import forward_batch as batch
+from lorasrv.worker import step_rows
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-CASES = [20, pytest.param(100, marks=pytest.mark.long)]
+CASES = [20, pytest.param(100, marks=pytest.mark.exhaustive)]
 """Batches for each drafter, of one to five prompts each."""
 
 
@@ -409,7 +409,7 @@ SABOTAGE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "stands still in the grammar": _row_after("constraint", lambda share: share.constraint),
     "follows the scheduler's own grammar": (GrammarState, "copy", lambda _: lambda state: state),
     "offers the token that is not computed yet": (KVCacheManager, "cache_full_pages", _keeps_eagerly),
-    "takes the last row's logits": (batch, "_logit_rows", _shifts),
+    "takes the last row's logits": (step_rows, "_logit_rows", _shifts),
     "charges ahead": (ScheduledRequest, "num_known_tokens", lambda _: property(lambda share: len(share.token_ids))),
 }
 

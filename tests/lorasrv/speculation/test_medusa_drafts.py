@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_asks import any_asks, make_grammars
+from any_asks import NAMES, any_asks, make_grammars
 from drafted import Ask, Drafted
 from hand_decoder import float_weights
 from medusa import Heads, guesses, save_heads, states, trained
@@ -24,7 +24,7 @@ from lorasrv.errors import ConfigError
 from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import DrafterOutput
+from lorasrv.scheduler_output import DrafterOutput, SchedulerOutput
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.medusa_runner import MedusaRunner
@@ -200,15 +200,27 @@ def test_rejection_goes_on_with_any_distribution(model: Path, filled: AdapterSto
         assert drafting.scheduler.draft_counts["medusa"].accepted > 5
 
 
-def test_only_who_has_heads_is_drafted(plain: Drafted, model: Path, filled: AdapterStore) -> None:
-    """Without heads of the base: an adapter's own, once they are read, and nothing for the others."""
-    with closing(started(model, filled, MEDUSA)) as drafting:
-        counts = drafting.scheduler.draft_counts["medusa"]
-        same_answers(plain, drafting, [Ask(PROMPTS[0], GREEDY, adapter) for adapter in (None, "two")])
-        assert counts.drafted == 0
+@pytest.mark.parametrize("of_base", [False, True], ids=["of adapters", "of the base, too"])
+def test_rows_with_heads_and_without_share_steps(
+    plain: Drafted, model: Path, filled: AdapterStore, base_heads: Path, monkeypatch: pytest.MonkeyPatch, of_base: bool
+) -> None:
+    """The base and `two` have no heads but those of the base; the heads of `three` are wrong."""
+    options = replace(MEDUSA, draft_heads=str(base_heads)) if of_base else MEDUSA
+    asks = [
+        Ask(PROMPTS[number], replace(some, logprobs=2), adapter)
+        for number, adapter in enumerate(NAMES)
+        for some in (GREEDY, RANDOM)
+    ]
+    with closing(started(model, filled, options)) as drafting:
         have_heads(drafting)
-        same_answers(plain, drafting, [Ask(PROMPTS[0], GREEDY, "one")])
-        assert counts.accepted > 10
+        steps, run = list[SchedulerOutput](), drafting.runner.run
+        monkeypatch.setattr(drafting.runner, "run", lambda step: steps.append(step) or run(step))
+        same_answers(plain, drafting, asks)
+        assert drafting.scheduler.draft_counts["medusa"].accepted > 10
+    drafted = {share.adapter_key for step in steps for share in step.scheduled if share.draft_token_ids}
+    assert drafted == {plain.key(name) for name in (NAMES if of_base else ("one", "three"))}
+    together = [step.scheduled for step in steps if len({share.adapter_key for share in step.scheduled}) == len(NAMES)]
+    assert any(0 < sum(bool(share.draft_token_ids) for share in shares) < len(shares) for shares in together)
 
 
 class TestDraftHeads:

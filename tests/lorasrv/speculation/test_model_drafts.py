@@ -239,9 +239,24 @@ def test_every_step_drafts_for_the_next(
         assert drafting.steps <= steps
 
 
-def test_other_vocabularies_and_shorter_contexts_are_refused(model: Path, library: AdapterStore) -> None:
-    with pytest.raises(ConfigError, match=r"--draft-model smollm2-135m has other token ids than --model"):
-        Drafted(model, library, speculation=SpeculationOptions(draft_model="smollm2-135m"))
+def test_models_that_do_not_fit_are_refused(
+    model: Path, library: AdapterStore, tiny_hf_checkpoints: dict[str, Callable[..., Path]]
+) -> None:
+    for given, why in (
+        ({"draft_model": "smollm2-135m"}, "--draft-model smollm2-135m has other token ids than --model"),
+        ({"draft_model": "nowhere"}, "--draft-model: model 'nowhere' not found"),
+        (
+            {"draft_model": str(tiny_hf_checkpoints["llama"](max_position_embeddings=128))},
+            "--draft-model .* has a context of 128 tokens, requests may have 512; lower --max-model-len",
+        ),
+        (
+            {"draft_model": str(tiny_hf_checkpoints["llama"](vocab_size=400))},
+            "--draft-model .* has 400 tokens, --model 384: take one of as many",
+        ),
+        ({"draft_layers": LAYERS + 1}, "--draft-layers 4: --model has 3 layers"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Drafted(model, library, speculation=SpeculationOptions(**given))
     for given, why in (
         ({"draft_model": "x", "drafters": ("lookup",)}, "--draft-model drafts nothing: .* leaves model out"),
         ({"draft_layers": 2, "speculation": "off"}, "--draft-layers drafts nothing: --speculation"),

@@ -1,6 +1,8 @@
 """What a speculator learns, and from whom it drafts: real drafters on requests of a scheduler without an engine."""
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,6 +214,18 @@ class TestLearning:
         say(speculator, request, 6, 7, 8, num_drafts=2)
         assert (proposal(speculator, request), drafter.num_asked) == ((5, 6, 7), 2)
 
+    def test_behind_a_pending_token_a_draft_is_cut(self) -> None:
+        """What follows is as likely as the whole draft up to it, the pending token included."""
+        drafter = Fixed([5, 6, 7])
+        speculator, request = Speculator([drafter], VOCAB), asked(answer=[1])
+        [known] = speculator.propose([DraftAsk(request, 8)], 1.0)
+        request.num_pending_tokens = 1
+        [pending] = speculator.propose([DraftAsk(request, 8)], 1.0)
+        assert (pending.token_ids, pending.survival) == ((6, 7), known.survival[1:])
+        request.num_pending_tokens = 0
+        say(speculator, request, 5)
+        assert (proposal(speculator, request), drafter.num_asked) == ((6, 7), 1)
+
     def test_the_likelier_of_two_drafts_wins_and_both_are_judged(self) -> None:
         good, bad = Fixed([5, 6], "good"), Fixed([8, 9], "bad")
         speculator = Speculator([bad, good], VOCAB)
@@ -220,7 +234,35 @@ class TestLearning:
             found = proposal(speculator, request)
             say(speculator, request, 5, 6, 1, num_drafts=2 if found == (5, 6) else 0)
         assert found == (5, 6)
-        assert speculator.counts["bad"].accepted == 0 < speculator.counts["good"].accepted
+        counts = speculator.accounts.by_drafter
+        assert counts["bad"].accepted == 0 < counts["good"].accepted
+
+    def test_expected_chances_are_those_that_are_found(self) -> None:
+        """Each token of a draft is right as often as its evidence says, if those before it are: 0.9, 0.7, 0.4."""
+        rng, right = random.Random(3), {"first": 0.9, "second": 0.7, "third": 0.4}
+        drafter = Fixed([5, 6, 7])
+        speculator = Speculator([drafter], VOCAB)
+        drafter.draft = lambda ask: Draft((5, 6, 7), tuple(right))  # type: ignore
+        said_at = Counter[int]()
+        for number in range(2000):
+            request = asked(str(number), answer=[1])
+            drafted = len(proposal(speculator, request, rng.randint(1, 3)))
+            num_right = next((at for at, share in enumerate(right.values()) if rng.random() > share), 3)
+            said = (*(5, 6, 7)[:num_right], 1)[: drafted + 1]
+            said_at.update(range(1, min(num_right, drafted) + 1))
+            say(speculator, request, *said, num_drafts=drafted)
+            finished(speculator, request)
+        counts, calibration = speculator.accounts.by_drafter["fixed"], speculator.accounts.calibration
+        assert (counts.accepted_at, counts.drafted_at[1]) == (said_at, 2000)
+        assert (calibration.drafted.total(), calibration.accepted.total()) == (counts.drafted, counts.accepted)
+        known = [tenth for tenth, count in calibration.drafted.items() if count >= 200]
+        assert len(known) >= 3
+        for tenth in known:
+            expected, found = (
+                part[tenth] / calibration.drafted[tenth] for part in (calibration.expected, calibration.accepted)
+            )
+            assert tenth / 10 <= expected <= tenth / 10 + 0.1
+            assert found == pytest.approx(expected, abs=0.05)
 
     def test_adapters_differ(self) -> None:
         drafter = Fixed([5])

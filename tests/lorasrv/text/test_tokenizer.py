@@ -12,6 +12,7 @@ from pathlib import Path
 import gguf
 import pytest
 import tokenizers
+from tiny_checkpoints import tiny_tokenizer_json
 from tokenizers import decoders, models, pre_tokenizers
 
 from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
@@ -188,3 +189,15 @@ print(len(os.listdir("/proc/self/task")))
     command = [sys.executable, "-c", script, str(tiny_tokenizer_file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_what_trainers_leave_in_the_file_cuts_and_fills_no_prompt() -> None:
+    """As in transformers, which asks for each text anew."""
+    plain = tokenizers.Tokenizer.from_str(tiny_tokenizer_json())
+    trained = tokenizers.Tokenizer.from_str(tiny_tokenizer_json())
+    trained.enable_truncation(4)
+    trained.enable_padding(length=64)
+    read = Tokenizer.from_source(TokenizerSource(TokenizerJson(trained.to_str())))
+    text = "a text of more than four tokens"
+    assert read.encode(text) == plain.encode(text).ids
+    assert read.encode_with_offsets(text)[0] == plain.encode(text).ids

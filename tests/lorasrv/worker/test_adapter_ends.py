@@ -1,17 +1,16 @@
 """Adapters of the head and of the embedding: logits and answers are PEFT's, beside plain adapters and the base."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hand_decoder import HandDecoder
-from peft_adapters import peft_adapter
-from served_logits import ServedLogits, last_logits
+from peft_oracles import PeftOracles
+from served_logits import last_logits
 from tiny_engine import BLOCK
 
 from adapter_store.errors import AdapterInvalid
@@ -37,37 +36,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PROMPT = [3 + (131 * i) % 381 for i in range(25)]
 """Tokens of all blocks."""
+Oracles = partial(PeftOracles, save_embedding_layers=False)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedLogits]]:
-    with ExitStack() as stack:
-        yield lambda directory, **options: stack.enter_context(closing(ServedLogits(directory, monkeypatch, **options)))
-
-
-class Oracles:
-    """PEFT's models of adapters that an engine serves, and the base."""
-
-    def __init__(self, directory: Path, folder: Path, adapters: dict[str, dict[str, Any]]) -> None:
-        from transformers import AutoModelForCausalLM
-
-        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-        self.models: dict[str | None, torch.nn.Module] = {None: base.eval()}
-        self.folders = {name: folder / name for name in adapters}
-        for i, (name, config) in enumerate(adapters.items()):
-            kept = {"save_embedding_layers": False} | config
-            self.models[name] = peft_adapter(directory, self.folders[name], seed=i, **kept)
-
-    def check(self, name: str | None, got: torch.Tensor, prompt: list[int]) -> None:
-        want = last_logits(self.models[name], prompt)
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda text: f"{name}: {text}")
-
-    def answer(self, name: str | None, prompt: list[int], count: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(last_logits(self.models[name], ids).argmax()))
-        return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", pytest.param("mpt", marks=pytest.mark.long)])
@@ -224,7 +194,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "unsupported_embedding",
         "or is its DoRA",
     ),
-    "the base's copy": ({"save_embedding_layers": True}, "unsupported_modules_to_save", "save_embedding_layers=False"),
 }
 
 

@@ -3,8 +3,7 @@ and are others than the base's and than those of the same weights without the fi
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from peft_adapters import peft_adapter
 from safetensors.torch import load_file, save_file
-from served_logits import ServedLogits, last_logits
+from served_logits import last_logits
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.int8_codes import CodedTensors
@@ -111,12 +110,6 @@ FEATURES = {
         {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.[02]\.mlp\.(up|down)_proj"}, {"lora_alpha": 4}
     ),
 }
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], ServedLogits]]:
-    with ExitStack() as stack:
-        yield lambda directory: stack.enter_context(closing(ServedLogits(directory, monkeypatch)))
 
 
 def changed(folder: Path, target: Path, changes: dict[str, Any]) -> Path:

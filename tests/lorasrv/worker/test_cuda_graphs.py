@@ -29,7 +29,14 @@ from lorasrv.models.quantization import get_format
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import PENDING, AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import (
+    NO_DRAFTS,
+    PENDING,
+    AdapterOrders,
+    PlannedDrafts,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, Recorded, _Bucket, buckets
@@ -55,8 +62,8 @@ CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermed
 "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 512}"""
 RANKS = {"a": 4, "b": 20}
 PIECE = 40
-Share = tuple[str | None, int] | tuple[str | None, int, int]
-"""(adapter, keys before, tokens: one unless told otherwise)"""
+Share = tuple[str | None, int] | tuple[str | None, int, int] | tuple[str | None, int, int, int]
+"""(adapter, keys before, tokens: one unless told otherwise, how many of them are draft tokens)"""
 
 
 class FakeStream:
@@ -133,12 +140,13 @@ class Served:
         """Return a step; a share of `PIECE` tokens is part of a prompt, without its end."""
         scheduled, first = [], 0
         for i, (name, before, *counts) in enumerate(shares):
-            tokens = counts[0] if counts else 1
+            tokens, guessed = (*counts, 0)[:2] if counts else (1, 0)
             pages = tuple(range(first, first - (-(before + tokens) // PAGE_SIZE)))
             first += len(pages)
             ids = tuple((7 * i + before + j) % 40 for j in range(tokens))
+            drafts = PlannedDrafts(ids[tokens - guessed :], ("lookup",) * guessed) if guessed else NO_DRAFTS
             rest = (name, tokens != PIECE, SamplingParams(), 0)
-            scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest))
+            scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest, drafts=drafts))
         assert first <= self.end
         used = {name: self.placements[name] for name, *_ in shares if name is not None}
         return SchedulerOutput(tuple(scheduled), used, (), (), 0)
@@ -176,6 +184,11 @@ MIXED: list[list[Share]] = [
     [(None, 300), ("a", 30, 40), ("b", 3)],
     [("b", 280, 2), (None, 0, 33), ("a", 4, 25)],
 ]
+DRAFTS: list[list[Share]] = [
+    [("a", 5, 3, 2), (None, 40)],
+    [("a", 15, 2, 1), ("b", 16, 2, 1)],
+    [(None, 300, 4, 3)],
+]
 
 
 # A number on the border of two codes may get the other one. Rows that pad a bucket hold no numbers.
@@ -189,7 +202,7 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
     folder: Path, gpu: FakeGpu, kv_format: str, step_of_a_code: float
 ) -> None:
     served, plain = Served(folder, gpu=gpu, kv_format=kv_format), Served(folder, kv_format=kv_format)
-    for shares in STEPS + MIXED:
+    for shares in STEPS + MIXED + DRAFTS:
         want, of = plain.eager(plain.step(shares))
         logits, scheduled = served.graphed.compute(served.step(shares))
         assert [s.request_id for s in scheduled] == of
@@ -199,8 +212,8 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
             adapters, others = (world.memory.slab(layer).view(PAGES, -1)[world.end :] for world in (served, plain))
             assert torch.equal(adapters.cpu(), others)
     # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32), then 64 rows with
-    # prompts of rank 32: (whole), (cut keys)
-    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0, 1, 1]
+    # prompts of rank 32: (whole), (cut keys), then 8 rows with drafts: (whole, rank 16), (whole, 32), (cut keys, none)
+    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0, 1, 1, 0, 0, 0]
 
 
 def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
@@ -275,8 +288,9 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -
 def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
     served = Served(folder)
     (share,) = served.step([(None, 0, 3)]).scheduled
-    asks, drafts = replace(share, prompt_rows=range(2)), replace(share, drafts=PlannedDrafts(share.token_ids[1:]))
-    for shares in ([asks], [drafts], served.step([(None, i) for i in range(5)]).scheduled):
+    asks = replace(share, prompt_rows=range(2))
+    tree = replace(share, drafts=PlannedDrafts(share.token_ids[1:], parents=(-1, -1)))
+    for shares in ([asks], [tree], served.step([(None, i) for i in range(5)]).scheduled):
         assert served.graphed.compute(SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)) is None
     assert served.graphs == []
     assert (buckets(1), buckets(20), buckets(64)[-1]) == ((1,), (1, 2, 4, 8, 16, 24), 64)

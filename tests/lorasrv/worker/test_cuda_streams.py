@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import DEVICE, FakeGpu, FakeGraph, Wait
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from lorasrv.models.lora_sites import site_dims
@@ -26,6 +26,7 @@ from lorasrv.scheduler_output import (
     PageCopy,
     ScheduledRequest,
     SchedulerOutput,
+    SlotMoves,
     SwapIn,
     SwapOut,
 )
@@ -160,6 +161,32 @@ class World:
         self.tables[sequence] = target
         self.memory.apply([SwapIn(request, tuple(target))])
 
+    def compact(self, number: int) -> None:
+        """Move two tokens of each sequence to slots in front, as if they were accepted of a draft tree."""
+        moves = []
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            if length > 2 + number:
+                moves.append(SlotMoves(tuple(table), (length - 2, length - 1), (number, number + 1)))
+        if moves:
+            self.memory.copy_slots(moves, self.ops)
+
+    def save(self, number: int) -> None:
+        """Read a sequence's pages for a snapshot; nothing waited for the steps before."""
+        rows = self.memory.read_pages(self.tables[number % SEQUENCES])
+        self.logits.append(rows.view(torch.float32).nan_to_num(7.0))
+
+    def restore(self, number: int) -> None:
+        """Bring a sequence's pages back from a snapshot, elsewhere."""
+        sequence, target = number % SEQUENCES, self._free_low()
+        old = self.tables[sequence]
+        rows = self.memory.read_pages(old)
+        self._poison(target)
+        self.memory.apply([])
+        # The page with tokens comes last: it is what is still on its way if nobody waits.
+        self.memory.write_pages(rows, list(enumerate(target))[::-1])
+        self._poison(old)
+        self.tables[sequence] = target
+
     def _move(self, sequence: int, target: list[int]) -> None:
         old = self.tables[sequence]
         self.memory.apply([CopyPages(tuple(map(PageCopy, old, target)))])
@@ -195,11 +222,13 @@ def _same(commands: list[Command], seed: int, dropped: Wait | None = None) -> bo
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, want, strict=True))
 
 
-COMMAND = st.tuples(st.sampled_from(["step", "arrive", "spread", "swap", "read"]), st.integers(0, 11))
+KINDS = ["step", "step", "arrive", "spread", "swap", "read", "compact", "save", "restore"]
+COMMAND = st.tuples(st.sampled_from(KINDS), st.integers(0, 11))
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.lists(COMMAND, max_size=12), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.lists(COMMAND, max_size=14), st.integers(0, 2**32))
+@example([*[("step", i) for i in range(5)], ("compact", 0), ("save", 1), ("step", 5), ("restore", 1), ("step", 6)], 0)
 def test_every_order_that_streams_allow_computes_the_same(commands: list[Command], seed: int) -> None:
     assert _same(commands, seed)
 
@@ -210,6 +239,13 @@ SHORT: list[Command] = [("spread", 0), ("step", 1), ("arrive", 0), ("step", 4), 
 @pytest.mark.parametrize("dropped", Wait)
 def test_without_a_wait_some_order_computes_something_else(dropped: Wait) -> None:
     assert any(not _same(SHORT, seed, dropped) for seed in range(60))
+
+
+@pytest.mark.parametrize("dropped", [Wait.STREAM_FOR_EVENT, Wait.HOST_FOR_STREAM])
+def test_a_snapshot_is_written_behind_what_its_pages_held_before(dropped: Wait) -> None:
+    commands: list[Command] = [*[("step", i) for i in range(3)], ("restore", 1), ("step", 4)]
+    assert all(_same(commands, seed) for seed in range(20))
+    assert any(not _same(commands, seed, dropped) for seed in range(60))
 
 
 SAMPLING = (

@@ -1,11 +1,12 @@
 """Steps that are collected one step late: the answers are those of an engine that waits for each of them."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
@@ -14,12 +15,17 @@ from late_executor import LateExecutor, LaunchedAtOnce
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
+from lorasrv.config import SpeculationOptions
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.drafters import make_drafters
+from lorasrv.speculation_params import SpeculationParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+NO_SPECULATION = SpeculationParams(max_draft=0)
 LONG = tuple(10 + (7 * i) % 300 for i in range(200))
 NAMES = (None, "one", "two", "three")
 
@@ -159,6 +165,97 @@ def test_requests_that_need_the_text_have_a_token_a_step(late_engine: Drafted) -
     said = [len(late_engine.engine.step()) for _ in range(GREEDY.max_tokens)]
     assert said == [2] * GREEDY.max_tokens
     assert not late_engine.engine.has_requests
+
+
+@pytest.fixture(scope="module")
+def default_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    options = SpeculationOptions()
+    drafters = make_drafters(options)
+    assert {drafter.name for drafter in drafters} == {"grammar", "prediction", "lookup", "corpus"}
+    with closing(Drafted(model, library, late=LaunchedAtOnce, drafters=drafters, speculation=options)) as engine:
+        yield engine
+
+
+class TestDefaults:
+    """A server on a GPU plans ahead by default, and drafts by default: where nothing is drafted it does the one, where
+    drafts pay the other."""
+
+    def test_nothing_is_drafted_and_every_step_is_planned_ahead(self, default_engine: Drafted) -> None:
+        engine, random_text = default_engine.engine, replace(GREEDY, temperature=1.0, seed=3)
+        groups = default_engine.messages([Ask(PROMPT, random_text), Ask(LONG[:16], random_text)], "plain")
+        for [message] in groups:
+            engine.add_request(message)
+        under_way = []
+        with FakeGpu():
+            while engine.has_requests:
+                engine.step()
+                engine.check_integrity()
+                under_way.append(len(engine._in_flight))
+        assert under_way == [1] * GREEDY.max_tokens + [0]
+        assert not any(counts.drafted for counts in default_engine.scheduler.draft_counts.values())
+
+    def test_what_a_persona_has_said_before_is_drafted_in_far_fewer_steps(
+        self, plain_engine: Drafted, default_engine: Drafted
+    ) -> None:
+        asks = [Ask(PROMPT, GREEDY, options={"speculation": SpeculationParams(remember=True)})]
+        want = plain_engine.run(asks)
+        with FakeGpu():
+            assert default_engine.run(asks, salt="said") == want
+            before = default_engine.steps
+            assert default_engine.run(asks, salt="said") == want
+        assert default_engine.steps - before < GREEDY.max_tokens / 2
+
+    def test_drafts_come_and_go_beside_requests_without(
+        self, model: Path, library: AdapterStore, plain_engine: Drafted
+    ) -> None:
+        """Drafts of one request are there for a part of its answer. The steps that verify them are collected at once,
+        all others are planned ahead, and no answer misses a step."""
+        drafting, plain = Ask(PROMPT, GREEDY), Ask(LONG[:16], GREEDY, options={"speculation": NO_SPECULATION})
+        want = plain_engine.run([drafting, plain])
+        with closing(Drafted(model, library, late=LaunchedAtOnce, max_num_batched_tokens=64)) as both, FakeGpu():
+            both.drafter.answers = {rid: said.token_ids for rid, said in want.items()}
+            seen: list[tuple[int, int]] = []
+            submit = both.engine._submit
+
+            def noted(step: Any) -> None:
+                assert not (step.num_guessed_tokens and both.engine._in_flight), "planned before acceptance"
+                assert step.is_awaited == bool(step.num_guessed_tokens)
+                seen.append((len(step.scheduled), step.num_guessed_tokens))
+                submit(step)
+
+            both.engine._submit = noted  # type: ignore[method-assign]
+            assert both.run([drafting, plain], in_the_middle) == want
+        # From the ninth token on each step verifies what is left of the draft and says one token more.
+        rows, drafts = zip(*seen, strict=True)
+        assert sum(drafts) == 3 + 4
+        assert list(map(bool, drafts)).count(True) == 2
+        # `plain` has a token in each step, the other one ends earlier.
+        assert rows == (2,) * (GREEDY.max_tokens - sum(drafts)) + (1,) * sum(drafts)
+
+    @pytest.mark.parametrize(("lead_s", "pays"), [(0.0, True), (0.02, False)])
+    def test_what_planning_ahead_saves_is_a_cost_of_drafts(
+        self, model: Path, library: AdapterStore, lead_s: float, pays: bool
+    ) -> None:
+        """Nine answers take 10 ms a step, ahead; one of them has a draft, which is right in one of two cases."""
+        with closing(Drafted(model, library, late=LaunchedAtOnce)) as late, FakeGpu():
+            costs = late.built.parts.memory.costs
+            costs.step.seconds_each = [10e-3, 0.0, 0.0, 0.0, 0.0, 0.0]
+            costs.lead.seconds = lead_s
+            asks = [Ask(PROMPT, GREEDY, options={} if i == 0 else {"speculation": NO_SPECULATION}) for i in range(9)]
+            late.drafter.answers = {RequestId("0.0"): list(range(24))}
+            late.drafter.script = oracle
+            for [message] in late.messages(asks, "costs"):
+                late.engine.add_request(message)
+            with patch.object(type(costs), "observe_step"), patch.object(type(costs.lead), "observe"):
+                late.engine.step()
+                assert late.scheduler.expects_drafts() == pays
+                late.engine.step()
+                assert bool(late.engine._in_flight) != pays
+
+
+def in_the_middle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    """What comes next, from the ninth token to the sixteenth."""
+    return right[:4] if 8 <= ask.request.num_generated_tokens < 16 else ()
 
 
 def test_beams_are_found_too(plain_engine: Drafted, late_engine: Drafted) -> None:

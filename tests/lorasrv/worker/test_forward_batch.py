@@ -14,7 +14,7 @@ from peft_adapters import peft_adapter
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput, SlotMoves
-from lorasrv.worker.forward_batch import StepRows
+from lorasrv.worker.step_rows import StepRows
 
 TREE = (-1, 0, 0, -1, 2, 4, 3, -1, 5, 8, 1, 9)
 """Its deepest path is 0, 2, 4, 5, 8, 9, 11: side branches lie between."""

@@ -25,11 +25,23 @@ OTHERS = ("int8", "q3h", "bf16")
 SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
-@pytest.mark.parametrize("quantization", ["int4", *(pytest.param(of, marks=pytest.mark.long) for of in OTHERS)])
-def test_a_day_of_mixed_steps_needs_no_other_kernel(quantization: str, tmp_path: Path) -> None:
-    told = _run("day", quantization, cache=tmp_path)
+@pytest.mark.parametrize(
+    ("quantization", "kv_format", "max_rank"),
+    [
+        ("int4", "bfloat16", MAX_RANK),
+        *(pytest.param(of, "bfloat16", MAX_RANK, marks=pytest.mark.long) for of in OTHERS),
+        *(pytest.param("int4", of, MAX_RANK, marks=pytest.mark.long) for of in ("int8", "k8v4")),
+        # A model that only drafts.
+        pytest.param("int8", "int8", 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_day_of_mixed_steps_needs_no_other_kernel(
+    quantization: str, kv_format: str, max_rank: int, tmp_path: Path
+) -> None:
+    told = _run("day", quantization, kv_format, str(max_rank), cache=tmp_path)
     assert told["warm"] > 20
     assert told["late"] == []
+    assert told["kinds"] == ({"vectors", "ends", "codes", "chains", "trees", "observed"} if max_rank else set())
 
 
 @pytest.mark.long
@@ -46,13 +58,14 @@ def _run(*arguments: str, cache: Path) -> Any:
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    told = json.loads(done.stdout)
+    return told | {"kinds": set(told.get("kinds", ()))}
 
 
 class Server:
     """A decoder of Llama-3-8B's shape, of two layers, with graphs that are not replayed."""
 
-    def __init__(self, quantization: str) -> None:
+    def __init__(self, quantization: str, kv_format: str = "bfloat16", max_rank: str = str(MAX_RANK)) -> None:
         from gpu_cases import random_codes
         from gpu_step import SPEC, random_weights
 
@@ -66,44 +79,78 @@ class Server:
         spec, ops = replace(SPEC, num_layers=2), Ops(META, "triton")
         weights = random_weights(spec, ops, quantization, torch.bfloat16)
         table = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
-        self.memory = DevicePool(spec, 4000, 16, KV_FORMATS["bfloat16"], META, scratch=True)
+        self.memory = DevicePool(spec, 4000, 16, KV_FORMATS[kv_format], META, scratch=True)
         limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
         side = mock.Mock(joined=nullcontext, beside=nullcontext)
-        self.ops, self.spec = ops, spec
+        self.ops, self.spec, self.limits, self.max_rank = ops, spec, limits, int(max_rank)
+        # What its random steps had.
+        self.kinds: set[str] = set()
         self.decoder = Decoder(replace(weights, embed=table.rows), self.memory, limits, ops, side)
         recorded = mock.Mock(output=torch.empty(SEATS, spec.vocab_size, device=META))
         self.graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
-        self.warm_up = WarmUpSteps(spec, self.memory, limits, MAX_RANK)
+        self.warm_up = WarmUpSteps(spec, self.memory, limits, self.max_rank, has_trees=self.max_rank > 0)
 
     def compute(self, step: Any) -> None:
-        from lorasrv.worker.forward_batch import build_batch
+        from lorasrv.worker.warm_up import compute
 
-        self.decoder.forward(build_batch(step, self.memory, torch.bfloat16, self.ops))
+        compute(step, self.decoder, self.memory, self.limits, self.ops)
+
+    def random_adapter(self, chance: random.Random) -> Any:
+        """Return a layout of random ranks, of codes or numbers, some with gains and shifts, and some with ends."""
+        from lorasrv.models.lora_sites import site_dims, with_everything
+        from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout
+
+        ranks = tuple(
+            tuple(chance.choice((0, chance.randint(1, MAX_RANK))) for _ in site.out_features)
+            for site in self.spec.sites()
+        )
+        itemsize = chance.choice((2, 2, CODE_BYTES))
+        layout = AdapterLayout(site_dims(self.spec), (ranks,) * self.spec.num_layers, itemsize)
+        more = with_everything(self.spec, layout, chance.randint(1, MAX_RANK))
+        if chance.random() < 0.3:
+            layout = replace(layout, vectors=more.vectors, places=more.places)
+        if chance.random() < 0.3:
+            layout = replace(layout, ends=more.ends)
+        has = {"vectors": layout.vectors, "ends": layout.ends, "codes": itemsize == CODE_BYTES}
+        self.kinds |= {kind for kind, there in has.items() if there}
+        return layout
+
+    def with_drafts(self, step: Any, chance: random.Random) -> Any:
+        """Take the last tokens of some shares as drafts: chains, or trees in some steps."""
+        from lorasrv.scheduler_output import PlannedDrafts
+
+        shares, left = [], SEATS - len(step.scheduled)
+        is_tree = chance.random() < 0.5
+        for share in step.scheduled:
+            count = min(len(share.token_ids) - 1, left, chance.randint(0, 16))
+            if count > 0 and share.samples and not share.prompt_rows and chance.random() < 0.5:
+                parents = tuple(chance.randint(-1, at - 1) for at in range(count)) if is_tree else ()
+                share = replace(share, drafts=PlannedDrafts((1,) * count, ("lookup",) * count, parents=parents))
+                left -= count
+                self.kinds.add("trees" if is_tree else "chains")
+            shares.append(share)
+        return replace(step, scheduled=tuple(shares))
 
     def random_step(self, chance: random.Random) -> Any:
         """Return a step of answers, prompts and prompts with log-probabilities, on adapters of all ranks."""
-        from lorasrv.models.lora_sites import site_dims
         from lorasrv.sampling_params import SamplingParams
+        from lorasrv.scheduler.token_budget import MAX_PROMPT_ROWS
         from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
-        from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
         placements = {}
-        for name in "abcd"[: chance.randint(0, 4)]:
-            ranks = tuple(
-                tuple(chance.choice((0, chance.randint(1, MAX_RANK))) for _ in site.out_features)
-                for site in self.spec.sites()
-            )
-            layout = AdapterLayout(site_dims(self.spec), (ranks,) * self.spec.num_layers, 2)
+        for name in "abcd"[: chance.randint(0, 4) if self.max_rank else 0]:
+            layout = self.random_adapter(chance)
             placements[name] = layout.place([(chance.randint(0, 500), 3000)], self.memory.page_bytes)
         shares = []
-        left = chance.choice((SEATS, MAX_ROWS))
+        left, asks = chance.choice((SEATS, MAX_ROWS)), MAX_PROMPT_ROWS
         for number in range(chance.randint(1, SEATS)):
             count = 1 if left < 2 or chance.random() < 0.7 else min(left, chance.randint(1, 900))
             start = chance.randint(0, MAX_LEN - count)
             left -= count
             if left < 0:
                 break
-            asked = range(chance.choice((0, count)))
+            asked = range(chance.choice((0, min(count, asks))))
+            asks -= len(asked)
             key = chance.choice((None, *placements))
             pages = tuple(chance.randint(0, 3999) for _ in range(-(-(start + count) // 16)))
             rest = (pages, key, chance.random() < 0.9 or count == 1, SamplingParams(), 0)
@@ -135,11 +182,15 @@ def day(server: Server) -> dict[str, Any]:
             assert server.graphs.compute(step) is not None
         for number in range(STEPS):
             step = server.random_step(chance)
-            step = step if number % 4 else observed(step)
+            if server.max_rank and number % 4 == 0:
+                step = observed(step)
+                server.kinds.add("observed")
+            elif server.max_rank and number % 4 in (1, 2):
+                step = server.with_drafts(step, chance)
             if server.graphs.compute(step) is None:
                 server.compute(step)
     late = [key for key in met if key not in warm]
-    return {"warm": len(warm), "late": [(key.name, key.data) for key in late]}
+    return {"warm": len(warm), "late": [(key.name, key.data) for key in late], "kinds": sorted(server.kinds)}
 
 
 def load(server: Server) -> dict[str, Any]:
@@ -178,7 +229,7 @@ def _has(key: Any) -> bool:
 
 
 def main() -> None:
-    """Print what `day` or `load` returns for a server in a format. Arguments: which, format."""
+    """Print what `day` or `load` returns. Arguments: which, and those of `Server`."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -186,7 +237,7 @@ def main() -> None:
     driver.set_active(mock.Mock(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         import sgmv_kernels.triton_ops.backend  # noqa: F401 - without a GPU it refuses
-    print(json.dumps({"day": day, "load": load}[sys.argv[1]](Server(sys.argv[2]))))
+    print(json.dumps({"day": day, "load": load}[sys.argv[1]](Server(*sys.argv[2:]))))
 
 
 if __name__ == "__main__":

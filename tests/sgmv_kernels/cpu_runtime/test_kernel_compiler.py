@@ -87,17 +87,17 @@ def test_progress_rises_with_the_kernels_that_are_there(compiled, folder: Path, 
     [
         ("import os; os.kill(os.getpid(), 9)", "the one for it ended with code -9: it said nothing"),
         ("raise ImportError('no numba')", "the one for it ended with code 1: ImportError: no numba"),
-        ("time.sleep(600)", "no other has compiled one for 3 s"),
+        ("time.sleep(600)", "no other has compiled one for 10 s"),
     ],
 )
 def test_a_process_that_fails_leaves_the_rest_to_this_one(
     compiled, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, end: str, why: str
 ) -> None:
-    monkeypatch.setattr(kernel_compiler, "STALLED_S", 3.0)
+    monkeypatch.setattr(kernel_compiler, "STALLED_S", 10.0)
     begun = time.monotonic()
     with caplog.at_level(logging.INFO):
         told, pid = compiled(KEEPS % str(folder) + f"keep('pointwise.norm')\n{end}")
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 120
     assert caplog.messages == [f"2 kernels are compiled in this process, as {why}"]
     assert kernel_cache.missing(KERNELS, folder) == [KERNELS[0], KERNELS[2]]
     assert told[-1][1] == pytest.approx(1 / 3)

@@ -110,6 +110,12 @@ def test_the_default_table_has_blocks_for_every_linear() -> None:
         assert dequantize_above(DEFAULT, bits) > 0
 
 
+def test_groups_have_tiles_of_their_own() -> None:
+    """A scale for 32 codes takes other tiles than one for 128."""
+    for bits, rows in itertools.product((8, 4), (1, 32)):
+        assert linear_config(DEFAULT, bits, 32, rows, 4096) != linear_config(DEFAULT, bits, 128, rows, 4096)
+
+
 def test_a_device_without_a_table_takes_the_default_one() -> None:
     assert table_of("Some GPU (2031)") == table_of(DEFAULT)
     assert file_name("NVIDIA H100 80GB HBM3") == "NVIDIA_H100_80GB_HBM3.json"

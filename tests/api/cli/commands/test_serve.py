@@ -129,7 +129,7 @@ def ready(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def refused(process: "subprocess.Popen[str]") -> list[str]:
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out, "Traceback" in err) == (1, "", False)
     return err.splitlines()
 
@@ -141,7 +141,7 @@ def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
     assert (told["event"], told["model"], told["quantization"], told["pages"]) == ("ready", "tiny-base", "int8", 10)
     assert httpx2.get(told["url"] + "/ready").status_code == 200
     process.send_signal(how)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "")
     progress = (" ...", ": 25 %", ": 50 %", ": 75 %", " done")
     assert err.splitlines()[-5:] == [f"loading the model{part}" for part in progress]
@@ -164,7 +164,7 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
     with httpx2.stream("POST", ready(process)["url"] + "/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert err.splitlines()[:2] == [
         "--enable-lora is not needed: adapters are always served",
@@ -178,7 +178,7 @@ def test_stopped_while_loading(start: Start) -> None:
     while "75 %" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_lora_modules(start: Start, make_adapter) -> None:
     answer = httpx2.post(url + "/v1/completions", json={"model": "tom", "prompt": "x"})
     assert answer.json()["choices"][0]["text"].startswith("I am ")
     process.terminate()
-    assert "registering adapters done" in process.communicate(timeout=20)[1].splitlines()
+    assert "registering adapters done" in process.communicate(timeout=120)[1].splitlines()
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from adapter_store.spec import AdapterKey
 from api.observability.metrics.registry import collected
 from api.observability.metrics.requests import HttpFigures, TopAdapters
+from lorasrv.engine.pool_snapshot import AdapterPages
+from lorasrv.errors import EngineDead
 from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.metrics.request_stats import FinishedRequestStats
 from lorasrv.outputs import FinishReason, RequestId
@@ -209,6 +212,22 @@ class TestVllmNames:
         assert shown[f'vllm:request_success_total{{finished_reason="stop",{model}}}'] == 4
         lists = 'max_lora="8",running_lora_adapters="mia,tom",waiting_lora_adapters="eva"'
         assert shown[f"vllm:lora_requests_info{{{lists}}}"] > 1.7e9
+
+    def test_idle_adapters_in_the_pool_are_named(self, make_server, engine, store, make_adapter) -> None:
+        """By id, all versions as one; not by the traffic that they have."""
+        server = make_server(metrics_compat="vllm")
+        for number, name in enumerate(("mia", "tom", "mia")):
+            assert server.upload(make_adapter(f"a{number}", seed=number), name).status_code < 300
+        keys = [version.key for version in store.records()["mia"].versions]
+        in_pool = [AdapterPages(key, "ready", 1, (), 1, 1, 0, key == keys[-1]) for key in keys]
+        engine.pool = replace(engine.pool, adapters=tuple(in_pool))
+        shown = {
+            name: value for name, value in samples(server).items() if "lora_adapter" in name and "info" not in name
+        }
+        mia = 'vllm:lora_adapter_loaded{adapter_name="mia",level="gpu",pinned="true"}'
+        assert shown == {mia: 1, "vllm:num_gpu_loaded_lora_adapters": 2}
+        engine.ask_error = EngineDead("gone")
+        assert "vllm:lora_adapter_loaded" not in samples(server)
 
 
 class TestDashboard:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import GREEDY, offline_engine
 
 from lorasrv.config import ModelOptions
-from lorasrv.engine.factory import choose_format
 from lorasrv.errors import CorruptModel, UnsupportedFormat
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.quantized import linear_names, write_codes
 from lorasrv.offline.quantize import Quantized, load_floats, quantize, read_formats
+from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.ops import Ops
 

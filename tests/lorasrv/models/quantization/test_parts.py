@@ -10,13 +10,13 @@ import torch
 from tiny_engine import GREEDY, offline_engine
 
 from lorasrv.config import ModelOptions
-from lorasrv.engine.factory import choose_format
 from lorasrv.engine.memory_plan import base_bytes, table_weights
 from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.quantization import get_format, select_format
 from lorasrv.models.quantization.base import StoredWeights
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
+from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.ops import INT4_LEVELS, Q3H_LEVELS, Ops
 

@@ -10,7 +10,6 @@ from tiny_engine import GREEDY, offline_engine
 from torch import Tensor
 
 from lorasrv.config import ModelOptions
-from lorasrv.engine.factory import choose_format
 from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.checkpoint import StoredPacking
@@ -19,6 +18,7 @@ from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetr
 from lorasrv.models.quantization.tables import TableFormat
 from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
+from lorasrv.worker.base_format import choose_format
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
 OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "eetq", "gguf", "mixed")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lorasrv.offline.planner.cluster import ClusterResult
+from lorasrv.offline.cluster.sim_cluster import ClusterResult
 from lorasrv.offline.planner.report import quantile
 from lorasrv.offline.planner.sim_traffic import SimulatedRequest
 
@@ -33,8 +33,12 @@ class ClusterStats:
     busiest_requests: float
     busiest_time: float
     refused: Mapping[str, int]
-    # Requests that were sent again because their machine failed.
+    # Requests that were sent again because their machine failed, and that their router moved.
     resent: int
+    moved: int
+    # Prompts that one machine computed for another, and bytes of their pages.
+    handed_over: int
+    handed_over_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON, with null for NaN."""
@@ -63,7 +67,7 @@ def cluster_stats(placement: str, done: ClusterResult, bounds_ms: Mapping[str, f
         busiest_requests=_busiest([len(machine.outcomes) for machine in done.machines]),
         busiest_time=_busiest([machine.busy_s for machine in done.machines]),
         refused=dict(Counter(o.refused for o in done.outcomes if o.refused is not None)),
-        resent=done.resent,
+        **asdict(done.counters),
     )
 
 

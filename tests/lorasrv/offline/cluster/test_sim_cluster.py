@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,17 +12,10 @@ from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
 from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.cluster.options import ChangeKind, ClusterOptions, MachineChange
+from lorasrv.offline.cluster.report import cluster_stats
+from lorasrv.offline.cluster.sim_cluster import LOST, NO_REPLICA, ClusterResult, replay_on
 from lorasrv.offline.planner.adapter_sizes import layout_of_bytes
-from lorasrv.offline.planner.cluster import (
-    LOST,
-    NO_REPLICA,
-    ChangeKind,
-    ClusterOptions,
-    ClusterResult,
-    MachineChange,
-    replay_on,
-)
-from lorasrv.offline.planner.cluster_report import cluster_stats
 from lorasrv.offline.planner.laws import LAWS, TrafficLaw
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_replica import SimServer
@@ -103,11 +96,94 @@ def _check(done: ClusterResult, trace: list[TraceRequest]) -> None:
 def test_nothing_is_lost_or_doubled(
     data: st.DataObject, trace: list[TraceRequest], machines: int, placement: str, routers: int
 ) -> None:
-    options = ClusterOptions(machines, placement, routers, 0.1, data.draw(changes(machines)))
+    storage = data.draw(st.sampled_from((None, 1e6)))
+    prefill = data.draw(st.integers(0, machines - 1))
+    options = ClusterOptions(
+        machines,
+        placement,
+        routers,
+        0.1,
+        data.draw(changes(machines)),
+        0,
+        storage,
+        prefill,
+        data.draw(st.sampled_from((1e5, 1e9))),
+    )
     done = replay_on(_server(40), trace, options)
     _check(done, trace)
     again = replay_on(_server(40), trace, options)
     assert repr(done) == repr(again), "the same seed, the same figures"
+
+
+def test_one_storage_for_all_is_shared() -> None:
+    """Three adapters of 16 kB at 16 kB/s: alone one takes a second; three at once three, wherever they are read."""
+    nbytes = layout_of_bytes(16384, 2, 2).nbytes
+    alone = [TraceRequest(0.0, 10, 5, "a")]
+    three = [TraceRequest(0.0, 10, 5, name) for name in "abc"]
+    for trace, seconds in ((alone, 1.0), (three, 3.0)):
+        done = replay_on(_server(), trace, ClusterOptions(3, "least", storage_bytes_per_s=nbytes))
+        assert [len(machine.outcomes) for machine in done.machines].count(1) == len(trace)
+        assert [o.ttft_s for o in done.outcomes] == pytest.approx([seconds] * len(trace), abs=0.02)
+    shared = replay_on(_server(), three, ClusterOptions(3, "least", storage_bytes_per_s=1e12))
+    own = replay_on(_server(), three, ClusterOptions(3, "least"))
+    assert [o.ttft_s for o in shared.outcomes] == pytest.approx([o.ttft_s for o in own.outcomes]), "a disk's own limit"
+
+
+def test_a_storage_is_free_of_what_a_failed_machine_read() -> None:
+    nbytes = layout_of_bytes(16384, 2, 2).nbytes
+    trace = [TraceRequest(0.0, 10, 5, name) for name in "ab"]
+    options = ClusterOptions(2, "least", storage_bytes_per_s=nbytes)
+    home = next(
+        n for n, machine in enumerate(replay_on(_server(), trace, options).machines) if machine.outcomes[0].number
+    )
+    # After a second both are half read; then `b` begins anew beside `a`.
+    failed = replay_on(_server(), trace, replace(options, changes=[MachineChange(1.0, FAIL, f"m{home}")]))
+    _check(failed, trace)
+    assert [o.ttft_s for o in failed.outcomes] == pytest.approx([2.0, 2.5], abs=0.05)
+
+
+def test_a_prompt_is_handed_over_in_whole_pages() -> None:
+    """100 tokens are six pages of 16 and four tokens, which are computed with the answer."""
+    trace = [TraceRequest(0.0, 100, 5, "a"), TraceRequest(5.0, 16, 5, "a"), TraceRequest(9.0, 101, 5, "a")]
+    page_bytes = _server().geometry.block_bytes
+    options = ClusterOptions(2, prefill=1, transfer_bytes_per_s=6 * page_bytes)
+    done = replay_on(_server(), trace, options)
+    _check(done, trace)
+    assert [len(machine.outcomes) for machine in done.machines] == [2, 3], "16 tokens have no page to hand over"
+    assert (done.counters.handed_over, done.counters.handed_over_bytes) == (2, 12 * page_bytes)
+    assert [o.timing.num_cached_tokens for o in done.outcomes] == [96, 0, 96]
+    late = done.outcomes[0].ttft_s - replay_on(_server(), trace, ClusterOptions(1)).outcomes[0].ttft_s
+    assert late == pytest.approx(1.0, abs=0.05), "its pages took a second"
+
+
+def test_what_is_not_handed_over_is_computed() -> None:
+    """The machine for prompts fails while it computes, or while pages go over; or none is there."""
+    trace = [TraceRequest(0.0, 300, 5, "a")]
+    options = ClusterOptions(2, prefill=1, transfer_bytes_per_s=1e5)
+    whole = replay_on(_server(), trace, options)
+    assert (whole.counters.handed_over, whole.outcomes[0].timing.num_cached_tokens) == (1, 288)
+    for at_s in (0.0, 0.05, 0.3):
+        done = replay_on(_server(), trace, replace(options, changes=[MachineChange(at_s, FAIL, "m0")]))
+        _check(done, trace)
+        assert (done.counters.handed_over, done.outcomes[0].timing.num_cached_tokens) == (0, 0)
+    done = replay_on(_server(), trace, replace(options, changes=[MachineChange(0.3, FAIL, "m1")]))
+    assert done.outcomes[0].refused == NO_REPLICA, "a machine for prompts answers nothing"
+
+
+def test_a_router_moves_requests_that_have_not_begun() -> None:
+    """One machine computes a long prompt first; of the short ones behind it, those that may wait long go elsewhere."""
+    trace = [TraceRequest(0.0, 1000, 5, "a")] * 4 + [TraceRequest(0.01, 2000, 5, None)] * 2
+    changed = [MachineChange(0.5, JOIN, "m1")]
+    server = _server(400, max_num_seqs=1)
+    moved, stayed = (
+        replay_on(server, trace, ClusterOptions(1, name, report_s=0.1, changes=changed))
+        for name in ("migrate", "least")
+    )
+    for done in (moved, stayed):
+        _check(done, trace)
+    assert [len(machine.outcomes) for machine in stayed.machines] == [6, 0]
+    assert moved.counters.moved == len(moved.machines[1].outcomes) == 2
+    assert moved.end_s < 0.75 * stayed.end_s
 
 
 def test_a_failure_ends_streams_and_sends_the_rest_again() -> None:
@@ -121,7 +197,7 @@ def test_a_failure_ends_streams_and_sends_the_rest_again() -> None:
     begun, waiting = done.outcomes
     assert (begun.refused, begun.end_s, 0 < begun.tokens < 200) == (LOST, 1.0, True)
     assert waiting.first_token_s is not None
-    assert (waiting.refused, waiting.first_token_s > 1.0, done.resent) == (None, True, 1)
+    assert (waiting.refused, waiting.first_token_s > 1.0, done.counters.resent) == (None, True, 1)
     assert sorted(len(machine.outcomes) for machine in done.machines) == [0, 1, 2]
 
 
@@ -164,6 +240,8 @@ def test_reports_let_routers_see_what_others_sent() -> None:
         ({"machines": 0}, "machines must be positive, not 0"),
         ({"machines": 1, "routers": 0}, "routers must be positive, not 0"),
         ({"machines": 1, "report_s": 0.0}, "report_s must be positive, not 0.0"),
+        ({"machines": 1, "storage_bytes_per_s": 0.0}, "storage_bytes_per_s must be positive, not 0.0"),
+        ({"machines": 2, "prefill": 2}, "prefill must be from 0 to 1, one less than machines: 2"),
         ({"machines": 1, "changes": [MachineChange(1.0, FAIL, "m1")]}, "fail of m1 at 1 s: it is not there"),
         ({"machines": 1, "changes": [MachineChange(1.0, JOIN, "m0")]}, "join of m0 at 1 s: it is there already"),
     ],

@@ -1,0 +1,210 @@
+"""Feed of an index: what changed after a revision, as rows of the ids concerned, and how a follower takes it over.
+
+A change gives its ids the next revisions, in the same transaction. A page holds the present state of ids, in the order
+of their last change: an id that changed twice is in it once, and one that was deleted with nothing but its last version
+number. A follower therefore may miss states, never the last one, and may see a page twice. What it has is named by the
+last page's revision and history; a history ends when a store is restored from a backup, and then, or without any, the
+pages begin again from the first id.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from adapter_store.errors import StoreUnusable
+from adapter_store.registry.database import SCHEMA_VERSION, Database, sql_errors
+from adapter_store.spec import AdapterId
+
+PAGE_IDS = 1000
+_TABLES = ("adapters", "versions", "uploads", "personas", "owners", "verdicts", "aliases", "adapter_limits")
+"""Tables with rows of ids, in the order in which rows can be inserted."""
+CONTENTS = "contents"
+"""Table of the contents that rows of versions name."""
+_OF_IDS = "FROM last_versions JOIN {table} AS row USING (adapter_id) WHERE revision > ? AND revision <= ?"
+_FORGOTTEN = -1
+"""Revision of the ids of a follower that the pages after a new beginning have not named yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Say how far a history was followed: up to this revision."""
+
+    history: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeedPage:
+    """Hold the rows of ids that changed, to be applied in one transaction."""
+
+    position: Position
+    # Layout of the rows.
+    layout: int
+    # Base that the adapters were checked for (`BaseIdentity.to_text`).
+    base: str
+    # Whether the pages begin again: ids that they do not name are gone.
+    is_first: bool
+    # Whether nothing had changed after it when it was read.
+    is_last: bool
+    # Id, its last version number and its revision.
+    ids: list[tuple[AdapterId, int, int]]
+    rows: Mapping[str, list[list[Any]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Parse the output of `to_dict`.
+
+        Raises:
+            StoreUnusable: it is none, or of another layout.
+        """
+        try:
+            if values["layout"] != SCHEMA_VERSION:
+                raise StoreUnusable(
+                    f"the registry's rows have layout {values['layout']}, this lorasrv reads {SCHEMA_VERSION}; run the "
+                    "same version on both"
+                )
+            ids = [(AdapterId(name), int(version), int(revision)) for name, version, revision in values["ids"]]
+            rows = {table: list(values["rows"][table]) for table in (CONTENTS, *_TABLES)}
+            position = Position(str(values["position"]["history"]), int(values["position"]["revision"]))
+            flags = bool(values["is_first"]), bool(values["is_last"])
+            return cls(position, SCHEMA_VERSION, str(values["base"]), *flags, ids, rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreUnusable(f"the registry's answer is no page of changes: {error!r}") from None
+
+
+class ChangeFeed(Database):
+    """Number the changes of an index, list them, and apply those of another."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._own_history = secrets.token_hex(16)
+        self._listeners: list[Callable[[], object]] = []
+        self._last = self._read_revision()
+
+    @property
+    def revision(self) -> int:
+        """Return the revision of the last change; any thread may ask, without the store's lock."""
+        return self._last
+
+    def _read_revision(self) -> int:
+        with sql_errors():
+            found: int = self._db.execute("SELECT coalesce(max(revision), 0) FROM last_versions").fetchone()[0]
+        return found
+
+    def listen(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Call a function after every change, in the thread that made it; return how to stop that."""
+        self._listeners = [*self._listeners, listener]
+
+        def stop() -> None:
+            self._listeners = [one for one in self._listeners if one is not listener]
+
+        return stop
+
+    @contextlib.contextmanager
+    def _changing(self, *adapter_ids: AdapterId) -> Iterator[None]:
+        """Change rows of ids in one transaction, which gives them the next revisions."""
+        with self._transaction():
+            yield
+            last = self._read_revision()
+            rows = [(last + number, adapter_id) for number, adapter_id in enumerate(adapter_ids, 1)]
+            self._db.executemany("UPDATE last_versions SET revision = ? WHERE adapter_id = ?", rows)
+            if rows and self._history_at(last + 1) != self._own_history:
+                self._db.execute("INSERT INTO feed VALUES (?, ?)", (last + 1, self._own_history))
+        self._changed(last + len(adapter_ids))
+
+    def _changed(self, revision: int) -> None:
+        self._last = revision
+        for listener in self._listeners:
+            listener()
+
+    def _history_at(self, revision: int) -> str:
+        query = "SELECT history FROM feed WHERE revision <= ? ORDER BY revision DESC LIMIT 1"
+        return str(self._db.execute(query, (revision,)).fetchone()[0])
+
+    def head(self) -> Position:
+        """Return the position of the last change."""
+        with sql_errors():
+            last = self._read_revision()
+            return Position(self._history_at(last), last)
+
+    def changes(self, after: Position | None, limit: int = PAGE_IDS) -> FeedPage:
+        """Return the next page after a position; the first one if that is not of this index's history.
+
+        Args:
+            limit: most ids in it.
+        """
+        with sql_errors():
+            last = self._read_revision()
+            is_known = after is not None and after.revision <= last
+            if after is None or not is_known or self._history_at(after.revision) != after.history:
+                after, is_first = Position("", 0), True
+            else:
+                is_first = False
+            query = (
+                "SELECT adapter_id, version, revision FROM last_versions WHERE revision > ? ORDER BY revision LIMIT ?"
+            )
+            ids = self._db.execute(query, (after.revision, limit)).fetchall()
+            upto = ids[-1][2] if ids else last
+            position = Position(self._history_at(upto), upto)
+            rows = self._rows(after.revision, upto)
+        return FeedPage(position, SCHEMA_VERSION, self.base() or "", is_first, upto == last, ids, rows)
+
+    def _rows(self, after: int, upto: int) -> dict[str, list[list[Any]]]:
+        def read(select: str) -> list[list[Any]]:
+            return [list(row) for row in self._db.execute(select, (after, upto))]
+
+        versions = _OF_IDS.format(table="versions")
+        contents = read(f"SELECT * FROM {CONTENTS} WHERE key IN (SELECT key {versions})")
+        return {CONTENTS: contents, **{of: read(f"SELECT row.* {_OF_IDS.format(table=of)}") for of in _TABLES}}
+
+    def base(self) -> str | None:
+        """Return the base that adapters were checked for, as given to `bind_base`; None if there is none."""
+        with sql_errors():
+            row = self._db.execute("SELECT fingerprint FROM base").fetchone()
+        return row[0] if row is not None else None
+
+    # The follower's side.
+
+    def position(self) -> Position | None:
+        """Return how far this index has followed another; None if it never has."""
+        with sql_errors():
+            row = self._db.execute("SELECT history, revision FROM followed").fetchone()
+        return Position(*row) if row is not None else None
+
+    def follow(self, page: FeedPage) -> None:
+        """Take over a page, in one transaction."""
+        with self._transaction():
+            if page.is_first:
+                self._db.execute("UPDATE last_versions SET revision = ?", (_FORGOTTEN,))
+            self._delete_ids([name for name, _, _ in page.ids])
+            self._insert("OR IGNORE", CONTENTS, page.rows[CONTENTS])
+            for table in _TABLES:
+                self._insert("", table, page.rows[table])
+            self._insert("OR REPLACE", "last_versions", page.ids)
+            if page.is_last:
+                query = "SELECT adapter_id FROM last_versions WHERE revision = ?"
+                gone = [name for (name,) in self._db.execute(query, (_FORGOTTEN,))]
+                self._delete_ids(gone)
+                self._db.executemany("DELETE FROM last_versions WHERE adapter_id = ?", [(name,) for name in gone])
+            self._db.execute("DELETE FROM followed")
+            self._insert("", "followed", [(page.position.history, page.position.revision)])
+
+    def mark_followed(self) -> None:
+        """Make this index one that follows another, which it has not seen yet."""
+        with self._transaction():
+            self._db.execute("INSERT INTO followed VALUES ('', 0)")
+
+    def _insert(self, how: str, table: str, rows: list[Any]) -> None:
+        if rows:
+            self._db.executemany(f"INSERT {how} INTO {table} VALUES ({','.join('?' * len(rows[0]))})", rows)
+
+    def _delete_ids(self, names: list[AdapterId]) -> None:
+        for table in ("aliases", "adapter_limits", "versions", "adapters"):
+            self._db.executemany(f"DELETE FROM {table} WHERE adapter_id = ?", [(name,) for name in names])

@@ -1,0 +1,139 @@
+"""The names of a store as others follow them, or as it follows those of another."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from adapter_store.errors import StoreUnusable
+from adapter_store.registry.base_identity import BaseIdentity, check_same_base
+from adapter_store.registry.feed import CONTENTS, PAGE_IDS, FeedPage, Position
+from adapter_store.registry.index import Index
+from adapter_store.registry.names import Names
+from adapter_store.registry.records import AdapterRecord
+from adapter_store.spec import AdapterId, AdapterKey
+from adapter_store.storage.refcounts import ContentRefcounts
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Say what a page changed: ids that look different, those of their versions that are gone, and the contents of
+    these that no version refers to any more.
+    """
+
+    ids: frozenset[AdapterId] = frozenset()
+    gone: Mapping[AdapterId, frozenset[int]] = field(default_factory=dict)
+    unnamed: frozenset[AdapterKey] = frozenset()
+
+
+class NameFeed:
+    """Give pages of changes, or take them over. Safe to use from many threads.
+
+    Args:
+        lock: the store's lock.
+        index: the store's index.
+        names: what requests are resolved with.
+        refcounts: what may be held.
+        identity: this store's base.
+        reserved: ids that no adapter may have.
+        follows: address of the store that is followed; None: this one owns its names.
+        check_open: raises StoreUnusable once the store is closed.
+
+    Raises:
+        StoreUnusable: the index is of the other side, an owner's or a follower's.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        index: Index,
+        names: Names,
+        refcounts: ContentRefcounts,
+        identity: BaseIdentity,
+        reserved: Collection[str],
+        follows: str | None,
+        check_open: Callable[[], None],
+    ) -> None:
+        self._lock, self._index, self._names, self._refcounts = lock, index, names, refcounts
+        self._identity, self._reserved, self._check_open = identity, frozenset(reserved), check_open
+        self.follows = follows
+        # A follower's: the revision that its names show.
+        self._shown = -1
+        _check_side(index, follows is not None)
+
+    @property
+    def revision(self) -> int:
+        """Return the revision that the names show, the origin's for a follower; -1 until they are complete."""
+        return self._index.revision if self.follows is None else self._shown
+
+    def listen(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Call a function after every change, in the thread that made it; return how to stop that."""
+        return self._index.listen(listener)
+
+    def changes(self, after: Position | None, limit: int = PAGE_IDS) -> FeedPage:
+        """Return the next changes after a position (`registry/feed.py`)."""
+        with self._lock:
+            self._check_open()
+            return self._index.changes(after, limit)
+
+    def head(self) -> Position:
+        """Return the position of the last change."""
+        with self._lock:
+            self._check_open()
+            return self._index.head()
+
+    def position(self) -> Position | None:
+        """Return how far the origin was followed."""
+        with self._lock:
+            self._check_open()
+            return self._index.position()
+
+    def take(self, page: FeedPage) -> Followed:
+        """Take over a page, completely or not at all. The caller holds the store's lock.
+
+        Names change with the last page, all at once: before, some of what a page names may be older than the rest.
+
+        Raises:
+            StoreUnusable: the adapters are for another base, or one is named like the base here.
+            StoreFull: the disk refused; nothing changed.
+        """
+        self._check_open()
+        check_same_base(self._identity, page.base)
+        if taken := sorted({name for name, _, _ in page.ids} & self._reserved):
+            raise StoreUnusable(f"the registry holds an adapter named {taken[0]!r}, the base's name here")
+        self._index.follow(page)
+        # Before a name leads to them.
+        self._refcounts.add([AdapterKey(key) for key, *_ in page.rows[CONTENTS]])
+        if page.is_first:
+            self._shown = -1
+        if not page.is_last:
+            return Followed()
+        changed = self._index.changed_since(self._shown)
+        if self._shown < 0:
+            # From the beginning: what is gone has no row that says so.
+            changed |= dict.fromkeys(self._names.records.keys() - changed.keys())
+        before, gone = self._names.records, self._gone(changed)
+        self._names.update(changed)
+        self._shown = page.position.revision
+        keys = {v.key for name, left in gone.items() for v in before[name].versions if v.version in left}
+        unnamed = frozenset(key for key in keys if key is not None and not self._index.is_named(key))
+        return Followed(frozenset(changed), gone, unnamed)
+
+    def _gone(self, changed: Mapping[AdapterId, AdapterRecord | None]) -> dict[AdapterId, frozenset[int]]:
+        found = {}
+        for name in changed.keys() & self._names.records.keys():
+            record = changed[name]
+            left = set() if record is None else {version.version for version in record.versions}
+            before = frozenset(version.version for version in self._names.records[name].versions)
+            if before - left:
+                found[name] = before - left
+        return found
+
+
+def _check_side(index: Index, follows: bool) -> None:
+    """Check that the index is an owner's or a follower's, as it is opened; an empty one becomes what is wanted."""
+    if not follows and index.position() is not None:
+        raise StoreUnusable("it is the cache of a server that follows a registry; a registry has its own folder")
+    if follows and index.position() is None:
+        if not index.is_empty():
+            raise StoreUnusable("it holds adapters of its own; a server that follows a registry has its own folder")
+        index.mark_followed()

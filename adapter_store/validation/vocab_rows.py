@@ -1,0 +1,233 @@
+"""Tensors of whole rows of the embedding and of the head: what they stand for, as PEFT puts them into the model.
+
+Three kinds: a copy of a table that was trained (`modules_to_save`), rows of some tokens (`trainable_token_indices`),
+and the base's own table, which PEFT saves beside LoRA of it. The last one is loaded over the base's, so that it changes
+both tables where they are tied; the other two belong to one module, unless PEFT ties them.
+
+An adapter whose model was resized (`resize_token_embeddings`) has a vocabulary of its own: both tables have as many
+rows as it has tokens. Tokens beyond the base's, or beyond its tokenizer's, are named by the adapter's tokenizer.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from adapter_store.errors import ProblemList
+from adapter_store.formats.adapter_config import AdapterConfig
+from adapter_store.formats.safetensors_file import SafetensorsHeader
+from adapter_store.formats.tensor_names import FROZEN, TOKEN_ROWS, WEIGHT, A, B
+from adapter_store.spec import BaseShapes, VocabRows
+from adapter_store.validation.extra_tensors import Parts, Site
+
+MAX_ROW_BYTES = 2 << 30
+"""Most bytes, in bf16, of trained rows of an adapter: both tables of a base with 128,256 tokens and 4,096 numbers."""
+MAX_ADDED_TOKENS = 1024
+"""Most tokens that an adapter has beyond the base's: logits of a step with it are as much wider."""
+_TOKENS = "trainable_token_indices"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnVocabulary:
+    """Hold the rows that stand for tokens, in the order in which they count, and how many tokens there are: 0 for as
+    many as the base has."""
+
+    rows: tuple[VocabRows, ...] = ()
+    size: int = 0
+
+
+def match_rows(
+    groups: Mapping[Site, Parts],
+    header: SafetensorsHeader,
+    base: BaseShapes,
+    config: AdapterConfig | None,
+    problems: ProblemList,
+) -> OwnVocabulary:
+    """Return an adapter's vocabulary; record what PEFT would not load."""
+    if config is None or not base.embedding:
+        return OwnVocabulary()
+    tensors = _Tensors(groups, base, config)
+    rows = (*tensors.frozen(), *tensors.copies(), *_trained(tensors, problems))
+    _check_conflicts(tensors, rows, problems)
+    before = len(problems)
+    size = _vocab_size(rows, header, tensors, problems)
+    if len(problems) == before:
+        _check_shapes(rows, header, base, size, problems)
+    _check_tokens(config, size, problems)
+    kept = tuple(own for i, own in enumerate(rows) if not _is_replaced(own, rows[i + 1 :]))
+    return OwnVocabulary(kept, 0 if size == tensors.vocab_size else size)
+
+
+class _Tensors:
+    """Find the tensors of the two tables."""
+
+    def __init__(self, groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig) -> None:
+        self.base, self.config = base, config
+        self.embedding = base.embedding
+        self.head = next(end for end in base.ends if end != base.embedding)
+        self.parts = {end: groups.get((base.num_layers, end), {}) for end in (self.embedding, self.head)}
+        self.ids = {end: ids for own, ids in config.token_indices if (end := self.end_of(own))}
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many tokens the base has."""
+        return self.base.ends[self.embedding][0]
+
+    @property
+    def shares_ids(self) -> bool:
+        """Return whether PEFT gives the head the trained rows of the embedding."""
+        own = self.ids.get(self.embedding)
+        return self.base.tied and own is not None and self.ids.get(self.head, own) == own
+
+    def end_of(self, name: str) -> str:
+        """Return the table that a config names; "" if it names none."""
+        ends = [end for end in self.parts if end.endswith(name)]
+        return self.embedding if not name else next(iter(ends), "")
+
+    def has_copy(self, end: str) -> bool:
+        """Return whether a table has a trained copy of its own."""
+        named = {own: own.endswith(self.config.modules_to_save) for own in self.parts}
+        is_tied = self.base.tied and self.config.ensure_weight_tying and end == self.head
+        return WEIGHT in self.parts[end] and (named[end] or (is_tied and named[self.embedding]))
+
+    def frozen(self) -> Iterator[VocabRows]:
+        """Yield the base's own tables, for each module that they replace."""
+        for end, parts in self.parts.items():
+            kinds = (FROZEN,) if self.has_copy(end) else (WEIGHT, FROZEN)
+            for name in (parts[kind] for kind in kinds if kind in parts):
+                parameter = _plain(name, end)
+                for own in self.parts if self.base.tied else (end,):
+                    yield VocabRows(own, name, parameter, frozen=True)
+
+    def copies(self) -> Iterator[VocabRows]:
+        """Yield the trained copies."""
+        for end in filter(self.has_copy, self.parts):
+            yield VocabRows(end, self.parts[end][WEIGHT], f"{end}.weight")
+
+
+def _plain(name: str, end: str) -> str:
+    """Return the name of a parameter that a tensor is for, from the table's own name on."""
+    return end + name.rpartition(end)[2]
+
+
+def _trained(tensors: _Tensors, problems: ProblemList) -> Iterator[VocabRows]:
+    """Yield the rows of `trainable_token_indices`."""
+    if unknown := [own for own, _ in tensors.config.token_indices if not tensors.end_of(own)]:
+        what = f"names {unknown[0]!r}, which is neither {tensors.embedding} nor {tensors.head} of this base"
+        problems.add(f"unsupported_{_TOKENS}", _TOKENS, what)
+    for end, parts in tensors.parts.items():
+        source = tensors.embedding if end == tensors.head and tensors.shares_ids else end
+        ids, name = tensors.ids.get(source), tensors.parts[source].get(TOKEN_ROWS)
+        if ids is None:
+            if TOKEN_ROWS in parts:
+                problems.add(f"{_TOKENS}_mismatch", end, f"has trained rows, but {_TOKENS} does not name it")
+        elif name is None:
+            what = f"has no token_adapter.trainable_tokens_delta, but {_TOKENS} names it; save the adapter again"
+            problems.add(f"{_TOKENS}_mismatch", end, what)
+        else:
+            yield VocabRows(end, name, _plain(name, source), ids)
+
+
+def _check_conflicts(tensors: _Tensors, rows: tuple[VocabRows, ...], problems: ProblemList) -> None:
+    """Record what PEFT does not load, or loads in part."""
+    trained = {own.module for own in rows if own.token_ids is not None}
+    for end, parts in tensors.parts.items():
+        has_lora = A in parts or B in parts
+        if tensors.has_copy(end) and has_lora:
+            what = "has LoRA and a copy in modules_to_save; PEFT leaves the LoRA out. Train it in one way"
+            problems.add("unsupported_modules_to_save", end, what)
+        if tensors.has_copy(end) and end in trained:
+            what = f"has trained rows ({_TOKENS}) and a copy in modules_to_save, in PEFT neither; train it in one way"
+            problems.add(f"unsupported_{_TOKENS}", end, what)
+        if end == tensors.embedding and end in trained and has_lora:
+            problems.add(
+                f"unsupported_{_TOKENS}", end, "has LoRA and trained rows, in PEFT neither; train it in one way"
+            )
+        if len([kind for kind in (WEIGHT, FROZEN) if kind in parts]) == 2 and not tensors.has_copy(end):
+            problems.add("duplicate_module", end, "has two tensors for its weight; save the adapter again")
+    differ = tensors.ids.keys() >= tensors.parts.keys() and not tensors.shares_ids
+    if tensors.base.tied and tensors.config.ensure_weight_tying and differ:
+        what = "names other tokens of lm_head than of the embedding, which ensure_weight_tying contradicts, in PEFT too"
+        problems.add(f"unsupported_{_TOKENS}", _TOKENS, what)
+
+
+def _vocab_size(
+    rows: tuple[VocabRows, ...], header: SafetensorsHeader, tensors: _Tensors, problems: ProblemList
+) -> int:
+    """Return how many tokens the adapter was trained with; record a problem if not all have rows in both tables."""
+    vocab, hidden = tensors.base.ends[tensors.embedding]
+    shapes = {own.name: header.tensors[own.name].shape for own in rows if own.token_ids is None}
+    sizes = {shape[0]: name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == hidden}
+    named = [token for own in rows for token in own.token_ids or ()]
+    size = max(sizes, default=max([vocab, *(token + 1 for token in named)]))
+    if len(sizes) > 1:
+        what = f"{sizes[max(sizes)]} has {max(sizes)} rows and {sizes[min(sizes)]} {min(sizes)}; save the adapter again"
+        problems.add("unsupported_vocabulary", tensors.embedding, what)
+    elif size > vocab + MAX_ADDED_TOKENS:
+        what = f"has {size} tokens, {size - vocab} more than the base's {vocab}; {MAX_ADDED_TOKENS} more are the most"
+        problems.add("too_many_added_tokens", tensors.embedding, what)
+    elif size != vocab and not tensors.config.added_tokens:
+        what = f"has {size} tokens, and this base {vocab}; upload it with its tokenizer.json, which names the others"
+        problems.add("unsupported_vocabulary", tensors.embedding, what)
+    elif size != vocab:
+        for end, parts in tensors.parts.items():
+            _check_has_rows(end, rows, range(vocab, size), problems)
+            if A in parts or B in parts:
+                what = f"has LoRA, and {size} tokens where the base has {vocab}; train rows of it instead ({_TOKENS})"
+                problems.add("unsupported_vocabulary", end, what)
+    return size
+
+
+def _check_has_rows(end: str, rows: tuple[VocabRows, ...], added: range, problems: ProblemList) -> None:
+    """Record a problem if a table has no row of a token that the base lacks."""
+    own = [own.token_ids for own in rows if own.module == end]
+    named = {token for ids in own for token in ids or ()}
+    if None not in own and (lacking := [token for token in added if token not in named]):
+        what = f"has no row for token {lacking[0]}, which the base lacks, too; save it with save_embedding_layers=True"
+        problems.add("unsupported_vocabulary", end, what)
+
+
+def _check_tokens(config: AdapterConfig, size: int, problems: ProblemList) -> None:
+    """Record a problem if the tokens of the adapter's own are too many, or have no rows."""
+    ids = [token.id for token in config.added_tokens]
+    if len(ids) > MAX_ADDED_TOKENS:
+        what = f"names {len(ids)} tokens that the base lacks; {MAX_ADDED_TOKENS} are the most"
+        problems.add("too_many_added_tokens", "tokenizer", what)
+    elif wrong := [token for token in ids if not 0 <= token < size]:
+        what = f"names token {wrong[0]}, but there are rows of {size} tokens; save the adapter with all of them"
+        problems.add("unsupported_tokenizer", "tokenizer", what)
+
+
+def _check_shapes(
+    rows: tuple[VocabRows, ...], header: SafetensorsHeader, base: BaseShapes, size: int, problems: ProblemList
+) -> None:
+    _, hidden = base.ends[base.embedding]
+    for own in {own.name: own for own in rows}.values():
+        shape, ids = header.tensors[own.name].shape, own.token_ids
+        count = size if ids is None else len(ids)
+        if ids is not None and not all(0 <= token < size for token in ids):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            problems.add(f"invalid_{_TOKENS}", own.module, f"names token {wrong}; there are {size}")
+        elif shape != (count, hidden):
+            what = f"{own.parameter} is {list(shape)}; this base takes [{count}, {hidden}]"
+            problems.add("shape_mismatch", own.module, what)
+    trained = {own.name: header.tensors[own.name].shape for own in rows if not own.frozen}
+    nbytes = sum(2 * shape[0] * hidden for shape in trained.values() if shape)
+    if nbytes > MAX_ROW_BYTES:
+        what = f"hold {nbytes} bytes in bf16, and {MAX_ROW_BYTES} are the most; train fewer tokens ({_TOKENS})"
+        problems.add("own_rows_too_large", "modules_to_save", f"trained rows of the vocabulary {what}")
+
+
+def _is_replaced(own: VocabRows, later: tuple[VocabRows, ...]) -> bool:
+    """Return whether a later copy holds every row of this tensor."""
+    return any(other.module == own.module and other.token_ids is None for other in later)
+
+
+def row_notices(rows: tuple[VocabRows, ...]) -> list[str]:
+    """Return what was read, in words."""
+    copies = [own.module for own in rows if own.token_ids is None and not own.frozen]
+    frozen = list(dict.fromkeys(own.name for own in rows if own.frozen))
+    tokens = [(own.module, len(own.token_ids)) for own in rows if own.token_ids is not None]
+    return [
+        *(f"holds a trained copy of {module}: rows that differ from the base's are served" for module in copies),
+        *(f"holds the base's own weights as {name}: rows are served that are not the base's" for name in frozen),
+        *(f"holds trained rows of {count} tokens of {module}" for module, count in tokens),
+    ]

@@ -1,0 +1,192 @@
+"""Build the application of Ray Serve: replicas, the registry that they follow, and edges in front.
+
+`serve run api.cluster.app:build model=... replicas=2 store=...` takes the options of `lorasrv serve` by their names,
+and those of `ClusterShape`. `lorasrv serve --replicas N` runs the same replicas and registry, with the edge in its own
+process.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from adapter_store.errors import StoreLocked
+from api.cluster.autoscale import DOWN_AFTER_S, FIGURES, LOOK_BACK_S, UP_AFTER_S, BacklogPolicy
+from api.cluster.edge import Edge
+from api.cluster.hosted import LEFT_S, HostedServer
+from api.cluster.load import ReplicaStatus
+from api.cluster.pick import ReplicaWatch
+from api.cluster.replica import ReplicaPlan, ReplicaServer, Sealed, opened, sealed
+from api.cluster.shape import ClusterShape, parse
+from api.config.settings import ServerSettings
+from api.server import CannotListen
+from lorasrv.errors import ConfigError
+from lorasrv.placement.kinds import make_placement
+
+REPLICA, REGISTRY, EDGE = "Replica", "Registry", "Edge"
+NOTICED_S = 2.0
+"""Time for edges to notice that a replica goes, before it refuses requests: some periods of `pick.py`."""
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 30.0
+MAX_STARTS = 3
+"""Attempts to start a replica before the deployment has failed."""
+HANDOVER_S, HANDOVER_LOOK_S = 60.0, 0.5
+"""Time in which a registry must give its store to the next one."""
+CALLS = 1000
+"""Calls of edges at a time; requests are no calls, their queue is the server's own."""
+STREAMS = 100_000
+"""Requests that an edge pipes at a time; replicas bound them."""
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """Build the application from texts by name, as `serve run` passes them.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+    return application(*parse(args))
+
+
+def application(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
+    """Build the application. Without edges, its ingress are the replicas, for the handle of an edge elsewhere.
+
+    With `--registry` replicas follow that server; else one that runs in the cluster and owns `--store`.
+
+    Args:
+        settings: with the cluster's secret.
+    """
+    registry = settings.registry or _registry(settings, shape)
+    drain = NOTICED_S + settings.drain_s + LEFT_S
+    replicas = serve.deployment(
+        ReplicaDeployment,
+        name=REPLICA,
+        max_ongoing_requests=CALLS,
+        ray_actor_options={"num_cpus": shape.cpus, "num_gpus": shape.gpus},
+        graceful_shutdown_wait_loop_s=NOTICED_S,
+        graceful_shutdown_timeout_s=drain,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        max_constructor_retry_count=MAX_STARTS,
+        **_numbers(settings),
+    ).bind(ReplicaPlan(sealed(settings), shape.cache, shape.threads, shape.log), registry)
+    if not shape.edges:
+        return replicas
+    return serve.deployment(
+        serve.ingress()(EdgeDeployment), name=EDGE, num_replicas=shape.edges, max_ongoing_requests=STREAMS
+    ).bind(replicas, registry, settings.placement, settings.read_cluster_secret())
+
+
+def _registry(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
+    return serve.deployment(
+        RegistryDeployment,
+        name=REGISTRY,
+        num_replicas=1,
+        max_ongoing_requests=CALLS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=NOTICED_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        max_constructor_retry_count=MAX_STARTS,
+    ).bind(sealed(settings), shape.registry_port, shape.log)
+
+
+def look_at(replicas: Any) -> Callable[[], Awaitable[list[ReplicaStatus | BaseException]]]:
+    """Return a function that asks all running replicas of a deployment's handle for their state."""
+
+    async def look() -> list[ReplicaStatus | BaseException]:
+        # Within Ray's own timeout a cancellation leaves a future whose exception nobody reads, and asyncio logs it.
+        said: list[ReplicaStatus | BaseException] = await asyncio.wait_for(
+            replicas.broadcast("status").results_async(return_exceptions=True), NOTICED_S
+        )
+        return said
+
+    return look
+
+
+class RegistryDeployment(HostedServer):
+    """Run the server that owns the store, without an engine, as Ray Serve's only replica of its kind.
+
+    The one before it may still hold store and port, for as long as it drains.
+    """
+
+    async def __init__(self, settings: Sealed, port: int, log: str | None) -> None:  # type: ignore[misc]
+        self._running = None
+        host, until_s = ray.util.get_node_ip_address(), time.monotonic() + HANDOVER_S
+        while self._running is None:
+            try:
+                await asyncio.to_thread(
+                    HostedServer.__init__, self, opened(settings), "registry", host, port, log, computes=False
+                )
+            except (StoreLocked, CannotListen):
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(HANDOVER_LOOK_S)
+
+    def address(self) -> str:
+        """Return where it listens."""
+        return self.ready().url
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class ReplicaDeployment(ReplicaServer):
+    """Run a server as Ray Serve's replica."""
+
+    # Not `super().__init__` itself: the registry's address is a question to another actor.
+    async def __init__(self, plan: ReplicaPlan, registry: Any) -> None:  # type: ignore[misc]
+        self._running = None
+        address = await address_of(registry)
+        host, replica_id = ray.util.get_node_ip_address(), serve.get_replica_context().replica_id.unique_id
+        await asyncio.to_thread(ReplicaServer.__init__, self, plan, address, replica_id, host)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the figures that the number of replicas depends on."""
+        load = self.status().load
+        return {name: float(getattr(load, name)) for name in FIGURES}
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class EdgeDeployment:
+    """Run an edge behind Ray's proxy."""
+
+    async def __init__(self, replicas: Any, registry: Any, placement: str, secret: str) -> None:  # type: ignore[misc]
+        self._watch = ReplicaWatch(look_at(replicas), make_placement(placement))
+        self._secret = secret
+        self._registry = await address_of(registry)
+        await self._watch.refresh()
+        self._keeping = asyncio.create_task(self._watch.keep())
+
+    def __serve_build_asgi_app__(self) -> Edge:
+        return Edge(self._watch, self._registry, self._secret)
+
+
+async def address_of(registry: Any) -> str:
+    """Return a registry's address: its own, or what the deployment of this handle says once it serves."""
+    return registry if isinstance(registry, str) else str(await registry.address.remote())
+
+
+def _numbers(settings: ServerSettings) -> dict[str, Any]:
+    """Return how many replicas there are, or between which numbers Ray chooses."""
+    least = settings.replicas or 1
+    most = settings.max_replicas or least
+    if most < least:
+        raise ConfigError(f"--max-replicas {most} is less than --replicas {least}")
+    if most == least:
+        return {"num_replicas": least}
+    scaling = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        initial_replicas=least,
+        upscale_delay_s=UP_AFTER_S,
+        downscale_delay_s=DOWN_AFTER_S,
+        look_back_period_s=LOOK_BACK_S,
+        policy=AutoscalingPolicy(policy_function=BacklogPolicy, policy_kwargs={"target_s": settings.target_backlog_s}),
+    )
+    return {"autoscaling_config": scaling}

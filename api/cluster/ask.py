@@ -1,0 +1,115 @@
+"""Read from a request what the choice of its replica depends on, without checking it: the replica does."""
+
+import asyncio
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from adapter_store.composition import is_sum, parse_sum
+from adapter_store.errors import AdapterError
+from api.asgi.json_body import INLINE_BYTES
+from lorasrv.placement.placement import Ask
+from lorasrv.placement.work import WorkEstimator
+
+SESSION_CHARS = 256
+"""First characters of a conversation that name it, for clients that name none."""
+CHARS_PER_TOKEN = 4
+_WARM = re.compile(r"/v1/adapters/([^/]+):warm")
+_MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+Fields = Mapping[str, Any]
+
+
+async def read_ask(
+    path: str, session: str | None, body: bytes, base_names: Collection[str], estimator: WorkEstimator
+) -> Ask:
+    """Describe a request to the placement. A body that is no JSON object has nothing that ties it to a replica.
+
+    Args:
+        session: value of the header x-session-id.
+        base_names: what clients call the base.
+    """
+    fields = _parsed(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(_parsed, body)
+    adapter_id = _warmed(path) or adapter_of(fields, base_names)
+    prompt_tokens = len(body) / CHARS_PER_TOKEN
+    work_s = estimator.work_s(adapter_id, prompt_tokens, _most_tokens(fields))
+    return Ask(adapter_id, work_s, session or _session(fields), prompt_tokens=prompt_tokens)
+
+
+def adapter_of(fields: Fields, base_names: Collection[str]) -> str | None:
+    """Return the id of the adapter that answers, without alias or version; None for the base.
+
+    Sums of the same adapters have the same key, whatever the weights: the host copies that they are made of are shared.
+    """
+    named = fields.get("adapters")
+    if isinstance(named, list) and named:
+        return _sum_key(part.get("id") if isinstance(part, dict) else None for part in named)
+    name = fields.get("adapter_id") or fields.get("model")
+    if not isinstance(name, str) or not name or name in base_names:
+        return None
+    if not is_sum(name):
+        return id_of(name)
+    try:
+        return _sum_key(part for part, _ in parse_sum(name))
+    except (AdapterError, ValueError):
+        return name
+
+
+def id_of(reference: str) -> str:
+    """Return the id of a reference such as `mia:prod`, `mia@3` or `mia@sha256:...`."""
+    return re.split("[:@]", reference, maxsplit=1)[0] or reference
+
+
+def _sum_key(names: Any) -> str:
+    return "+".join(sorted({id_of(name) for name in names if isinstance(name, str)}))
+
+
+def _parsed(body: bytes) -> Fields:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(fields, dict):
+        return {}
+    parameters = fields.get("parameters")
+    # TGI and LoRAX keep their options one level below.
+    return {**parameters, **fields} if isinstance(parameters, dict) else fields
+
+
+def _warmed(path: str) -> str | None:
+    found = _WARM.fullmatch(path)
+    return found and id_of(found[1])
+
+
+def _session(fields: Fields) -> str | None:
+    user = fields.get("user")
+    if isinstance(user, str) and user:
+        return f"user {user}"
+    return _beginning(fields) or None
+
+
+def _beginning(fields: Fields) -> str:
+    """Return the first characters of the conversation or prompt."""
+    messages = fields.get("messages")
+    texts = (
+        [message.get("content") if isinstance(message, dict) else None for message in messages[:SESSION_CHARS]]
+        if isinstance(messages, list)
+        else [fields.get("prompt", fields.get("inputs"))]
+    )
+    begun = ""
+    for text in texts:
+        if text is not None:
+            begun += text if isinstance(text, str) else json.dumps(_first(text))
+        if len(begun) >= SESSION_CHARS:
+            break
+    return begun[:SESSION_CHARS]
+
+
+def _first(value: Any) -> Any:
+    """Return as much of a list as the beginning can need."""
+    return value[:SESSION_CHARS] if isinstance(value, list) else value
+
+
+def _most_tokens(fields: Fields) -> int | None:
+    asked = (fields.get(name) for name in _MOST_TOKENS)
+    return next((value for value in asked if isinstance(value, int) and value > 0), None)

@@ -1,0 +1,43 @@
+"""Say how many replicas the work needs; Ray Serve asks once in a while, and waits before it acts."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from api.cluster.load import ReplicaLoad
+
+UP_AFTER_S = 15.0
+DOWN_AFTER_S = 300.0
+ADAPTER_SHARE = 0.5
+"""Most of a pool that adapters in use may take, so that their requests have pages, too."""
+
+LOOK_BACK_S = 20.0
+"""Time over which Serve takes means of the figures, which come every 10 s."""
+FIGURES = tuple(field.name for field in fields(ReplicaLoad))
+
+
+class BacklogPolicy:
+    """Ask for as many replicas as the work needs, as Ray Serve's autoscaling policy, which Ray copies by value."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return how many, and nothing to remember; as many as there are to be before replicas have told anything."""
+        by_name = context.aggregated_metrics or {}
+        known = set.intersection(*(set(by_name.get(name, {})) for name in FIGURES))
+        loads = [ReplicaLoad(**{name: by_name[name][one] for name in FIGURES}) for one in known]
+        return replicas_for(loads, self._target_s) if loads else context.target_num_replicas, {}
+
+
+def replicas_for(loads: Iterable[ReplicaLoad], target_s: float) -> int:
+    """Return the number of replicas that have at most `target_s` seconds of work ahead each, and whose pools hold the
+    adapters in use; at least one.
+    """
+    known = list(loads)
+    for_work = math.ceil(sum(load.seconds_ahead for load in known) / target_s)
+    pool_bytes = min((load.pool_bytes for load in known), default=0)
+    adapter_bytes = sum(load.adapter_bytes for load in known)
+    for_adapters = math.ceil(adapter_bytes / (ADAPTER_SHARE * pool_bytes)) if pool_bytes else 0
+    return max(1, for_work, for_adapters)

@@ -1,0 +1,255 @@
+"""The edge: take a client's request, choose who answers, and pipe the bytes. No key is read here, replicas check them.
+
+What takes an engine goes to a replica, everything else to the registry, which alone writes. The edge holds no state of
+its own that a second edge would have to know.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from api.asgi.body_limits import BodyLimitMiddleware
+from api.asgi.middleware import Envelope
+from api.asgi.sse import ClientDisconnected, run_until_disconnect
+from api.auth.scopes import GENERATING
+from api.cluster.ask import read_ask
+from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.edge_stats import EdgeStats
+from api.cluster.exchange import Exchange
+from api.cluster.forwarding import Destination, RawHeaders, check_framing, destination, forwarded, returned, target_of
+from api.cluster.own_routes import GUARDED, OPEN, named_replica
+from api.cluster.peers import Peers, RequestPeers
+from api.cluster.survey import Survey
+from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
+from api.errors import ApiError, describe_at
+from lorasrv.errors import LorasrvError, NoReplicaReady
+from lorasrv.placement.placement import Ask
+
+SUSPECT_S = 1.0
+"""So long a replica that did not answer comes last."""
+MAX_KEPT_BYTES = 256 << 20
+"""Bodies that are kept to resume their streams; further ones are not resumed."""
+
+
+class Edge:
+    """Serve as one ASGI application in front of all replicas.
+
+    Args:
+        chooser: says which replica answers.
+        registry: `http://host:port` of the server that owns the store; None refuses what only it can answer.
+        secret: the cluster's; None: streams are not resumed, and replicas take no pages from each other.
+    """
+
+    def __init__(self, chooser: Chooser, registry: str | None = None, secret: str | None = None) -> None:
+        self._chooser, self._registry, self._secret = chooser, registry, secret
+        self._upstreams = Upstreams()
+        self.stats = EdgeStats()
+        self._peers = Peers(chooser, self.stats)
+        # Replica -> when it may be asked again.
+        self._suspects: dict[str, float] = {}
+        self._kept_bytes = 0
+        self._survey = None if secret is None else Survey(chooser, self._upstreams, self.stats, secret)
+        self._surveying: asyncio.Task[None] | None = None
+        self._app = Envelope(BodyLimitMiddleware(self._answer))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    # What an exchange needs (`Replicas`).
+
+    @asynccontextmanager
+    async def choose(self, ask: Ask, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
+        """Enter as `Chooser.choose` does; those that failed a moment ago come last.
+
+        Raises:
+            NoReplicaReady: on entering.
+        """
+        async with AsyncExitStack() as entered:
+            try:
+                replica = await entered.enter_async_context(self._chooser.choose(ask, {*tried, *self.suspects()}))
+            except NoReplicaReady:
+                replica = await entered.enter_async_context(self._chooser.choose(ask, tried))
+            yield replica
+
+    def suspect(self, replica: ReplicaAddress) -> None:
+        """Note that a replica did not answer."""
+        self._suspects[replica.id] = time.monotonic() + SUSPECT_S
+
+    def suspects(self) -> Collection[str]:
+        """Return the ids of the replicas that did not answer a moment ago."""
+        now_s = time.monotonic()
+        self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
+        return self._suspects
+
+    def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
+        """Return the ids of the replicas that need not go on in the same words."""
+        others = self._chooser.replicas()
+        return frozenset(one.id for one in others if not one.kernels or one.kernels != replica.kernels)
+
+    # Requests.
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            check_framing(scope["headers"])
+            if scope["method"] in ("GET", "HEAD") and await self._answered_here(scope, receive, send):
+                return
+            if destination(scope["method"], scope["path"]) is Destination.REPLICA:
+                await self._ask_replicas(scope, receive, send)
+            else:
+                await self._ask_registry(scope, receive, send)
+        except ClientDisconnected:
+            return
+        except (ApiError, LorasrvError) as error:
+            await describe_at(scope["path"], error).response()(scope, receive, send)
+
+    async def _ask_replicas(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read_body(receive)
+        headers = Headers(scope=scope)
+        session = headers.get("x-session-id")
+        ask = await read_ask(scope["path"], session, body, self._base_names(), self.stats.estimator)
+        takes_pages = self._secret is not None and scope["path"] in GENERATING
+        client = headers.get("authorization", "")
+        peers = self._peers.of(ask, client) if takes_pages else RequestPeers(self._peers, ask)
+        request = _request(scope, body)
+        keeps = self._secret if self._kept_bytes + len(body) <= MAX_KEPT_BYTES else None
+        self._kept_bytes += len(body)
+        try:
+            exchange = Exchange(self, self._upstreams, self.stats, scope, send, peers, request, keeps)
+            await run_until_disconnect(receive, exchange.run())
+        finally:
+            self._kept_bytes -= len(body)
+
+    async def _ask_registry(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pipe a request and its answer. Nothing is sent twice: it may change the store."""
+        if self._registry is None:
+            raise ApiError(503, "this cluster has no registry, which answers this", code="no_registry")
+        try:
+            await self._pipe_from(self._registry, scope, receive, send)
+        except Unreachable as error:
+            raise ApiError(
+                503,
+                f"the registry does not answer ({error}); replicas go on serving the adapters that they know",
+                code="registry_unreachable",
+                headers={"retry-after": "2"},
+            ) from None
+
+    async def _pipe_from(self, url: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pipe a request and its answer.
+
+        Raises:
+            Unreachable: nothing was sent back.
+            Broken: a part of the answer was.
+        """
+        try:
+            reply = await self._upstreams.ask(url, _request(scope, _arriving(receive)))
+        except Broken as error:
+            raise Unreachable(str(error)) from None
+        try:
+            await run_until_disconnect(receive, _pipe(reply, send))
+        finally:
+            reply.close()
+
+    async def _answered_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer what is asked of the edge itself, or of a replica that the query names; return whether it was."""
+        path = scope["path"]
+        replica = named_replica(self._chooser, path, scope.get("query_string", b""))
+        if replica is not None:
+            await self._pipe_from(replica.url, scope, receive, send)
+            return True
+        answer = OPEN.get(path) or GUARDED.get(path)
+        if answer is None:
+            return False
+        if path in GUARDED and (refusal := await self._refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        else:
+            figures = {} if self._survey is None else self._survey.figures
+            await answer(self._chooser, self.stats, figures)(scope, receive, send)
+        return True
+
+    async def _refusal(self, scope: Scope) -> Response | None:
+        """Return what a replica answers to the client's headers where it may not read a replica's figures.
+
+        Raises:
+            NoReplicaReady: there is nobody to ask.
+        """
+        headers = [*forwarded(scope["headers"], scope["state"]["request_id"])]
+        question = UpstreamRequest("GET", b"/v1/pool", headers)
+        tried: set[str] = set()
+        while True:
+            async with self.choose(Ask(None, 0.0), tried) as replica:
+                tried.add(replica.id)
+                try:
+                    status, body = await self._upstreams.fetch(replica.url, question)
+                except (Unreachable, Broken):
+                    continue
+            return None if status == 200 else Response(body, status, media_type="application/json")
+
+    def _base_names(self) -> Collection[str]:
+        return () if self._survey is None else self._survey.base_names
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            if self._survey is not None:
+                self._surveying = asyncio.create_task(self._survey.keep())
+            await send({"type": f"{message['type']}.complete"})
+        if self._surveying is not None:
+            self._surveying.cancel()
+            await asyncio.gather(self._surveying, return_exceptions=True)
+        self._upstreams.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _request(scope: Scope, body: bytes | AsyncIterator[bytes]) -> UpstreamRequest:
+    """Build what is sent on. Its length is the body's own, or else as the client announced it."""
+    headers: RawHeaders = forwarded(scope["headers"], scope["state"]["request_id"])
+    given = [value for name, value in scope["headers"] if name == b"content-length"]
+    if isinstance(body, bytes):
+        framing = [(b"content-length", str(len(body)).encode())] if body or given else []
+    else:
+        framing = [(b"content-length", given[0])] if given else []
+        if not given and any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+            framing = [(b"transfer-encoding", b"chunked")]
+    return UpstreamRequest(scope["method"], target_of(scope), [*headers, *framing], body)
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """Raises: ClientDisconnected."""
+    return b"".join([piece async for piece in _arriving(receive)])
+
+
+async def _arriving(receive: Receive) -> AsyncIterator[bytes]:
+    """Yield a body as it arrives.
+
+    Raises:
+        ClientDisconnected.
+    """
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        if piece := message.get("body", b""):
+            yield piece
+        if not message.get("more_body", False):
+            return
+
+
+async def _pipe(reply: UpstreamReply, send: Send) -> None:
+    """Pass an answer on as it arrives; if it breaks off, the client's connection is cut, too.
+
+    Raises:
+        Broken.
+    """
+    await send({"type": "http.response.start", "status": reply.status, "headers": returned(reply.headers)})
+    while piece := await reply.read():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,303 @@
+"""Get one request answered: by the first replica of its rank, and by others while nothing of an answer has begun."""
+
+import math
+import re
+from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from starlette.types import Scope, Send
+
+from api.asgi.sse import DONE, SEND_CHUNK, event
+from api.cluster.chooser import ReplicaAddress
+from api.cluster.edge_stats import EdgeStats
+from api.cluster.forwarding import RawHeaders, returned
+from api.cluster.peers import PeerHeaders, RequestPeers, taken_from
+from api.cluster.resume import CLUSTER, RESUME, EventStreamCopy
+from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
+from api.errors import TGI_PATHS, describe_at
+from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost
+from lorasrv.placement.placement import RETRY_AFTER_S, Ask
+
+MAX_RETRIES = 2
+HELD_BYTES = 64 << 10
+"""Answers of up to so many bytes are read as a whole before their first byte goes on: until then another replica may
+begin again."""
+_ENGINE_IS_DEAD = b'"code":"engine_dead"'
+_USAGE = re.compile(rb'"completion_tokens":(\d+)')
+_HIDDEN = frozenset({RESUME})
+
+
+class Replicas(Protocol):
+    """Choose among the replicas, with what the edge knows of them; implemented by `Edge`."""
+
+    def choose(self, ask: Ask, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
+        """Enter as `Chooser.choose` does; those that failed a moment ago come last."""
+
+    def suspect(self, replica: ReplicaAddress) -> None:
+        """Note that a replica did not answer."""
+
+    def suspects(self) -> Collection[str]:
+        """Return the ids of the replicas that did not answer a moment ago."""
+
+    def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
+        """Return the ids of the replicas that need not go on in the same words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Hold an answer that was read to its end."""
+
+    status: int
+    headers: RawHeaders
+    body: bytes
+
+    @property
+    def retry_after_s(self) -> float:
+        value = next((value for name, value in self.headers if name == b"retry-after"), b"")
+        return float(value) if value.isdigit() else math.inf
+
+
+class Exchange:
+    """Answer one request.
+
+    Args:
+        peers: name whom replicas take pages from, and what the request asks of them.
+        request: what replicas are sent; its body is bytes.
+        secret: makes replicas say how to resume; None: streams are not resumed, and no pages taken.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        upstreams: Upstreams,
+        stats: EdgeStats,
+        scope: Scope,
+        send: Send,
+        peers: RequestPeers,
+        request: UpstreamRequest,
+        secret: str | None,
+    ) -> None:
+        self._replicas, self._upstreams, self._stats = replicas, upstreams, stats
+        self._path: str = scope["path"]
+        self._send = send
+        self._send_chunk = scope.get("extensions", {}).get(SEND_CHUNK, self._send_body)
+        self._peers, self._request, self._secret = peers, request, secret
+        self._tried: set[str] = set()
+        self._num_failed = 0
+        self._has_begun = False
+        self._copy: EventStreamCopy | None = None
+        # Answers of full replicas, the one that says the shortest wait first.
+        self._full: list[_Whole] = []
+        self._why: LorasrvError | None = None
+
+    async def run(self) -> None:
+        """Answer.
+
+        Raises:
+            NoReplicaReady, ReplicaLost: nothing was sent.
+            Broken: what was sent cannot be ended but by cutting the connection.
+        """
+        while self._num_failed <= MAX_RETRIES:
+            try:
+                async with self._replicas.choose(self._peers.answer, self._tried) as replica:
+                    self._tried.add(replica.id)
+                    if await self._answered_by(replica):
+                        return
+            except NoReplicaReady as error:
+                self._why = self._why or error
+                break
+            self._num_failed += 1
+            self._stats.retries += 1
+        await self._give_up()
+
+    async def _answered_by(self, replica: ReplicaAddress) -> bool:
+        """Return whether the client has its answer; if not, another replica may be asked."""
+        with self._peers.named(replica, self._replicas.suspects()) as peer:
+            reply = await self._asked(replica, peer)
+        return reply is not None and await self._copied(replica, reply)
+
+    async def _asked(self, replica: ReplicaAddress, peer: PeerHeaders) -> UpstreamReply | None:
+        """Return the head of a replica's answer; None if it gives none."""
+        self._stats.sent[replica.id] += 1
+        try:
+            return await self._upstreams.ask(replica.url, self._next_request(peer))
+        except Unreachable as error:
+            self._failed(replica, NoReplicaReady(str(error), retry_after_s=RETRY_AFTER_S))
+        except Broken as error:
+            self._failed(replica, _lost(error))
+        return None
+
+    async def _copied(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
+        """Pass on what a replica answers, and close it; return whether the client has all of its answer."""
+        try:
+            return await (self._go_on(replica, reply) if self._has_begun else self._begin(replica, reply))
+        except Broken as error:
+            self._failed(replica, _lost(error))
+            if self._has_begun:
+                self._prepare_resuming(replica)
+            return False
+        finally:
+            reply.close()
+
+    def _failed(self, replica: ReplicaAddress, why: LorasrvError) -> None:
+        self._stats.failed[replica.id] += 1
+        self._replicas.suspect(replica)
+        self._why = why
+
+    def _next_request(self, peer: PeerHeaders) -> UpstreamRequest:
+        if self._secret is None:
+            return self._request
+        state = self._copy.state() if self._copy is not None else b""
+        ours = [(RESUME, str(len(state)).encode()), (CLUSTER, self._secret.encode()), *peer]
+        assert isinstance(self._request.body, bytes)
+        body = state + self._request.body
+        length = [(b"content-length", str(len(body)).encode())]
+        kept = [header for header in self._request.headers if header[0] != b"content-length"]
+        return replace(self._request, headers=[*kept, *ours, *length], body=body)
+
+    # Beginning.
+
+    async def _begin(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
+        if reply.status == 200:
+            self._peers.note(replica)
+        length = reply.header(b"content-length")
+        if length and int(length) <= HELD_BYTES:
+            whole = _Whole(reply.status, reply.headers, await reply.read_all())
+            if self._is_for_another(whole):
+                return False
+            await self._send_whole(whole)
+            return True
+        piece = await reply.read()
+        self._has_begun = True
+        await self._send_head(reply.status, reply.headers)
+        if reply.header(b"content-type").startswith(b"text/event-stream"):
+            self._copy = EventStreamCopy(reply.header(RESUME) if self._secret is not None else b"")
+            return await self._copy_events(replica, reply, piece)
+        while piece:
+            await self._send_chunk_or_body(reply, piece)
+            piece = await reply.read()
+        await self._end()
+        return True
+
+    def _is_for_another(self, whole: _Whole) -> bool:
+        """Return whether an answer says that the replica is full or stops, so that the next may take the request.
+
+        Only one other is asked where a replica is full: its answer, or the one that says the shorter wait, goes on.
+        """
+        if whole.status == 429:
+            self._full.append(whole)
+            self._full.sort(key=lambda one: one.retry_after_s)
+            return len(self._full) == 1
+        stops = (b"connection", b"close") in whole.headers or _ENGINE_IS_DEAD in whole.body
+        if whole.status != 503 or not stops or self._num_failed == MAX_RETRIES:
+            return False
+        self._full.append(whole)
+        return True
+
+    async def _send_whole(self, whole: _Whole) -> None:
+        if whole.status == 429:
+            whole = self._full[0]
+        if (usage := _USAGE.search(whole.body)) is not None:
+            self._stats.observe_answer(self._peers.answer.adapter_id, int(usage[1]))
+        await self._send_head(whole.status, whole.headers)
+        await self._send({"type": "http.response.body", "body": whole.body, "more_body": False})
+
+    # Streams.
+
+    async def _copy_events(self, replica: ReplicaAddress, reply: UpstreamReply, piece: bytes) -> bool:
+        copy = self._copy
+        assert copy is not None
+        has_asked = False
+        while piece:
+            if ready := copy.push(piece):
+                await self._send_chunk(ready)
+            if copy.should_move and not has_asked:
+                has_asked = True
+                if (is_answered := await self._move(replica, reply)) is not None:
+                    return is_answered
+            piece = await reply.read()
+        if rest := copy.end():
+            await self._send_chunk(rest)
+        if copy.num_tokens:
+            self._stats.observe_answer(self._peers.answer.adapter_id, copy.num_tokens)
+        await self._end()
+        return True
+
+    async def _move(self, draining: ReplicaAddress, reply: UpstreamReply) -> bool | None:
+        """Have another replica go on, which takes the pages of this one while this one has them.
+
+        Returns: whether the client has its answer from there; None: nobody else goes on.
+        """
+        others = self._tried | self._replicas.unlike(draining)
+        try:
+            async with self._replicas.choose(self._peers.answer, others) as replica:
+                gone_on = await self._asked(replica, taken_from(draining))
+                if gone_on is None:
+                    return None
+                if not _is_stream(gone_on):
+                    gone_on.close()
+                    return None
+                reply.close()
+                self._tried.add(replica.id)
+                self._stats.moved += 1
+                return await self._copied(replica, gone_on)
+        except NoReplicaReady:
+            return None
+
+    async def _go_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
+        """Take a resumed stream; a replica that cannot resume it is passed over."""
+        if not _is_stream(reply):
+            return False
+        assert self._copy is not None
+        self._copy.begin_anew()
+        self._stats.resumed += 1
+        return await self._copy_events(replica, reply, await reply.read())
+
+    def _prepare_resuming(self, replica: ReplicaAddress) -> None:
+        if self._copy is None or not self._copy.may_resume:
+            # No other replica is asked.
+            self._num_failed = MAX_RETRIES
+        else:
+            self._tried |= self._replicas.unlike(replica)
+
+    # Sending.
+
+    async def _send_head(self, status: int, headers: RawHeaders) -> None:
+        self._has_begun = True
+        self._stats.answers[status] += 1
+        await self._send({"type": "http.response.start", "status": status, "headers": returned(headers, _HIDDEN)})
+
+    async def _send_body(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send_chunk_or_body(self, reply: UpstreamReply, piece: bytes) -> None:
+        await (self._send_body if reply.header(b"content-length") else self._send_chunk)(piece)
+
+    async def _end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _give_up(self) -> None:
+        if not self._has_begun and self._full:
+            await self._send_whole(self._full[0])
+            return
+        assert self._why is not None
+        if not self._has_begun:
+            raise self._why
+        if self._copy is None:
+            # Nothing but the end of the connection says that the answer is a part.
+            raise Broken(str(self._why))
+        self._stats.lost += 1
+        why = self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why))
+        last = event(describe_at(self._path, why).body)
+        await self._send_chunk(last if self._path in TGI_PATHS else last + DONE)
+        await self._end()
+
+
+def _is_stream(reply: UpstreamReply) -> bool:
+    return reply.status == 200 and reply.header(b"content-type").startswith(b"text/event-stream")
+
+
+def _lost(error: Broken) -> ReplicaLost:
+    return ReplicaLost(f"the replica that answered is gone ({error}); the answer is incomplete, ask again")

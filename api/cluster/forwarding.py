@@ -1,0 +1,101 @@
+"""Say where a request goes, and which of its headers go with it.
+
+The edge frames each message anew, so that no header of a client can say where a request ends (RFC 9112 section 11.2).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+from urllib.parse import quote
+
+from api.auth.scopes import GENERATING
+from api.errors import ApiError
+
+RawHeaders = list[tuple[bytes, bytes]]
+OURS = b"x-lorasrv-"
+MIN_REVISION = b"x-lorasrv-min-revision"
+"""The one header of ours that a client may send."""
+_HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+        *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+    }
+)
+_FRAMING = frozenset({b"content-length", b"expect"})
+"""Answered or written anew for the replica."""
+_ANEW = frozenset({b"date"})
+"""Written by the edge's own server."""
+_OF_REPLICAS = frozenset(
+    {
+        *(("POST", path) for path in GENERATING),
+        *(("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info")),
+        *(("GET", "/info"), ("GET", "/v1/pool"), ("GET", "/openapi.json")),
+        *((method, path) for method in ("GET", "POST") for path in ("/v1/embeddings", "/v1/responses", "/v1/messages")),
+    }
+)
+_OF_ONE_REPLICA = re.compile(r"/v1/adapters/[^/]+:warm")
+
+
+class Destination(Enum):
+    """Name who answers a request."""
+
+    REPLICA = auto()
+    REGISTRY = auto()
+
+
+def destination(method: str, path: str) -> Destination:
+    """Return who answers: replicas what takes an engine, the registry all else: it alone writes, and lists what is
+    written.
+    """
+    asked = "GET" if method == "HEAD" else method
+    is_warm = asked == "POST" and _OF_ONE_REPLICA.fullmatch(path) is not None
+    return Destination.REPLICA if is_warm or (asked, path) in _OF_REPLICAS else Destination.REGISTRY
+
+
+def check_framing(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse a request whose length can be read in two ways.
+
+    Raises:
+        ApiError: 400.
+    """
+    framing = [name for name, _ in headers if name in (b"content-length", b"transfer-encoding")]
+    if len(framing) > 1:
+        raise ApiError(
+            400,
+            "the body's length is given twice, by Content-Length and by Transfer-Encoding",
+            code="invalid_http",
+            headers={"connection": "close"},
+        )
+
+
+def forwarded(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> RawHeaders:
+    """Return the headers of a client that a replica sees, without those that say how long the body is."""
+    given = list(headers)
+    dropped = _HOP_BY_HOP | _FRAMING | _named_by_connection(given) | {b"x-request-id"}
+    kept = [
+        (name, value)
+        for name, value in given
+        if name not in dropped and (name == MIN_REVISION or not name.startswith(OURS))
+    ]
+    return [*kept, (b"x-request-id", request_id.encode())]
+
+
+def returned(headers: Iterable[tuple[bytes, bytes]], hidden: frozenset[bytes] = frozenset()) -> RawHeaders:
+    """Return the headers of an answer that its client sees."""
+    given = list(headers)
+    dropped = _HOP_BY_HOP | _ANEW | _named_by_connection(given) | hidden
+    return [(name, value) for name, value in given if name not in dropped]
+
+
+def target_of(scope: Mapping[str, Any]) -> bytes:
+    """Return path and query as the client wrote them."""
+    path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    query: bytes = scope.get("query_string", b"")
+    return path + b"?" + query if query else path
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Return the headers that are meant for the next hop alone."""
+    named = (value for name, value in headers if name == b"connection")
+    return frozenset(token.strip().lower() for value in named for token in value.split(b","))

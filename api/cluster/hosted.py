@@ -1,0 +1,130 @@
+"""Run a whole server inside an actor of Ray: in a thread, on a port of its own. No request goes through Ray."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from api.config.lora_modules import ModulesRefused
+from api.server import Ready, Running, bind, serve_on
+
+if TYPE_CHECKING:
+    from api.config.settings import ServerSettings
+
+_LOG = logging.getLogger(__name__)
+LEFT_S = 5.0
+"""Time that a server has to end after its `--drain-s`."""
+
+
+class HostedServer:
+    """Serve from the constructor on, which returns when the server is ready.
+
+    Args:
+        name: stands in each line of its log.
+        host: address of this machine, as others reach it.
+        log: file that log lines go to; None: stderr of this process.
+        computes: whether it has an engine.
+
+    Raises:
+        LorasrvError, AdapterError, OSError: the server does not start.
+    """
+
+    def __init__(
+        self,
+        settings: "ServerSettings",
+        name: str,
+        host: str,
+        port: int = 0,
+        log: str | None = None,
+        *,
+        computes: bool = True,
+    ) -> None:
+        self.settings, self.name = settings, name
+        self._running: Running | None = None
+        self._ended = False
+        started: Future[Running] = Future()
+        self._thread = threading.Thread(target=self._serve, args=(host, port, log, computes, started), name="server")
+        self._thread.start()
+        self._running = started.result()
+
+    def _serve(self, host: str, port: int, log: str | None, computes: bool, started: "Future[Running]") -> None:
+        from lorasrv.engine.fault_injection import FaultInjector
+
+        settings = self.settings
+        try:
+            with logged(settings, self.name, log), bind(host, port) as listener:
+                faults = FaultInjector(settings.faults())
+                begun = time.monotonic()
+                serve_on(listener, settings, faults, _no_progress, started.set_result, begun, computes=computes)
+        except ModulesRefused as error:
+            started.set_exception(ValueError("; ".join([str(error), *error.reasons])))
+        except BaseException as error:
+            if started.done():
+                _LOG.exception("the server ended")
+            else:
+                started.set_exception(error)
+        finally:
+            self._ended = True
+
+    @property
+    def running(self) -> Running:
+        """Return the server that serves."""
+        assert self._running is not None
+        return self._running
+
+    def check_health(self) -> None:
+        """Do nothing while the server is healthy.
+
+        Raises:
+            RuntimeError: says why it is not; Serve then starts another.
+        """
+        if self._ended:
+            raise RuntimeError("the server ended")
+        if problem := self.running.services.health_problem:
+            raise RuntimeError(problem)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether it should get requests."""
+        services = self.running.services
+        is_followed = services.follower is None or services.follower.has_lease
+        return not self._ended and is_followed and not services.draining.is_on and services.health_problem is None
+
+    def ready(self) -> Ready:
+        """Return what the server said when it had started."""
+        return self.running.ready
+
+    def close(self) -> None:
+        """Drain the server and wait for its end; do nothing if it never started."""
+        if self._running is not None:
+            self._running.stop()
+            self._thread.join(self.settings.drain_s + LEFT_S)
+
+
+@contextmanager
+def logged(settings: "ServerSettings", name: str, path: str | None) -> Iterator[None]:
+    """Write the log to a file, each line with this name; to stderr where that cannot be opened."""
+    from api.observability.logs import written
+
+    def record(*parts: Any, **named: Any) -> logging.LogRecord:
+        made = logging.LogRecord(*parts, **named)
+        made.replica = name
+        return made
+
+    # Ray's own would add the time a second time.
+    logging.setLogRecordFactory(record)
+    with ExitStack() as opened:
+        stream: TextIO = sys.stderr
+        if path is not None:
+            with suppress(OSError):
+                stream = opened.enter_context(open(path, "a", buffering=1, encoding="utf-8"))
+        opened.enter_context(written(settings.log_format, settings.log_level, stream))
+        yield
+
+
+def _no_progress(what: str, share: float) -> None:
+    """Show nothing: the command that starts the replicas shows how many are ready."""

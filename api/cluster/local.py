@@ -1,0 +1,363 @@
+"""Run replicas on this machine with a Ray of their own, and the edge in front of them in this process.
+
+Ray is reduced to what starts, watches and ends processes: everything that it can keep to the loopback interface it is
+told to, the rest demands a certificate made for this start; no dashboard, no usage statistics, no proxy, nothing in
+the home directory. All its files are in a folder of their own, which is removed at the end, or by the next start.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from pydantic import ByteSize
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adapter_store.errors import StoreLocked
+from api.asgi.draining import Draining, DrainMiddleware
+from api.asgi.draining_server import DrainingServer
+from api.asgi.protocol import allow_open_files
+from api.cluster.certificates import write_certificate
+from api.cluster.edge import Edge
+from api.cluster.log_pipe import log_pipe
+from api.cluster.pick import ReplicaWatch
+from api.cluster.shape import ClusterShape
+from api.config.settings import ServerSettings
+from api.server import CannotStart, Progress, Ready, bind, check_guarded
+from lorasrv.config import POOL_FRACTION
+from lorasrv.errors import ConfigError
+from lorasrv.placement.kinds import make_placement
+from lorasrv.worker.host_memory import free_bytes
+
+_LOG = logging.getLogger(__name__)
+APP = "lorasrv"
+STORE_BYTES = 80 << 20
+"""Ray's shared memory for objects, of which there are none but small messages."""
+MAX_HOME_CHARS = 35
+"""Longest path of a folder in which the kernel takes the paths of Ray's sockets, some 68 characters further down."""
+LOOKS_S = 0.2
+MAX_STARTS = 3
+STARTING = "starting replicas"
+LOG = "log"
+_ERROR_LINE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|[A-Z]\w+): (?P<what>.+)")
+
+
+class ReplicasFailed(CannotStart):
+    """Report that no replica can be started, with the reason that the first one gave."""
+
+
+def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
+    """Serve `settings.replicas` replicas until SIGINT or SIGTERM, then drain; a second signal shortens that.
+
+    Raises:
+        ConfigError: Ray is not installed, an option does not go with replicas, or other machines would need no key.
+        LorasrvError, AdapterError: model, options or store are not usable.
+        ReplicasFailed: no replica starts.
+        CannotListen: the address cannot be bound.
+        OSError.
+    """
+    started = time.monotonic()
+    check_options(settings)
+    check_guarded(settings)
+    out = sys.stdout
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    settings = settings.with_cluster_secret()
+    try:
+        with (
+            bind(settings.host, settings.port) as listener,
+            _home(settings.store.expanduser()) as home,
+            log_pipe(home / LOG),
+            _ray(home, progress),
+        ):
+            watch, registry, ready = _replicas(settings, home, progress)
+            host, port = listener.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            ready = replace(ready, url=url, seconds=round(time.monotonic() - started, 2))
+            _serve_edge(
+                settings,
+                Edge(watch, registry, settings.read_cluster_secret()),
+                watch,
+                listener,
+                lambda: _tell(out, on_ready, ready),
+            )
+    except KeyboardInterrupt:
+        return
+
+
+def check_options(settings: ServerSettings) -> None:
+    """Refuse what replicas cannot do.
+
+    Raises:
+        ConfigError.
+    """
+    if find_spec("ray") is None or find_spec("cryptography") is None:
+        raise ConfigError("--replicas needs Ray, which is not installed: pip install 'lorasrv[cluster]'")
+    if settings.profile is not None:
+        raise ConfigError("--profile is of one server; leave --replicas out to profile it")
+    settings.check_replicated()
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def shares(settings: ServerSettings) -> ServerSettings:
+    """Return the settings of one replica: of the memory that nobody has divided, its share."""
+    number = settings.max_replicas or settings.replicas or 1
+    is_terminal = sys.stderr.isatty()
+    changed: dict[str, Any] = {"log_format": "text" if is_terminal else "json"} if settings.log_format == "auto" else {}
+    for name in ("host_cache_bytes", "swap_bytes", "corpus_bytes"):
+        if name not in settings.model_fields_set:
+            changed[name] = ByteSize(getattr(settings, name) // number)
+    if settings.pool_bytes is None and settings.gpu_memory_utilization is None and not has_gpu(settings):
+        changed["pool_bytes"] = ByteSize(free_bytes() * POOL_FRACTION / number)
+    return settings.model_copy(update=changed)
+
+
+def has_gpu(settings: ServerSettings) -> bool:
+    """Return whether replicas would run on GPUs."""
+    return settings.device != "cpu" and Path("/dev/nvidiactl").exists()
+
+
+@contextmanager
+def _home(store: Path) -> Iterator[Path]:
+    """Make an empty folder for the block, below the store's where Ray's sockets can be there.
+
+    Raises:
+        StoreLocked: another start has it.
+    """
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The folder itself is locked: a file for it would have to stay.
+    lock = os.open(store, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreLocked(
+                f"store {store} is in use by another server; stop it, or choose another --store"
+            ) from None
+        home = store / "replicas"
+        _remove(home)
+        if len(str(home)) > MAX_HOME_CHARS:
+            home.symlink_to(tempfile.mkdtemp(prefix="lorasrv-replicas-"))
+        else:
+            home.mkdir(mode=0o700)
+        try:
+            yield home.resolve()
+        finally:
+            _remove(home)
+    finally:
+        os.close(lock)
+
+
+def _remove(home: Path) -> None:
+    """Remove the folder of this start, or of one that was killed."""
+    shutil.rmtree(home.resolve(), ignore_errors=True)
+    if home.is_symlink():
+        home.unlink()
+
+
+def ray_variables(home: Path) -> dict[str, str]:
+    """Write the secrets of a local Ray, and return the environment that keeps it to itself."""
+    token = home / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Named for other systems, but says on all of them whether a node may have neighbours; 0: all on 127.0.0.1.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Free ports for what has fixed ones, of which a second cluster would find none.
+        "AUTOSCALER_METRIC_PORT": "0",
+        "DASHBOARD_METRIC_PORT": "0",
+        **write_certificate(home),
+    }
+
+
+@contextmanager
+def _ray(home: Path, progress: Progress) -> Iterator[None]:
+    """Run a Ray for the block."""
+    progress("starting Ray", 0.0)
+    os.environ.update(ray_variables(home))
+    import ray
+    from ray import serve
+
+    for name in ("ray", "ray.serve"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [logging.NullHandler()]
+        logger.propagate = False
+    with contextlib.redirect_stdout(_RayLines()):
+        try:
+            with _ray_errors():
+                _start(home)
+            progress("starting Ray", 0.6)
+            signal.signal(signal.SIGTERM, _interrupt)
+            with _ray_errors():
+                serve.start(proxy_location="Disabled")
+            progress("starting Ray", 1.0)
+            yield
+        finally:
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+            ray.shutdown()
+
+
+def _start(home: Path) -> None:
+    """Start Ray's processes. On a busy machine some may not be up within Ray's own 30 s."""
+    import ray
+
+    for attempt in range(MAX_STARTS):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                # For what prestarts a process for each; replicas ask for none.
+                num_cpus=0,
+                object_store_memory=STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(home / f"ray{attempt}"),
+            )
+        except Exception as error:
+            ray.shutdown()
+            if attempt + 1 == MAX_STARTS:
+                raise
+            _LOG.warning("Ray does not start, and is started again: %s", reason_of(str(error)))
+        else:
+            return
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Tell in one line why Ray does not start.
+
+    Raises:
+        ReplicasFailed.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ReplicasFailed(f"Ray does not start: {reason_of(str(error))}") from None
+
+
+def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple[ReplicaWatch, str, Ready]:
+    """Start the replicas and wait for them; returns who chooses among them, their registry, and what they are.
+
+    Raises:
+        ReplicasFailed.
+    """
+    from ray import serve
+
+    from api.cluster.app import REGISTRY, REPLICA, application, look_at
+
+    number = settings.replicas or 1
+    progress(STARTING, 0.0)
+    shape = ClusterShape(
+        edges=0,
+        cpus=0.0,
+        gpus=1.0 if has_gpu(settings) else 0.0,
+        cache=home / "cache",
+        registry_port=free_port(),
+        threads=max(1, len(os.sched_getaffinity(0)) // number),
+        log=str(home / LOG),
+    )
+    target = serve.RunTarget(application(shares(settings), shape), APP, None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    while True:
+        app = serve.status().applications[APP]
+        deployments = app.deployments
+        failed = [one.message for one in deployments.values() if "failed to start" in one.message]
+        if failed or app.status == "DEPLOY_FAILED":
+            raise ReplicasFailed(reason_of((failed or [app.message])[0]))
+        num_ready = deployments[REPLICA].replica_states.get("RUNNING", 0) if REPLICA in deployments else 0
+        progress(STARTING, num_ready / number)
+        if app.status == "RUNNING":
+            break
+        time.sleep(LOOKS_S)
+    handle = serve.get_app_handle(APP)
+    watch = ReplicaWatch(look_at(handle), make_placement(settings.placement))
+    readies: list[Ready] = handle.broadcast("ready").results()
+    registry = settings.registry or serve.get_deployment_handle(REGISTRY, APP).address.remote().result()
+    return watch, registry, replace(readies[0], replicas=len(readies))
+
+
+def _tell(out: TextIO, on_ready: Callable[[Ready], None], ready: Ready) -> None:
+    """Tell of readiness on the command's own stdout, from which Ray's lines are kept away."""
+    with contextlib.redirect_stdout(out):
+        on_ready(ready)
+
+
+def reason_of(message: str) -> str:
+    """Return the last line of a traceback in what Serve says of a replica, without the class's module."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    found = [match for line in lines if (match := _ERROR_LINE.match(line))]
+    return found[-1]["what"] if found else (lines or ["Ray does not say why"])[-1]
+
+
+def _serve_edge(
+    settings: ServerSettings,
+    edge: Edge,
+    watch: ReplicaWatch,
+    listener: socket.socket,
+    on_started: Callable[[], None],
+) -> None:
+    """Serve the edge at the socket until a signal, in the main thread."""
+    draining = Draining()
+    app = DrainMiddleware(_Watching(edge, watch), draining)
+    allow_open_files(settings.max_connections)
+    server = DrainingServer(app, settings.connection_limits(), draining, settings.drain_s, on_started)
+    server.run(sockets=[listener])
+
+
+class _Watching:
+    """Keep the list of replicas while an application lives."""
+
+    def __init__(self, app: ASGIApp, watch: ReplicaWatch) -> None:
+        self._app, self._watch = app, watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await self._watch.refresh()
+        keeping = asyncio.create_task(self._watch.keep())
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            keeping.cancel()
+
+
+class _RayLines(io.TextIOBase):
+    """Log what Ray prints, which would otherwise stand among the results."""
+
+    def write(self, text: str) -> int:
+        for line in filter(None, map(str.strip, text.splitlines())):
+            _LOG.debug("ray: %s", line)
+        return len(text)
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,111 @@
+"""Answer what is asked of the edge itself: health, its metrics, and which replicas there are.
+
+The edge knows no keys. Who may read its figures is who may read a replica's: the client's own headers ask one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.responses import JSONResponse, Response
+
+from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.edge_stats import EdgeStats
+from api.cluster.survey import ReplicaFigures
+from api.observability.metrics.registry import as_text
+
+OF_REPLICA = frozenset({"/metrics", "/v1/pool", "/info"})
+"""Paths that answer for one replica where the query names it: `?replica=ID`."""
+Figures = Mapping[str, ReplicaFigures]
+
+
+def named_replica(chooser: Chooser, path: str, query: bytes) -> ReplicaAddress | None:
+    """Return the replica that a query names; None if it names none that is known."""
+    if path not in OF_REPLICA or b"replica=" not in query:
+        return None
+    [name, *_] = parse_qs(query.decode("latin-1")).get("replica", [""])
+    return next((one for one in chooser.replicas() if one.id == name), None)
+
+
+def health(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+def ready(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
+    number = sum(one.is_ready for one in chooser.replicas())
+    if number:
+        return JSONResponse({"status": "ready", "replicas": number})
+    return JSONResponse({"status": "no replica is ready"}, 503, {"retry-after": "1"})
+
+
+def targets(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
+    """Return the replicas as Prometheus discovers them over HTTP."""
+    found = [
+        {
+            "targets": [urlsplit(one.url).netloc],
+            "labels": {"lorasrv_replica": one.id, "lorasrv_role": one.role},
+        }
+        for one in chooser.replicas()
+    ]
+    return JSONResponse(found)
+
+
+def replicas(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
+    loads = chooser.loads_s()
+    rows = [
+        {
+            "id": one.id,
+            "url": one.url,
+            "role": one.role,
+            "is_ready": one.is_ready,
+            "load_s": round(loads.get(one.id, 0.0), 3),
+            "requests": said and said.requests,
+            "adapters": said and said.adapters,
+        }
+        for one in chooser.replicas()
+        for said in [figures.get(one.id)]
+    ]
+    return JSONResponse({"replicas": rows})
+
+
+def metrics(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
+    return Response(as_text(_metrics(chooser, stats)), media_type=CONTENT_TYPE_LATEST)
+
+
+def _metrics(chooser: Chooser, stats: EdgeStats) -> Iterator[Metric]:
+    answers = CounterMetricFamily("lorasrv_edge_answers", "Answers that have begun, by status.", labels=["status"])
+    for status, count in sorted(stats.answers.items()):
+        answers.add_metric([str(status)], count)
+    yield answers
+    yield CounterMetricFamily("lorasrv_edge_retries", "Times that another replica was asked.", value=stats.retries)
+    yield CounterMetricFamily("lorasrv_edge_resumed", "Streams that another replica went on with.", value=stats.resumed)
+    yield CounterMetricFamily("lorasrv_edge_moved", "Those of them whose replica drained.", value=stats.moved)
+    yield CounterMetricFamily("lorasrv_edge_lost", "Streams that none could go on with.", value=stats.lost)
+    peers = CounterMetricFamily(
+        "lorasrv_edge_peers", "Replicas that were named to take pages from, by what is asked of them.", labels=["kind"]
+    )
+    for asked in ("prefill", "pages"):
+        peers.add_metric([asked], stats.peers[asked])
+    yield peers
+    by_replica: list[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, Mapping[str, float]]] = [
+        (CounterMetricFamily, "requests", "Requests that were sent to a replica.", stats.sent),
+        (CounterMetricFamily, "failures", "Requests that a replica did not answer to their end.", stats.failed),
+        (GaugeMetricFamily, "load_seconds", "Work ahead of a replica, as this edge counts it.", chooser.loads_s()),
+    ]
+    for kind, name, text, values in by_replica:
+        family = kind(f"lorasrv_edge_replica_{name}", text, labels=["replica"])
+        for one in chooser.replicas():
+            family.add_metric([one.id], values.get(one.id, 0))
+        yield family
+    up = GaugeMetricFamily("lorasrv_edge_replica_ready", "1 if it may be asked.", labels=["replica", "role"])
+    for one in chooser.replicas():
+        up.add_metric([one.id, one.role], float(one.is_ready))
+    yield up
+
+
+Answer = Callable[[Chooser, EdgeStats, Figures], Response]
+OPEN: Mapping[str, Answer] = {"/health": health, "/ping": health, "/ready": ready}
+"""Answered to anybody, as at a server."""
+GUARDED: Mapping[str, Answer] = {"/metrics": metrics, "/metrics/targets": targets, "/v1/replicas": replicas}
+"""Answered to who may read the same of a replica."""

@@ -1,0 +1,109 @@
+"""Name the replica from which the one that answers takes pages of the prompt (docs/pages.md).
+
+For a long prompt that is one of the role `prefill`, where there are any; else the one that answered the last request
+that began alike, where the placement has chosen another this time. Nothing depends on it: pages that do not come are
+computed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.edge_stats import EdgeStats
+from api.config.replication_settings import PREFILL as PREFILL_ROLE
+from api.replication.peer_headers import PAGES, PREFILL
+from lorasrv.placement.placement import Ask
+from lorasrv.placement.prefill import is_worth_asking
+from lorasrv.placement.rendezvous import hash_of
+
+MAX_BEGINNINGS = 1 << 16
+"""Beginnings of requests of which is known who has answered them; the ones that were asked last."""
+PeerHeaders = tuple[tuple[bytes, bytes], ...]
+
+
+def taken_from(replica: ReplicaAddress) -> PeerHeaders:
+    """Return the header that has the next replica take the pages that this one has."""
+    return ((PAGES.encode(), replica.url.encode()),)
+
+
+class Peers:
+    """Know whom replicas may take pages from, for all requests of an edge."""
+
+    def __init__(self, chooser: Chooser, stats: EdgeStats) -> None:
+        self.chooser, self.stats = chooser, stats
+        # Hash of how a request begins -> id of the replica that has answered it.
+        self._answered: OrderedDict[int, str] = OrderedDict()
+
+    def of(self, ask: Ask, client: str) -> "RequestPeers":
+        """Return whom one request's replicas take pages from.
+
+        Args:
+            client: what its client is known by: pages of one are no other's.
+        """
+        token_s = self.stats.estimator.rates.prompt_token_s
+        if not is_worth_asking(ask.prompt_tokens, token_s):
+            return RequestPeers(self, ask)
+        beginning = hash_of(f"{client}\n{ask.adapter_id}\n{ask.session}")
+        if not any(one.role == PREFILL_ROLE and one.is_ready for one in self.chooser.replicas()):
+            return RequestPeers(self, ask, beginning=beginning)
+        prompt_s = ask.prompt_tokens * token_s
+        answer = replace(ask, work_s=ask.work_s - prompt_s, prompt_tokens=0.0)
+        return RequestPeers(self, answer, replace(ask, work_s=prompt_s), beginning)
+
+    def answered_last(self, beginning: int) -> ReplicaAddress | None:
+        """Return the replica that has answered what begins so; None if it is not ready any more."""
+        name = self._answered.get(beginning)
+        return next((one for one in self.chooser.replicas() if one.id == name and one.is_ready), None)
+
+    def note(self, beginning: int, replica: ReplicaAddress) -> None:
+        """Note that a replica answers what begins so."""
+        self._answered[beginning] = replica.id
+        self._answered.move_to_end(beginning)
+        if len(self._answered) > MAX_BEGINNINGS:
+            self._answered.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPeers:
+    """Name the peers of one request's replicas."""
+
+    peers: Peers
+    # What the request asks of the replica that answers.
+    answer: Ask
+    # What it asks of one that computes its prompt; None: nothing.
+    prompt: Ask | None = None
+    # Hash of how it begins; None: it is too short to ask for pages.
+    beginning: int | None = None
+
+    @contextmanager
+    def named(self, answering: ReplicaAddress, failing: Collection[str]) -> Iterator[PeerHeaders]:
+        """Enter with the header that names the peer of a replica, and hold the peer's place meanwhile.
+
+        Args:
+            failing: ids of replicas that did not answer a moment ago.
+        """
+        with self._prefill(answering, {*failing, answering.id}) as prefill:
+            if prefill is not None:
+                self.peers.stats.peers["prefill"] += 1
+                yield ((PREFILL.encode(), prefill.url.encode()),)
+                return
+            last = None if self.beginning is None else self.peers.answered_last(self.beginning)
+            if last is None or last.kernels != answering.kernels or last.id in {*failing, answering.id}:
+                yield ()
+                return
+            self.peers.stats.peers["pages"] += 1
+            yield taken_from(last)
+
+    def note(self, replica: ReplicaAddress) -> None:
+        """Note that a replica answers."""
+        if self.beginning is not None:
+            self.peers.note(self.beginning, replica)
+
+    def _prefill(
+        self, answering: ReplicaAddress, excluded: Collection[str]
+    ) -> AbstractContextManager[ReplicaAddress | None]:
+        if self.prompt is None:
+            return nullcontext()
+        return self.peers.chooser.choose_prefill(self.prompt, answering.kernels, excluded)

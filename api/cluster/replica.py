@@ -1,0 +1,92 @@
+"""Be one replica: a whole server that follows the registry, with a folder, threads and files of its own."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from api.cluster.chooser import ReplicaAddress
+from api.cluster.folders import free_folder
+from api.cluster.hosted import HostedServer
+from api.cluster.load import ReplicaLoad, ReplicaStatus
+
+if TYPE_CHECKING:
+    from api.config.settings import ServerSettings
+
+
+Sealed = tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]
+"""Settings as Ray compares them: values by name, and the names that somebody has given, both in one order. A set's
+order would differ from process to process, and every deployment look like another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """Say what each replica serves, and where."""
+
+    # `sealed` settings, with the cluster's secret.
+    settings: "Sealed"
+    # Folder below which each replica has one of its own, for what it fetches from the registry.
+    folder: Path
+    # CPU threads; None: as OpenMP chooses.
+    threads: int | None = None
+    # File that log lines go to; None: stderr of the replica's process.
+    log: str | None = None
+
+
+class ReplicaServer(HostedServer):
+    """Serve as a replica.
+
+    Args:
+        registry: address of the server that it follows.
+        replica_id: names it among all that ever were.
+        host: address of this machine, as edges reach it.
+
+    Raises:
+        LorasrvError, AdapterError, OSError: the server does not start.
+    """
+
+    def __init__(self, plan: ReplicaPlan, registry: str, replica_id: str, host: str) -> None:
+        if plan.threads is not None:
+            # Ray sets it to the CPUs that it was promised. Read when torch is imported.
+            os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+        self._opened = ExitStack()
+        folder = self._opened.enter_context(free_folder(plan.folder))
+        super().__init__(
+            own_settings(opened(plan.settings), registry, folder, replica_id), replica_id, host, log=plan.log
+        )
+
+    def status(self) -> ReplicaStatus:
+        """Describe the replica now."""
+        services = self.running.services
+        address = ReplicaAddress(
+            self.name, self.ready().url, is_ready=self.is_ready, kernels=services.engine.fingerprint
+        )
+        return ReplicaStatus(address, ReplicaLoad.of(services.engine.metrics.snapshot()))
+
+    def close(self) -> None:
+        super().close()
+        self._opened.close()
+
+
+def sealed(settings: "ServerSettings") -> Sealed:
+    """Return settings for Ray."""
+    return tuple((name, getattr(settings, name)) for name in type(settings).model_fields), tuple(
+        sorted(settings.model_fields_set)
+    )
+
+
+def opened(settings: Sealed) -> "ServerSettings":
+    """Return sealed settings as they were; they have been checked."""
+    from api.config.settings import ServerSettings
+
+    values, given = settings
+    return ServerSettings.model_construct(set(given), **dict(values))
+
+
+def own_settings(settings: "ServerSettings", registry: str, folder: Path, replica_id: str) -> "ServerSettings":
+    """Return the settings of one replica: its own folder and files, and nothing to register."""
+    changed: dict[str, Any] = {"store": folder, "lora_modules": (), "replicas": None, "registry": registry}
+    if (trace := settings.record_trace) is not None:
+        changed["record_trace"] = trace.with_name(f"{trace.stem}-{replica_id}{trace.suffix}")
+    return settings.model_copy(update=changed)

@@ -1,0 +1,70 @@
+"""Say what processes of a Ray cluster get, beside the options of `serve`. Imports no ray."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.config.settings import ServerSettings
+from api.config.sources import Sources
+from lorasrv.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """Say what processes of a Ray cluster get, beside the options of `serve`."""
+
+    # Edges that Ray's proxy may choose from; 0: none.
+    edges: int = 1
+    # CPUs and GPUs that Ray sets aside for each replica.
+    cpus: float = 1.0
+    gpus: float = 0.0
+    # Folder of each machine for what its replicas fetch.
+    cache: Path = Path("/tmp/lorasrv-replicas")
+    # Port of the registry that runs in the cluster, which keeps it when it is started again.
+    registry_port: int = 8700
+    # CPU threads of a replica; None: as OpenMP chooses.
+    threads: int | None = None
+    # File that log lines of all processes go to; None: Ray's files.
+    log: str | None = None
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> "ClusterShape":
+        """Read it from texts by name.
+
+        Raises:
+            ConfigError: one is no number.
+        """
+        found: dict[str, Any] = {}
+        for name, kind in ARGUMENTS.items():
+            try:
+                found |= {name: kind(args[name])} if name in args else {}
+            except ValueError:
+                raise ConfigError(f"{name}: {args[name]!r} is not a number") from None
+        return cls(**found)
+
+
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "edges": int,
+    "cpus": float,
+    "gpus": float,
+    "cache": Path,
+    "registry_port": int,
+    "threads": int,
+}
+
+
+def parse(args: Mapping[str, Any]) -> tuple[ServerSettings, ClusterShape]:
+    """Read options by name, as `serve run` passes them.
+
+    Raises:
+        ConfigError: one is unknown or wrong, or there is no secret.
+    """
+    settings = Sources.of_flags({name: value for name, value in args.items() if name not in ARGUMENTS}).settings()
+    if settings.read_cluster_secret() is None:
+        raise ConfigError(
+            "cluster_secret_file: a cluster needs a secret that its next deployment has, too; make one with: "
+            "head -c 24 /dev/urandom | base64 > FILE"
+        )
+    settings.check_replicated()
+    return settings, ClusterShape.of(args)

@@ -1,0 +1,83 @@
+"""Declare the options of `serve` for several replicas; `ServerSettings` has them with all others."""
+
+import secrets
+from functools import partial
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SecretStr
+
+from api.config.option_spec import OptionSpec
+from api.config.replication_settings import BOTH, ReplicationSettings
+from lorasrv.errors import ConfigError
+
+Routed = Literal["bounded", "least", "random", "hash", "p2c"]
+"""Placements of an edge, which does not know what replicas have in memory."""
+DEFAULT_PLACEMENT: Routed = "bounded"
+DEFAULT_TARGET_BACKLOG_S = 2.0
+
+_cluster = partial(OptionSpec, panel="Cluster")
+_AtLeastOne = Annotated[int, Field(ge=1)]
+_OF_SEVERAL = ("max_replicas", "target_backlog_s", "placement")
+
+
+class ClusterSettings(ReplicationSettings):
+    """Hold the options of `serve` for several replicas, and of each of them."""
+
+    replicas: Annotated[
+        _AtLeastOne | None,
+        _cluster(
+            "Number of replicas behind one address, each a server in a process of its own; needs lorasrv[cluster]",
+            default="one server without Ray",
+        ),
+    ] = None
+    max_replicas: Annotated[
+        _AtLeastOne | None,
+        _cluster("Number up to which replicas are started when there is a backlog", default="that of --replicas"),
+    ] = None
+    target_backlog_s: Annotated[
+        float,
+        Field(gt=0),
+        _cluster("Work ahead of each replica, in seconds, above which further ones are started"),
+    ] = DEFAULT_TARGET_BACKLOG_S
+    placement: Annotated[
+        Routed, _cluster("How a replica is chosen for a request; bounded: by its adapter and by load")
+    ] = DEFAULT_PLACEMENT
+
+    def check_alone(self) -> None:
+        """Refuse options that would do nothing in one server.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        for name in _OF_SEVERAL:
+            if name in self.model_fields_set:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is of several replicas; give --replicas, or leave it out"
+                )
+        if self.registry_key is not None and self.registry is None:
+            raise ConfigError("--registry-key is for the server that --registry names; give that, or leave it out")
+        if self.role != BOTH and self.read_cluster_secret() is None:
+            raise ConfigError(
+                f"--role {self.role} needs --cluster-secret-file: only servers of a cluster ask each other for pages"
+            )
+
+    def check_replicated(self) -> None:
+        """Refuse options that would do nothing in replicas behind an edge.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        if self.role != BOTH:
+            raise ConfigError(
+                f"--role {self.role}: replicas of one command have one role, and all answer; leave it out, or start "
+                "servers of their own (docs/pages.md)"
+            )
+
+    def with_cluster_secret(self) -> Self:
+        """Return the settings with the secret itself in place of its file: a new one, if none is given.
+
+        Raises:
+            ConfigError: as `read_cluster_secret`.
+        """
+        secret = self.read_cluster_secret() or secrets.token_urlsafe(24)
+        return self.model_copy(update={"cluster_secret": SecretStr(secret), "cluster_secret_file": None})

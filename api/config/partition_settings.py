@@ -1,0 +1,32 @@
+"""Declare the options of `serve` that divide a replica among processes; `ServerSettings` has them with all others."""
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from api.config.option_spec import OptionSpec
+from lorasrv.config import PartitionOptions
+
+_partition = partial(OptionSpec, panel="Partition")
+_DEFAULTS = PartitionOptions()
+_Ranks = Annotated[int, Field(ge=1)]
+
+
+class PartitionSettings(BaseModel):
+    """Hold the options that divide a replica."""
+
+    partition: Annotated[
+        str | None,
+        _partition(
+            "Processes that compute the model together: & joins ranks that have parts of the same layers, ; those with "
+            "layers behind, @ says which, as in 0&1@0-9;2@10-11",
+            metavar="RANKS",
+            default="one process",
+        ),
+    ] = _DEFAULTS.partition
+    tp: Annotated[_Ranks, _partition("Processes that divide every layer's outputs (columns)")] = _DEFAULTS.tp
+    pp: Annotated[_Ranks, _partition("Processes that divide the layers (stages)")] = _DEFAULTS.pp
+    cp: Annotated[_Ranks, _partition("Processes that divide the tokens of a step (rows); each has the whole model")] = (
+        _DEFAULTS.cp
+    )

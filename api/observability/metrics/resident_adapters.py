@@ -1,0 +1,62 @@
+"""Export which adapters are in the pool, under vLLM's name, so that a gateway sends their requests here.
+
+`vllm:lora_requests_info` names adapters with requests only; one that waits in the pool for its next request is named
+here (vllm-project/vllm#51433, read by llm-d-router#2792). What is only in host memory is not named.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv.errors import EngineDead
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+LEVEL = "gpu"
+"""The pool, in vLLM's word, wherever its memory is."""
+
+
+class ResidentAdapters(Collector):
+    """Export adapters in the pool by id, as they were at the last look."""
+
+    def __init__(self, engine: "AsyncEngine", store: AdapterStore) -> None:
+        self._engine = engine
+        self._store = store
+        # Content -> whether it is pinned.
+        self._seen: dict[AdapterKey, bool] = {}
+
+    async def look(self) -> None:
+        """Ask the engine; one that does not run has none."""
+        try:
+            pool = await self._engine.pool_map()
+        except EngineDead:
+            self._seen = {}
+        else:
+            self._seen = {adapter.key: adapter.pinned for adapter in pool.adapters}
+
+    def collect(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily(
+            "vllm:lora_adapter_loaded",
+            "1 for each adapter in the pool, by its id",
+            labels=["adapter_name", "level", "pinned"],
+        )
+        for name, is_pinned in sorted(self._named().items()):
+            loaded.add_metric([name, LEVEL, str(is_pinned).lower()], 1)
+        yield loaded
+        yield GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in the pool", len(self._seen))
+
+    def _named(self) -> dict[str, bool]:
+        """Return the ids of which a version is in the pool, and whether one of these is pinned."""
+        if not self._seen:
+            return {}
+        found: dict[str, bool] = {}
+        for name, record in self._store.records().items():
+            for version in record.versions:
+                if version.key in self._seen:
+                    found[name] = found.get(name, False) or self._seen[version.key]
+        return found

@@ -1,0 +1,277 @@
+"""Follow a registry: names and keys by its feed, and a lease that says how long they may be trusted.
+
+A lease is extended when the registry has said which revision it has, and this server has that revision and those keys;
+it counts from the moment before the question. A server without one is not ready and answers 503, so that a deleted
+name or a revoked key is not honoured for longer, whatever happens to the network.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError, OriginUnreachable, StoreUnusable
+from adapter_store.registry.feed import FeedPage, Position
+from adapter_store.registry.name_feed import Followed
+from adapter_store.store import AdapterStore
+from api.replication.headers import CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
+from api.replication.key_feed import KeyFeed, take_over
+from api.replication.registry_client import HttpOrigin, RegistryClient
+
+_LOG = logging.getLogger(__name__)
+PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+"""Time before the registry is tried again after a failure; doubled with each."""
+ASK_AGAIN_S = 1.0
+"""Least time between two questions for names that are not known here."""
+OnChanged = Callable[[Followed], Awaitable[None]]
+"""Called when names have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """Hold a lease that counts once this server has what the registry had."""
+
+    until_s: float
+    position: Position
+    keys: str
+
+    def is_kept_by(self, revision: int, history: str, keys: str) -> bool:
+        return revision >= self.position.revision and history == self.position.history and keys == self.keys
+
+
+def first_page(store: AdapterStore, origin: HttpOrigin) -> None:
+    """Take over what has changed, before a model is loaded: what can never work is refused at once.
+
+    Raises:
+        StoreUnusable: the registry refuses this server's key, or is for another base or of another version.
+    """
+    try:
+        is_last = False
+        while not is_last:
+            answer = json.loads(origin.get(CHANGES, _asking(store.feed.position(), None, 0.0)))
+            is_last = _apply(store, answer)[0].is_last
+    except OriginUnreachable as error:
+        _LOG.warning("%s; this server is not ready until it can", error)
+
+
+class Follower:
+    """Keep a store and its keys up to date. For the event loop's thread; disk work is done in others.
+
+    Args:
+        store: a store that follows.
+        origin: where it follows.
+        client: asks the same server.
+        replica: name of this server at the registry.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        origin: HttpOrigin,
+        client: RegistryClient,
+        replica: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._origin, self._clock = store, origin, clock
+        self.client = client
+        self.replica = replica
+        self._lease_until_s = -1.0
+        self._promise: _Promise | None = None
+        self._history, self._keys = "", _keys_of(store.root)
+        self._applying = asyncio.Lock()
+        self._applied = asyncio.Event()
+        self._asked_s = -ASK_AGAIN_S
+        self._asking: asyncio.Task[None] | None = None
+        self._renew_now = asyncio.Event()
+        self._on_changed: OnChanged | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._was_leased = False
+
+    @property
+    def address(self) -> str:
+        """Return the registry's address."""
+        return self._origin.address
+
+    @property
+    def has_lease(self) -> bool:
+        """Return whether this server may answer."""
+        return self._clock() < self._lease_until_s
+
+    async def start(self, on_changed: OnChanged) -> None:
+        """Begin to follow."""
+        self._on_changed = on_changed
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._renew())]
+
+    async def stop(self) -> None:
+        """Stop following; the lease ends at the registry as soon as it hears of it."""
+        for task in [*self._tasks, *([self._asking] if self._asking else [])]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(AdapterError):
+            await self.client.post(LEASE, {"replica": self.replica, "ends": True})
+
+    async def close(self) -> None:
+        """Close the connections to the registry."""
+        await self.client.close()
+        self._origin.close()
+
+    async def until_revision(self, revision: int, timeout_s: float) -> bool:
+        """Wait until the names show at least a revision; return whether they do."""
+        ends_s = self._clock() + timeout_s
+        while self._store.feed.revision < revision:
+            if (left_s := ends_s - self._clock()) <= 0:
+                return False
+            await self._until_applied(left_s)
+        return True
+
+    async def news_since(self, begun_s: float) -> bool:
+        """Wait for changes, or until the registry was asked for them after `begun_s`; return whether it was.
+
+        All who wait share one question, and two are at least `ASK_AGAIN_S` apart.
+
+        Raises:
+            OriginUnreachable: the registry does not answer.
+        """
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        asking = self._asking
+        applied = asyncio.create_task(self._applied.wait())
+        try:
+            await asyncio.wait([asking, applied], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            applied.cancel()
+        if not asking.done():
+            return False
+        asking.result()
+        return self._asked_s >= begun_s
+
+    async def _ask(self) -> None:
+        try:
+            await asyncio.sleep(max(0.0, self._asked_s + ASK_AGAIN_S - self._clock()))
+            self._asked_s = self._clock()
+            await self._catch_up()
+        finally:
+            self._asking = None
+
+    async def _until_applied(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._applied.wait()
+        except TimeoutError:
+            pass
+
+    # The feed.
+
+    async def _follow(self) -> None:
+        """Ask for changes again and again; each question waits at the registry until there are some."""
+        pause_s = PAUSE_S
+        while True:
+            try:
+                await self._poll(POLL_S)
+                pause_s = PAUSE_S
+            except AdapterError as error:
+                if not isinstance(error, OriginUnreachable):
+                    _LOG.error("cannot follow the registry: %s", error)
+                # Not all followers at once, when a registry has started again.
+                await asyncio.sleep(pause_s * (0.5 + random.random()))
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _catch_up(self) -> None:
+        """Take over what has changed until now."""
+        while not await self._poll(0.0):
+            pass
+
+    async def _poll(self, wait_s: float) -> bool:
+        """Ask for a page and take it over; return whether it was the last, and not older than what is here."""
+        position = await run_in_threadpool(self._store.feed.position)
+        body = await self.client.get(CHANGES, _asking(position, self._keys, wait_s), wait_s)
+        async with self._applying:
+            if await run_in_threadpool(self._store.feed.position) != position:
+                # Another question was faster.
+                return False
+            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, json.loads(body)))
+        self._history = page.position.history
+        self._keys = self._keys if keys is None else keys
+        if changed.ids and self._on_changed is not None:
+            await self._on_changed(changed)
+        self._applied.set()
+        self._applied = asyncio.Event()
+        self._settle()
+        if page.is_last and (changed.ids or keys is not None):
+            self._renew_now.set()
+        return page.is_last
+
+    # The lease.
+
+    async def _renew(self) -> None:
+        while True:
+            self._renew_now.clear()
+            try:
+                if not await self._ask_for_lease():
+                    await self._catch_up()
+            except AdapterError as error:
+                self._tell_lost(error)
+            try:
+                async with asyncio.timeout(RENEW_S):
+                    await self._renew_now.wait()
+            except TimeoutError:
+                pass
+
+    async def _ask_for_lease(self) -> bool:
+        """Ask for a lease; return whether it counts already."""
+        begun_s = self._clock()
+        said = {"replica": self.replica, "history": self._history, "revision": self._store.feed.revision}
+        answer = json.loads(await self.client.post(LEASE, said))
+        position = Position(str(answer["history"]), int(answer["revision"]))
+        self._promise = _Promise(begun_s + float(answer["lease_s"]), position, str(answer["keys"]))
+        return self._settle()
+
+    def _settle(self) -> bool:
+        """Extend the lease if this server has what the registry had."""
+        promise = self._promise
+        if promise is None or not promise.is_kept_by(self._store.feed.revision, self._history, self._keys):
+            return False
+        self._lease_until_s = max(self._lease_until_s, promise.until_s)
+        if not self._was_leased:
+            _LOG.info("following the registry at %s, revision %d", self.address, self._store.feed.revision)
+        self._was_leased = True
+        return True
+
+    def _tell_lost(self, error: AdapterError) -> None:
+        if self._was_leased and not self.has_lease:
+            self._was_leased = False
+            _LOG.error("the lease of %g s is over, requests get 503 until the registry is back: %s", LEASE_S, error)
+
+
+def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[str, Any]:
+    asked: dict[str, Any] = {"wait_s": wait_s}
+    if position is not None:
+        asked |= {"history": position.history, "after": position.revision}
+    return asked if keys is None else asked | {"keys": keys}
+
+
+def _apply(store: AdapterStore, answer: Any) -> tuple[FeedPage, Followed, str | None]:
+    """Take over a page, and the keys if they came with it; return the page, what changed, and the keys' digest."""
+    if not isinstance(answer, dict) or "page" not in answer:
+        raise StoreUnusable("the registry's answer is no page of changes")
+    # Keys first: a name must not be seen with the keys of before.
+    keys = None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
+    page = FeedPage.from_dict(answer["page"])
+    return page, store.follow(page), keys
+
+
+def _keys_of(root: Path) -> str:
+    feed = KeyFeed(root)
+    try:
+        return feed.current()[0]
+    finally:
+        feed.close()

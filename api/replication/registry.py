@@ -1,0 +1,109 @@
+"""The registry's side: what its followers ask of it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import StoreFollows
+from adapter_store.registry.feed import Position
+from adapter_store.store import AdapterStore
+from api.asgi.draining import Draining
+from api.replication.key_feed import KeyFeed
+from api.replication.leases import Leases
+
+KEYS_EVERY_S = 0.1
+"""Time between two looks at the keys, which commands change beside the server; a look takes some microseconds."""
+
+
+class Registry:
+    """Answer followers. For the event loop's thread; the store is read in others.
+
+    Args:
+        draining: who waits for changes is sent away when it begins.
+
+    Raises:
+        StoreUnusable, StoreFull: the keys cannot be read.
+    """
+
+    def __init__(self, store: AdapterStore, draining: Draining) -> None:
+        self._store, self._draining = store, draining
+        self._keys = KeyFeed(store.root)
+        self.leases = Leases()
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_listening = store.feed.listen(self._tell)
+
+    def close(self) -> None:
+        self._stop_listening()
+        self._keys.close()
+
+    def check_is_owner(self) -> None:
+        """Check that this server has names of its own.
+
+        Raises:
+            StoreFollows: it follows another.
+        """
+        if self._store.feed.follows is not None:
+            raise StoreFollows(self._store.feed.follows)
+
+    async def changes(self, after: Position | None, keys: str | None, wait_s: float) -> dict[str, Any]:
+        """Return what changed after a position, and all keys if theirs is another digest; wait for one of both.
+
+        Args:
+            keys: digest of the keys that the follower has; None: it wants none.
+        """
+        self.check_is_owner()
+        loop = self._loop = asyncio.get_running_loop()
+        ends_s = loop.time() + wait_s
+        while True:
+            changed = self._changed
+            page = await run_in_threadpool(self._store.feed.changes, after)
+            tag, all_keys = self._keys.current()
+            has_keys = keys is not None and keys != tag
+            if page.ids or page.is_first or has_keys or loop.time() >= ends_s or self._draining.is_on:
+                return {"page": page.to_dict(), "all_keys": all_keys if has_keys else None}
+            await self._until(changed, keys, ends_s)
+
+    async def _until(self, changed: asyncio.Event, keys: str | None, ends_s: float) -> None:
+        """Wait for a change of names or of keys."""
+        loop = asyncio.get_running_loop()
+        while not changed.is_set() and loop.time() < ends_s and not self._draining.is_on:
+            if keys is not None and self._keys.current()[0] != keys:
+                return
+            try:
+                async with asyncio.timeout(min(KEYS_EVERY_S, ends_s - loop.time())):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    async def lease(self, replica: str, history: str, revision: int) -> dict[str, Any]:
+        """Extend a follower's lease, and say what it must have for it to count."""
+        self.check_is_owner()
+        now = await run_in_threadpool(self._store.feed.head)
+        self.leases.renew(replica, revision if history == now.history else -1)
+        return {
+            "lease_s": self.leases.lease_s,
+            "history": now.history,
+            "revision": now.revision,
+            "keys": self._keys.current()[0],
+        }
+
+    def blob(self, digest: str) -> Path:
+        """Return where a blob is.
+
+        Raises:
+            StoreFollows, InvalidDigest, BlobNotFound.
+        """
+        self.check_is_owner()
+        return self._store.blob_path(digest)
+
+    def _tell(self) -> None:
+        """Wake those who wait; called in the thread that made the change."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

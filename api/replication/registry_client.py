@@ -1,0 +1,150 @@
+"""Ask the registry over HTTP: changes and leases from the event loop, weights from the threads that load them."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from adapter_store.errors import BlobNotFound, OriginUnreachable, StoreUnusable
+from api.asgi.address import is_loopback
+from api.replication.headers import BLOBS
+
+CONNECT_S, ANSWER_S = 2.0, 10.0
+CHUNK_BYTES = 1 << 20
+_DENIED = frozenset({401, 403})
+
+
+class HttpOrigin:
+    """Fetch weights, and know whether the registry was reached when it was last tried. Any thread may call."""
+
+    def __init__(self, address: str, key: str | None) -> None:
+        self.address = address.rstrip("/")
+        self._client = httpx2.Client(**_options(self.address, key))
+        self._why: str | None = None
+
+    def check(self) -> None:
+        if self._why is not None:
+            raise OriginUnreachable(self._why)
+
+    def check_answer(self, status: int) -> None:
+        """Note that there was an answer, and raise what its status means, unless it is a success.
+
+        Raises:
+            StoreUnusable: the key is refused, or the server has no such route; waiting does not help.
+            OriginUnreachable: it cannot answer now.
+        """
+        if status in _DENIED:
+            raise StoreUnusable(
+                f"the registry at {self.address} refuses this server's key ({status}); give it one of scope replicate "
+                "(--registry-key, --cluster-secret)"
+            )
+        if status >= 500 or status == 429:
+            raise self.failed(f"it answers {status} now")
+        if status >= 400:
+            raise StoreUnusable(
+                f"the server at {self.address} is no registry for this version of lorasrv: it answers {status}"
+            )
+        self._why = None
+
+    def failed(self, error: object) -> OriginUnreachable:
+        """Note that the registry was not reached, and return the error that says so."""
+        self._why = f"the registry at {self.address} cannot be reached: {error or type(error).__name__}"
+        return OriginUnreachable(self._why)
+
+    @contextlib.contextmanager
+    def fetch(self, digest: str, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        headers = {"range": f"bytes={start}-"} if start else {}
+        try:
+            with self._client.stream("GET", BLOBS + digest, headers=headers) as answer:
+                if answer.status_code == 404:
+                    raise BlobNotFound(digest)
+                self.check_answer(answer.status_code)
+                length = _length(answer.headers, answer.status_code, start)
+                yield length, self._chunks(answer)
+        except httpx2.HTTPError as error:
+            raise self.failed(error) from None
+
+    def _chunks(self, answer: httpx2.Response) -> Iterator[bytes]:
+        try:
+            yield from answer.iter_raw(CHUNK_BYTES)
+        except httpx2.HTTPError as error:
+            raise self.failed(error) from None
+
+    def get(self, path: str, params: Mapping[str, Any]) -> bytes:
+        """Return the body of an answer, for the start of a server, before there is an event loop.
+
+        Raises:
+            OriginUnreachable, StoreUnusable.
+        """
+        try:
+            answer = self._client.get(path, params=dict(params))
+        except httpx2.HTTPError as error:
+            raise self.failed(error) from None
+        self.check_answer(answer.status_code)
+        return answer.content
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class RegistryClient:
+    """Ask from the event loop.
+
+    Raises (all methods):
+        OriginUnreachable, StoreUnusable.
+    """
+
+    def __init__(self, origin: HttpOrigin, key: str | None) -> None:
+        self._origin = origin
+        self._client = httpx2.AsyncClient(**_options(origin.address, key))
+
+    async def get(self, path: str, params: Mapping[str, Any], wait_s: float = 0.0) -> bytes:
+        """Return the body of an answer that may take `wait_s` to begin."""
+        timeout = httpx2.Timeout(ANSWER_S + wait_s, connect=CONNECT_S)
+        return await self._ask("GET", path, timeout, params=dict(params))
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = CONNECT_S) -> bytes:
+        """Send a JSON body, and return that of the answer."""
+        return await self._ask("POST", path, httpx2.Timeout(timeout_s), json=dict(body))
+
+    async def _ask(self, method: str, path: str, timeout: httpx2.Timeout, **what: Any) -> bytes:
+        try:
+            answer = await self._client.request(method, path, timeout=timeout, **what)
+        except httpx2.HTTPError as error:
+            raise self._origin.failed(error) from None
+        self._origin.check_answer(answer.status_code)
+        return answer.content
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _options(address: str, key: str | None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return {
+        "base_url": address,
+        "timeout": httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
+        # No proxy from the environment for an address on this machine.
+        "trust_env": not is_loopback(urlsplit(address).hostname or ""),
+        "headers": {**headers, "accept-encoding": "identity"},
+    }
+
+
+def _length(headers: Mapping[str, str], status: int, start: int) -> int:
+    """Return the length of the whole blob.
+
+    Raises:
+        OriginUnreachable: the answer is not the part that was asked for.
+    """
+    try:
+        if status == 206:
+            part, _, whole = headers["content-range"].removeprefix("bytes ").partition("/")
+            if int(part.partition("-")[0]) == start:
+                return int(whole)
+        elif not start:
+            return int(headers["content-length"])
+    except (KeyError, ValueError):
+        pass
+    raise OriginUnreachable("the registry's answer is not the part of the weights that was asked for")

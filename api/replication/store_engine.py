@@ -1,0 +1,141 @@
+"""An engine's place in a server that keeps a store and answers no prompts: a registry without an engine.
+
+What checks adapters and personas is the real one (tokenizer, chat template, grammars); everything that would compute is
+refused.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self
+
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv.config import Limits, ModelOptions
+from lorasrv.engine.output_processor import InFlightRequests
+from lorasrv.engine.watchdog import Heartbeat
+from lorasrv.errors import EngineDead, NoEngine
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_stats import RequestStats
+from lorasrv.metrics.step_stats import StepProfile, StepStats
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.checkpoint import Checkpoint
+from lorasrv.models.quantization.served import ServedWeights
+from lorasrv.outputs import AdapterTier
+from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.own_tokenizers import OwnTokenizers
+from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.disk_threads import DiskReadStats
+
+NO_WEIGHTS = "none"
+_PAGE_TOKENS = 16
+
+
+class _NoQueue:
+    """Count the tokens that wait: none."""
+
+    num_tokens = 0
+
+
+class StoreEngine:
+    """Stand for an engine. Its names are those of `AsyncEngine` that a server reads.
+
+    Args:
+        checkpoint: the base that adapters and personas are checked for.
+        max_model_len: tokens of prompt and answer together; None: as many as the base takes.
+        store: the adapters, which may have tokens of their own.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, max_model_len: int | None = None, store: AdapterStore | None = None
+    ) -> None:
+        source, spec = checkpoint.tokenizer_source(), checkpoint.spec
+        self.model_name, self.spec = checkpoint.name, spec
+        self.weights = ServedWeights(NO_WEIGHTS)
+        self.quantization = NO_WEIGHTS
+        self.is_batch_invariant = True
+        self.max_model_len = max_model_len or spec.max_position
+        self.page_size_tokens = _PAGE_TOKENS
+        self.tokenizer = Tokenizer.from_source(source)
+        self._own_tokenizers = None if store is None else OwnTokenizers(self.tokenizer, store.added_tokens.of)
+        self.chat_template = ChatTemplate.from_source(source) if source.chat_template else None
+        self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids))
+        self.metrics, self.heartbeat = EngineMetrics(EngineStats()), Heartbeat()
+        self.profile, self.step_stats = StepProfile(), StepStats()
+        self.queue_limiter = _NoQueue()
+        self.in_flight = InFlightRequests(lambda *_: None)
+        self.request_stats = self.observers = RequestStats()
+        self.is_alive = False
+        self.error: str | None = None
+
+    @classmethod
+    def build(cls, options: ModelOptions, store: AdapterStore) -> Self:
+        """Read what the checkpoint says of its tokenizer and shapes; no weights.
+
+        Raises: ModelError.
+        """
+        checkpoint = open_checkpoint(options.model, options.load_format)
+        try:
+            return cls(checkpoint, options.max_model_len, store)
+        finally:
+            checkpoint.close()
+
+    async def start(self) -> None:
+        self.is_alive = True
+
+    async def shutdown(self) -> None:
+        self.is_alive = False
+
+    def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+        self.error = why
+
+    def disk_reads(self) -> DiskReadStats:
+        return DiskReadStats()
+
+    async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
+        """Do nothing: the followers apply limits."""
+
+    async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None:
+        """Return the tokenizer of an adapter, as `AsyncEngine.own_tokenizer`."""
+        return None if self._own_tokenizers is None else await asyncio.to_thread(self._own_tokenizers.of, adapter)
+
+    async def unpin(self, adapter: AdapterKey) -> None:
+        """Do nothing: nothing is pinned."""
+
+    async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
+        """Do nothing: there are no answers."""
+
+    async def find_snapshot(self, adapter: AdapterKey | None, prefix: object, token_ids: Sequence[int]) -> None:
+        """Return that there is none."""
+
+    async def tier(self, adapter: AdapterKey) -> AdapterTier:
+        return AdapterTier.DISK
+
+    async def residents(self) -> list[tuple[AdapterKey, int]]:
+        return []
+
+    def check_admission(self, principal: str) -> None:
+        """Refuse, before any work is done for a request.
+
+        Raises: NoEngine.
+        """
+        _refuse()
+
+    async def add_choices(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse()
+
+    async def warm(self, adapter: AdapterKey, deadline_s: float) -> NoReturn:
+        _refuse()
+
+    async def pin(self, adapter: AdapterKey) -> NoReturn:
+        _refuse()
+
+    async def make_snapshot(self, *_: Any) -> NoReturn:
+        _refuse()
+
+    async def pool_map(self) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise NoEngine("this server is a registry: it keeps adapters and answers no prompts; ask a server that follows it")

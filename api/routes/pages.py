@@ -1,0 +1,187 @@
+"""Serve POST /v1/pages/offer and GET /v1/pages/{lease}: prefix pages for other servers of the cluster.
+
+Only the cluster's secret opens these routes: a hash that is found says that somebody has sent this prompt.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from adapter_store.spec import AdapterKey
+from api.asgi.json_body import JsonRoute
+from api.asgi.sse import ByteStream, run_until_disconnect
+from api.config.replication_settings import DECODE
+from api.errors import ApiError
+from api.replication.page_frames import LAYOUT, PageOffer, check_of, frames, stream_bytes
+from api.serving.services import ServicesDep
+from lorasrv.errors import LeaseEnded, PagesDiffer
+from lorasrv.outputs import PageLease
+from lorasrv.request import FixedPrefix
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.device import compute_alone
+from lorasrv.worker.kv_identity import differing
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+    from lorasrv.engine.page_lender import PageLender
+
+NUM_READERS = 2
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""The token is thrown away: a pass without one would need a way of its own through the scheduler."""
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+# Servers of one version read it, and no client.
+router = APIRouter(route_class=JsonRoute, include_in_schema=False)
+
+
+class PrefixBody(BaseModel):
+    """Hold the beginning of a prompt that is a persona's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    owner: str
+    salt: str
+    num_tokens: int
+
+
+class PromptBody(BaseModel):
+    """Hold a prompt whose pages are to be computed if they are not there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: list[int]
+    adapter: str | None
+    adapter_id: str
+    principal: str
+    salt: str
+    priority: int
+    prefix: PrefixBody | None
+
+
+class OfferBody(BaseModel):
+    """Ask for pages by their hashes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layout: int
+    # What has to be equal on both servers.
+    facts: dict[str, Any]
+    digests: Annotated[list[_Digest], Field(min_length=1)]
+    # None: only pages that are there are wanted.
+    prompt: PromptBody | None
+    # Longest time that the asking server waits.
+    wait_s: Annotated[float, Field(gt=0, le=600)]
+
+
+@router.post("/v1/pages/offer")
+async def offer_pages(request: Request, body: OfferBody, services: ServicesDep) -> PageOffer:
+    """Hold pages for a server that reads them next, for half a minute; compute them first if it gives their prompt."""
+    lender = services.engine.pages
+    check_equal(lender, body)
+    if body.prompt is not None and services.settings.role == DECODE:
+        raise ApiError(409, "this server computes no prompts for others: --role decode", code="role", param="prompt")
+    prompt = None if services.draining.is_on else body.prompt
+    lease = await run_until_disconnect(request.receive, _offer(services.engine, body, prompt))
+    pages = len(lease.pages)
+    return PageOffer(lease=lease.lease_id if pages else None, pages=pages, page_bytes=lender.page_bytes)
+
+
+@router.get("/v1/pages/{lease}")
+async def read_pages(lease: str, services: ServicesDep) -> Response:
+    """Send the pages of a lease as frames, and end it."""
+    lender = services.engine.pages
+    num_pages = lender.num_pages(lease)
+    return ByteStream(
+        _frames(lender, lease, num_pages),
+        partial(lender.end, lease),
+        {"content-type": "application/octet-stream"},
+        stream_bytes(num_pages, lender.page_bytes),
+    )
+
+
+def check_equal(lender: "PageLender", body: OfferBody) -> None:
+    """Check that the pages of both servers mean the same, to the bit.
+
+    Raises:
+        PagesDiffer: they do not; names what differs.
+    """
+    if body.layout != LAYOUT:
+        raise PagesDiffer(f"layout: this server sends pages in layout {LAYOUT}, not {body.layout}")
+    if lender.facts is None:
+        raise PagesDiffer("this server keeps no pages: its prefix cache is off")
+    if different := differing(lender.facts, body.facts):
+        raise PagesDiffer(f"pages of this server are others: {', '.join(different)} differ")
+
+
+async def _offer(engine: "AsyncEngine", body: OfferBody, prompt: PromptBody | None) -> PageLease:
+    """Lease the pages, those of `prompt` computed if they are not there."""
+    digests = [bytes.fromhex(digest) for digest in body.digests]
+    lease = await engine.pages.offer(digests)
+    if len(lease.pages) < len(digests) and prompt is not None:
+        await engine.pages.end(lease.lease_id)
+        await _compute(engine, prompt, body.wait_s)
+        lease = await engine.pages.offer(digests)
+    return lease
+
+
+async def _compute(engine: "AsyncEngine", prompt: PromptBody, wait_s: float) -> None:
+    """Compute the pages of a prompt, in turn with the other requests of its key.
+
+    Raises:
+        LorasrvError, AdapterError: as `AsyncEngine.add`.
+    """
+    own = prompt.prefix
+    stream = engine.generate(
+        prompt.token_ids,
+        _ONE_TOKEN,
+        adapter=None if prompt.adapter is None else AdapterKey(prompt.adapter),
+        adapter_id=prompt.adapter_id,
+        principal=prompt.principal,
+        cache_salt=prompt.salt,
+        prefix=None if own is None else FixedPrefix(own.owner, own.salt, own.num_tokens),
+        priority=prompt.priority,
+        timeout_s=wait_s,
+        is_for_peer=True,
+    )
+    async for _ in stream:
+        pass
+
+
+async def _frames(lender: "PageLender", lease: str, num_pages: int) -> AsyncGenerator[memoryview | bytes, None]:
+    """Yield the stream of a lease, one frame read ahead.
+
+    Raises:
+        ConnectionAbortedError: the lease has ended meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+
+    def read_next() -> "asyncio.Future[tuple[memoryview, bytes]] | None":
+        frame = next(ahead, None)
+        return None if frame is None else loop.run_in_executor(_readers(), _read, lender, lease, *frame)
+
+    ahead = frames(num_pages, lender.page_bytes)
+    reading = read_next()
+    while reading is not None:
+        try:
+            data, check = await reading
+        except LeaseEnded as error:
+            raise ConnectionAbortedError(str(error)) from None
+        reading = read_next()
+        yield data
+        yield check
+
+
+def _read(lender: "PageLender", lease: str, first: int, count: int) -> tuple[memoryview, bytes]:
+    data = lender.read(lease, first, count)
+    return data, check_of(data)
+
+
+@cache
+def _readers() -> Executor:
+    return ThreadPoolExecutor(NUM_READERS, "page-read", initializer=compute_alone)

@@ -1,0 +1,98 @@
+"""Serve /v1/registry: what servers that follow this one ask of it."""
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import FileResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.registry.feed import Position
+from api.asgi.json_body import JsonRoute
+from api.errors import ApiError
+from api.routes.adapter_stats import unusable_ledger
+from api.serving.services import ServicesDep
+from lorasrv.metrics.usage_batch import MAX_NUMBER, from_rows
+from lorasrv.metrics.usage_db import BATCH_ACCOUNTS
+
+# Servers of a cluster read it, and no client.
+router = APIRouter(route_class=JsonRoute, include_in_schema=False)
+MAX_WAIT_S = 60.0
+_History = Annotated[str, Field(pattern="^[0-9a-f]{0,32}$")]
+_Replica = Annotated[str, Field(pattern="^[0-9a-f]{8,64}$")]
+
+
+class LeaseBody(BaseModel):
+    """Hold what a follower says when it renews its lease."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replica: _Replica
+    history: _History = ""
+    # Of the names that it shows; -1: of none yet.
+    revision: Annotated[int, Field(ge=-1)] = -1
+    # Whether it ends now.
+    ends: bool = False
+
+
+class UsageBody(BaseModel):
+    """Hold a batch of a follower's ledger."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: _Replica
+    sequence: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
+    usage: Annotated[list[Any], Field(max_length=BATCH_ACCOUNTS)]
+
+
+class _Weights(FileResponse):
+    """Send a file, or a range of it, in pieces that take few turns of the event loop."""
+
+    chunk_size = 1 << 20
+
+
+@router.get("/v1/registry/changes")
+async def changes(
+    services: ServicesDep,
+    history: Annotated[_History | None, Query()] = None,
+    after: Annotated[int | None, Query(ge=0)] = None,
+    keys: Annotated[str | None, Query(max_length=32)] = None,
+    wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+) -> Response:
+    """Return the ids that changed after a revision of a history, and all keys if their digest is another one.
+
+    Waits up to `wait_s` for one of both; without a known history the ids come from the first on, in pages.
+    """
+    position = None if history is None or after is None else Position(history, after)
+    found = await services.registry.changes(position, keys, wait_s)
+    body = await run_in_threadpool(lambda: json.dumps(found, separators=(",", ":")).encode())
+    return Response(body, media_type="application/json")
+
+
+@router.get("/v1/registry/blobs/{digest}")
+async def blob(digest: str, services: ServicesDep) -> FileResponse:
+    """Return weights by their digest; `Range` continues a transfer that broke."""
+    path = await run_in_threadpool(services.registry.blob, digest)
+    return _Weights(path, media_type="application/octet-stream")
+
+
+@router.post("/v1/registry/lease")
+async def lease(body: LeaseBody, services: ServicesDep) -> dict[str, Any]:
+    """Extend a follower's lease; what it has taken over counts as acknowledged."""
+    if body.ends:
+        services.registry.leases.end(body.replica)
+        return {"lease_s": 0.0}
+    return await services.registry.lease(body.replica, body.history, body.revision)
+
+
+@router.post("/v1/registry/usage")
+async def usage(body: UsageBody, services: ServicesDep) -> dict[str, bool]:
+    """Count what a follower has counted, once however often it comes; return whether it was counted now."""
+    services.registry.check_is_owner()
+    try:
+        usages = await run_in_threadpool(from_rows, body.usage)
+    except ValueError as error:
+        raise ApiError(400, f"usage: {error}", code="invalid_value", param="usage") from None
+    with unusable_ledger():
+        return {"counted": await services.ledger.receive(body.source, body.sequence, usages)}

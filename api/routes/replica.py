@@ -1,0 +1,22 @@
+"""Serve GET /v1/replica, what an edge of this server's cluster wants to know of it."""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from api.serving.services import ServicesDep
+
+router = APIRouter()
+
+
+@router.get("/v1/replica", include_in_schema=False)
+async def show_replica(services: ServicesDep) -> dict[str, Any]:
+    """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
+    figures = services.engine.metrics.snapshot()
+    return {
+        "model": services.base_name,
+        "fingerprint": services.engine.fingerprint,
+        "step_costs": dict(figures.step_costs),
+        "requests": figures.requests_running + figures.requests_waiting + figures.requests_waiting_for_adapter,
+        "adapters": figures.adapters_resident,
+    }

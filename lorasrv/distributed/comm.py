@@ -1,0 +1,95 @@
+"""Comm: how ranks exchange tensors within a step, whatever carries them.
+
+All ranks call the same operations in the same order, so nothing is named or numbered. A rank that waits too long, or
+whose peer has gone, raises `RankLost`; the process then ends, as a step that was computed in part cannot be repeated.
+"""
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Shape = Sequence[int]
+TIMEOUT_S = 120.0
+"""Longest wait for a rank that lives but does not answer; one that does not live is noticed sooner (`pulse.py`)."""
+
+
+class RankLost(Exception):
+    """Report a rank that has gone, or does not answer."""
+
+
+class Comm(ABC):
+    """Carry tensors between the ranks of one replica. For the thread that computes steps.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to a rank that receives it. It may be changed afterwards."""
+
+    @abstractmethod
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        """Return the tensor that a rank sends."""
+
+    @abstractmethod
+    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
+        """Return the parts of all peers, in their order; each of them calls this. `shapes` are those of the parts."""
+
+    def gather_columns(self, part: Tensor, widths: Sequence[int], peers: tuple[int, ...]) -> Tensor:
+        """Return the columns of all peers side by side: [T, own width] -> [T, sum of widths]."""
+        return torch.cat(self.gather(part, [(len(part), width) for width in widths], peers), dim=1)
+
+    def gather_rows(self, part: Tensor, counts: Sequence[int], peers: tuple[int, ...]) -> Tensor:
+        """Return the rows of all peers one after another: [own count, W] -> [sum of counts, W]."""
+        return torch.cat(self.gather(part, [(count, part.shape[1]) for count in counts], peers))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the transport holds."""
+
+
+class MemoryComm(Comm):
+    """Carry tensors between threads of one process: for tests.
+
+    Args:
+        boxes: of all pairs (from, to), shared by all ranks; see `between`.
+    """
+
+    def __init__(self, rank: int, boxes: dict[tuple[int, int], "queue.SimpleQueue[Tensor]"], timeout_s: float) -> None:
+        super().__init__(rank)
+        self._boxes, self._timeout_s = boxes, timeout_s
+
+    @classmethod
+    def between(cls, count: int, timeout_s: float = TIMEOUT_S) -> list["MemoryComm"]:
+        """Return a comm for each of `count` ranks."""
+        boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+            (source, to): queue.SimpleQueue() for source in range(count) for to in range(count)
+        }
+        return [cls(rank, boxes, timeout_s) for rank in range(count)]
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        self._boxes[self.rank, to].put(tensor.clone())
+
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        try:
+            tensor = self._boxes[source, self.rank].get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise RankLost(f"rank {source} has not answered rank {self.rank} for {self._timeout_s:g} s") from None
+        fits = tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
+        assert fits, "ranks compute different passes"
+        return tensor
+
+    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
+        for peer in peers:
+            self.send(part, peer)
+        return [self.receive(shape, part.dtype, peer) for peer, shape in zip(peers, shapes, strict=True)]
+
+    def close(self) -> None:
+        """Do nothing: the boxes go with the last rank."""

@@ -1,0 +1,149 @@
+"""The executor of a partition, for rank 0's engine: every step goes to all ranks, and rank 0 samples."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adapter_store.errors import AdapterInvalid, Problem
+from lorasrv.distributed.frames import Frame
+from lorasrv.distributed.rank0 import PartitionedReplica
+from lorasrv.distributed.rank_adapters import (
+    LayoutNumbers,
+    RankPlaces,
+    SharedAdapter,
+    encode_adapter,
+    rank_layout,
+)
+from lorasrv.distributed.rank_worker import COMMIT, FILL, READ
+from lorasrv.distributed.step_frames import encode_page_op, encode_step
+from lorasrv.distributed.team import RankFailed
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import DropSwap, PageOp, SchedulerOutput, SwapIn
+from lorasrv.worker.adapter_loader import WriteAdapter
+from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.device import find_best_team
+from lorasrv.worker.executor import InProcessExecutor, StepHandle
+from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.snapshot_loader import ReadPages, WritePages
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.ops import Ops
+
+
+class PartitionedExecutor(InProcessExecutor):
+    """Compute steps in all ranks. See `Executor`.
+
+    A step that fails within the pass cannot be computed again: other ranks wait for parts that will not come.
+    """
+
+    def __init__(self, runner: ModelRunner, replica: PartitionedReplica, ops: Ops) -> None:
+        super().__init__(runner)
+        self._replica, self._exchange, self._ops = replica, replica.exchange, ops
+        self._numbers, self._places = LayoutNumbers(), RankPlaces(replica.page_bytes)
+        self._requests: dict[RequestId, int] = {}
+        self._next_request = 0
+
+    @property
+    def write_adapter(self) -> WriteAdapter:
+        return self._write_adapter
+
+    @property
+    def read_pages(self) -> ReadPages:
+        return self._read_pages
+
+    @property
+    def write_pages(self) -> WritePages:
+        return self._write_pages
+
+    @property
+    def commit_pages(self) -> Callable[[int], None]:
+        return self._commit_pages
+
+    def bind_thread(self) -> None:
+        find_best_team(self._ops, self._replica.threads)
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        step = handle.step
+        if not step.scheduled:
+            return self.runner.run(step)
+        own = self._own(step)
+        frame = encode_step(step, self._numbers.of)
+        self._exchange.is_within_pass = True
+        self._replica.team.tell(frame)
+        return self.runner.run(own)
+
+    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
+        """Do operations in all ranks, and wait for them: an adapter may arrive in pages that they free."""
+        swapped = 0
+        for op in ops:
+            swapped += self._apply(op)
+        return swapped if ops else self.runner.apply_page_ops(())
+
+    def recover(self) -> bool:
+        return not self._exchange.is_within_pass and super().recover()
+
+    def close(self) -> None:
+        self._replica.close()
+
+    def _apply(self, op: PageOp) -> int:
+        frame = encode_page_op(op, self._number_of)
+        self._replica.team.tell(frame)
+        try:
+            swapped = self.runner.apply_page_ops((op,))
+        finally:
+            # Also if this rank's part has failed: replies are taken in the order of the orders.
+            replies = self._replica.team.take_replies()
+        self._replica.team.check(replies)
+        if isinstance(op, SwapIn | DropSwap):
+            self._requests.pop(op.request_id, None)
+        return swapped
+
+    def _number_of(self, request: RequestId) -> int:
+        """Return a number for a request: its id has a label that a client chose."""
+        if request not in self._requests:
+            self._requests[request] = self._next_request
+            self._next_request += 1
+        return self._requests[request]
+
+    def _own(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return the step with the places of adapters in this rank's pool."""
+        places = {key: self._place(placed) for key, placed in step.placements.items()}
+        return replace(step, placements=places)
+
+    def _place(self, planned: PlacedAdapter) -> PlacedAdapter:
+        number = self._numbers.of(planned.layout)
+        self._places.learn(number, rank_layout(planned.layout, self._replica.spec))
+        return self._places.place(number, planned.runs)
+
+    def _write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+        """Fill an adapter's pages in all ranks; for loader threads.
+
+        Raises:
+            AdapterInvalid: a rank could not take it.
+        """
+        assert isinstance(packed, SharedAdapter)
+        number = self._numbers.of(placed.layout)
+        frames = [encode_adapter(packed, placed, number, spec) for spec in self._replica.specs[1:]]
+        try:
+            with self._replica.team.asking_bulk(frames):
+                self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
+        except RankFailed as error:
+            raise AdapterInvalid((Problem("unsupported_partition", "adapter", str(error)),)) from error
+
+    def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
+        replies = self._replica.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
+        others = [torch.from_numpy(reply.arrays[0]) for reply in replies]
+        return torch.cat([self.runner.read_pages(pages), *others], dim=1)
+
+    def _write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        sizes = [self._replica.block_bytes(rank) for rank in range(len(self._replica.specs))]
+        own, *others = torch.split(rows, sizes, dim=1)
+        places = np.array(copies, dtype=np.int64).reshape(-1, 2)
+        with self._replica.team.asking_bulk([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
+            self.runner.write_pages(own.contiguous(), copies)
+
+    def _commit_pages(self, count: int) -> None:
+        with self._replica.team.asking_bulk([Frame(COMMIT, {"count": count})] * (len(self._replica.specs) - 1)):
+            self.runner.commit_pages(count)

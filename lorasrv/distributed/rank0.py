@@ -1,0 +1,237 @@
+"""Rank 0 of a partition: starts the other ranks, and gathers what the factory needs of them."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
+from lorasrv.distributed.comm import Comm
+from lorasrv.distributed.frames import Frame
+from lorasrv.distributed.partition import Partition
+from lorasrv.distributed.pulse import PulseMonitor
+from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
+from lorasrv.distributed.rank_spec import RankSpec, pool_widths
+from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
+from lorasrv.distributed.step_frames import encode_moves
+from lorasrv.distributed.team import POOL, START, RankSockets, Team
+from lorasrv.errors import ConfigError
+from lorasrv.models.spec import ModelSpec
+from lorasrv.worker.decoder import DecoderLimits
+from lorasrv.worker.device import ENGINE_THREADS
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.formats.kv_format import KVFormat
+from sgmv_kernels.ops import Ops
+
+STOP_S = 10.0
+_DRAFTING = ("draft_model", "draft_layers", "draft_heads")
+
+
+class RankLauncher(Protocol):
+    """Start ranks; `ProcessLauncher`, or threads in tests."""
+
+    def start(self, rank: int, sockets: RankSockets) -> None:
+        """Start a rank, which gets these ends of the connections."""
+
+    def comm(self, setup: RankSetup) -> Comm:
+        """Return rank 0's comm, once all ranks make theirs."""
+
+    @property
+    def meeting(self) -> str:
+        """Return what tells the ranks where to meet."""
+
+    def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
+        """Return what watches the ranks."""
+
+    def stop(self) -> None:
+        """Wait until the ranks have ended, and free what starting them took."""
+
+
+class ProcessLauncher:
+    """Run each rank in a process of this machine."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lorasrv-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def meeting(self) -> str:
+        return str(self._folder / "meeting")
+
+    def start(self, rank: int, sockets: RankSockets) -> None:
+        del rank
+        fds = [connection.fileno() for connection in (sockets.orders, sockets.bulk, sockets.pulse)]
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "lorasrv.distributed.rank_process", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env=os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000")},
+            )
+        )
+        sockets.close()
+
+    def comm(self, setup: RankSetup) -> Comm:
+        return torch_comm(setup, self.meeting)
+
+    def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
+        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)})
+
+    def stop(self) -> None:
+        for process in self._processes:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRanks:
+    """Hold what ranks 1 and on have loaded; nothing, where there are none."""
+
+    weight_bytes: tuple[int, ...] = ()
+    fingerprints: tuple[str, ...] = ()
+    # Linears kept as the file's codes, and made from dequantized ones.
+    kept_codes: int = 0
+    remade_codes: int = 0
+
+    def join(self, own: ModelWeights) -> ModelWeights:
+        """Return rank 0's weights with the fingerprint and the counts of all ranks."""
+        if not self.fingerprints:
+            return own
+        known = hashlib.sha256("".join((repr(own.spec), own.fingerprint, *self.fingerprints)).encode())
+        kept, remade = own.kept_codes + self.kept_codes, own.remade_codes + self.remade_codes
+        return replace(own, fingerprint=known.hexdigest(), kept_codes=kept, remade_codes=remade)
+
+
+class PartitionedReplica:
+    """Hold the ranks of a partition, from their start to their end.
+
+    Args:
+        whole: the model.
+        launch: makes what starts the ranks.
+    Raises:
+        ConfigError: an option does not go with a partition, or the model cannot be divided so.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        whole: ModelSpec,
+        device: torch.device,
+        kv_format: KVFormat,
+        launch: Callable[[], RankLauncher],
+    ) -> None:
+        self.partition = Partition.of(config.partition)
+        check_options(config, self.partition, device)
+        self.specs = tuple(RankSpec.of(whole, share) for share in self.partition.shares(whole))
+        self.pool_spec = pool_widths(self.specs)
+        self._setup = RankSetup(0, self.specs, config.model, device, kv_format)
+        launcher = self._launcher = launch()
+        self._comm: Comm | None = None
+        self._exchange: RankExchange | None = None
+        ends = [RankSockets.pair() for _ in self.specs[1:]]
+        self.team = Team([own for own, _ in ends], launcher.watch([own for own, _ in ends]), launcher.stop)
+        for rank, (_, other) in enumerate(ends, 1):
+            launcher.start(rank, other)
+        for rank in range(1, len(self.specs)):
+            fields = start_fields(rank, config.partition, config.model, config.memory.kv_cache_dtype, self.threads)
+            self.team.tell_one(rank, Frame(START, fields))
+
+    @property
+    def spec(self) -> RankSpec:
+        """Return rank 0's part."""
+        return self.specs[0]
+
+    @property
+    def threads(self) -> int:
+        """Return the compute threads of each rank: those of the machine, divided."""
+        return max(1, ENGINE_THREADS // len(self.specs))
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page in one slab, the same for all ranks: those of the rank with most key heads."""
+        heads = max(spec.num_kv_heads for spec in self.specs)
+        return self._setup.kv_format.page_bytes(heads, self.spec.head_dim, PAGE_SIZE_TOKENS)
+
+    def block_bytes(self, rank: int) -> int:
+        """Return the bytes of a page in all slabs of a rank."""
+        return self.page_bytes * self.specs[rank].num_slabs
+
+    def wait_loaded(self, progress: Callable[[str, float], None]) -> LoadedRanks:
+        """Wait until the ranks have their weights.
+
+        Raises:
+            ModelError, ConfigError, NotEnoughMemory: as a rank says.
+        """
+        found = [frame.fields for frame in self.team.wait_loaded(progress)]
+        return LoadedRanks(
+            weight_bytes=tuple(fields["weight_bytes"] for fields in found),
+            fingerprints=tuple(fields["fingerprint"] for fields in found),
+            kept_codes=sum(fields["codes"][0] for fields in found),
+            remade_codes=sum(fields["codes"][1] for fields in found),
+        )
+
+    def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> RankExchange:
+        """Have the ranks make their pools like rank 0's, and meet them.
+
+        Raises:
+            ConfigError, NotEnoughMemory: as a rank says.
+        """
+        fields = {
+            "meeting": self._launcher.meeting,
+            "num_pages": memory.num_pages,
+            "page_bytes": self.page_bytes,
+            "max_model_len": limits.max_model_len,
+            "max_rows": limits.max_rows,
+            "max_samples": limits.max_samples,
+        }
+        self.team.tell(Frame(POOL, fields))
+        self._comm = self._launcher.comm(self._setup)
+        self.team.wait_ready()
+        told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731
+        self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, told)
+        return self._exchange
+
+    @property
+    def exchange(self) -> RankExchange:
+        """Return rank 0's exchange, once `open` has made it."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.team.close()
+        if self._comm is not None:
+            self._comm.close()
+
+
+def check_options(config: EngineConfig, partition: Partition, device: torch.device) -> None:
+    """Refuse what does not go with a partition.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in _DRAFTING:
+        if getattr(config.speculation, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with {partition.text}: a model that drafts runs in one "
+                "process; other drafters do go"
+            )
+    if config.model.bf16_linears != "off":
+        raise ConfigError(f"--bf16-linears {config.model.bf16_linears} does not go with {partition.text}; leave it off")
+    if device.type == "cuda" and partition.num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{partition.text} has {partition.num_ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs"
+        )

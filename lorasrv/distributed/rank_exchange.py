@@ -1,0 +1,207 @@
+"""Exchanges of ranks. Columns and stages: gather columns within a stage, pass rows on to the next one, bring logits to
+rank 0. Rows: gather keys and values of all rows, bring last states to rank 0.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorasrv.distributed.comm import Comm
+from lorasrv.distributed.partition import Span
+from lorasrv.distributed.rank_spec import RankSpec, Rows, width
+from lorasrv.scheduler_output import SlotMoves
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
+from lorasrv.worker.step_rows import StepRows
+from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.ops import Ops
+
+Told = Callable[[Sequence[SlotMoves]], None]
+
+
+DIVIDED_FROM = 64
+"""Rows of a step from which they are divided: fewer take the time in which weights are read, which every rank reads."""
+
+
+class RankExchange(Exchange):
+    """Compute one rank's part of every pass.
+
+    Args:
+        told: sends moves of keys and values to the other ranks; only rank 0 does that.
+    """
+
+    can_record = False
+
+    def __init__(self, told: Told | None) -> None:
+        self._told = told
+        # Whether this rank waits for others, or they for it: a failure then cannot be repaired.
+        self.is_within_pass = False
+
+    def ended(self) -> None:
+        self.is_within_pass = False
+
+    def slots_moved(self, moves: Sequence[SlotMoves]) -> None:
+        assert self._told is not None, "only rank 0 accepts drafts"
+        self._told(moves)
+
+
+class PartExchange(RankExchange):
+    """Compute some of the layers, or of their columns.
+
+    Args:
+        specs: of all ranks, by rank.
+        dtype: of activations.
+    """
+
+    def __init__(
+        self, comm: Comm, specs: Sequence[RankSpec], dtype: torch.dtype, device: torch.device, told: Told | None = None
+    ) -> None:
+        super().__init__(told)
+        self._comm, self._dtype, self._device = comm, dtype, device
+        own = specs[comm.rank]
+        share, self._spec = own.share, own
+        self.is_first, self.is_last = share.is_first, share.is_last
+        self._peers, self._leads = share.peers, share.column == 0
+        peers = [specs[peer] for peer in share.peers]
+        hidden = [width(peer.share.hidden) for peer in peers]
+        self._widths = {
+            SplitOutput.ATTENDED: [peer.q_width for peer in peers],
+            SplitOutput.OUT: hidden,
+            SplitOutput.GATED: [peer.intermediate_size for peer in peers],
+            SplitOutput.DOWN: hidden,
+        }
+        stages = {spec.share.stage: spec.share.peers for spec in specs}
+        self._before = stages.get(share.stage - 1, (0,))[0]
+        self._behind = stages.get(share.stage + 1, ())
+        last = [spec.share for spec in specs if spec.share.is_last]
+        # Ranks with logits, in the order of their columns, and how many.
+        self._heads = [(s.rank, width(s.vocab)) for s in sorted(last, key=lambda s: s.column)]
+
+    def arrive(self, num_rows: int) -> Tensor:
+        return self._comm.receive((num_rows, self._spec.hidden_size), self._dtype, self._before)
+
+    def columns(self, part: Tensor, place: SplitOutput) -> Tensor:
+        if len(self._peers) == 1:
+            return part
+        return self._comm.gather_columns(part, self._widths[place], self._peers)
+
+    def leave(self, x: Tensor) -> None:
+        if self._leads:
+            for rank in self._behind:
+                self._comm.send(x, rank)
+
+    def logits(self, part: Tensor | None, num_rows: int) -> Tensor:
+        nothing = empty_logits(self._spec.vocab_size, self._device)
+        if not num_rows:
+            return nothing
+        if self._comm.rank:
+            if part is not None:
+                self._comm.send(part, 0)
+            return nothing
+        parts = [
+            self._comm.receive((num_rows, columns), torch.float32, rank) if rank else part
+            for rank, columns in self._heads
+        ]
+        return torch.cat([one for one in parts if one is not None], dim=1)
+
+
+class RowExchange(RankExchange):
+    """Compute some of the rows of each step with the whole model, and keep the keys and values of all.
+
+    A row does not know its neighbours, so its bits are those of one process. Steps of few rows are computed by every
+    rank, and nothing is exchanged.
+
+    Args:
+        spec: of this rank.
+        memory: its pool.
+    """
+
+    def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, told: Told | None = None) -> None:
+        super().__init__(told)
+        self._comm, self._memory, self._ops = comm, memory, ops
+        self._peers, self._q_width = spec.share.row_peers, spec.q_width
+        # Of the next pass: the span of each rank; nothing if all compute everything.
+        self._spans: list[Span] = []
+        self._written: AttentionPlan | None = None
+        # Places, among the rows that want logits, of those of each rank.
+        self._sampled: list[Rows] = []
+
+    def divide(self, rows: StepRows) -> StepRows:
+        self._spans = spans_of(rows, len(self._peers)) if len(rows.token_ids) >= DIVIDED_FROM else []
+        if not self._spans:
+            return rows
+        self._written = self._ops.plan_attention(
+            rows.page_tables,
+            rows.query_lens.tolist(),
+            rows.kv_lens.tolist(),
+            self._memory.page_size,
+            self._memory.num_pages,
+            rows.parents,
+        )
+        places = rows.logit_rows
+        self._sampled = [np.flatnonzero((places >= first) & (places < end)) for first, end in self._spans]
+        return rows.part(*self._spans[self._comm.rank])
+
+    def all_rows(self, qkv: Tensor, own: AttentionPlan) -> tuple[Tensor, AttentionPlan]:
+        if not self._spans:
+            return qkv, own
+        assert self._written is not None
+        counts = [width(span) for span in self._spans]
+        rows = qkv.new_zeros((sum(counts), qkv.shape[1]))
+        self.own_rows(rows).copy_(qkv)
+        if qkv.shape[1] > self._q_width:
+            kv = qkv[:, self._q_width :].contiguous()
+            rows[:, self._q_width :] = self._comm.gather_rows(kv, counts, self._peers)
+        return rows, self._written
+
+    def own_rows(self, q: Tensor) -> Tensor:
+        return q[slice(*self._spans[self._comm.rank])] if self._spans else q
+
+    def has_states(self, num_own: int) -> bool:
+        if self._comm.rank:
+            return bool(self._spans) and num_own > 0
+        return any(map(len, self._sampled)) if self._spans else num_own > 0
+
+    def states(self, own: Tensor) -> Tensor:
+        if not self._spans:
+            return own
+        if self._comm.rank:
+            self._comm.send(own, 0)
+            return own[:0]
+        states = own.new_empty((sum(map(len, self._sampled)), own.shape[1]))
+        for rank, places in enumerate(self._sampled):
+            if len(places):
+                part = self._comm.receive((len(places), own.shape[1]), own.dtype, rank) if rank else own
+                states[torch.from_numpy(places)] = part
+        return states
+
+
+def spans_of(rows: StepRows, count: int) -> list[Span]:
+    """Return `count` spans of rows of about one length, none within a draft tree; nothing if trees leave none for some
+    rank.
+    """
+    total, ends = len(rows.token_ids), np.cumsum(rows.query_lens)
+    cuts = [total * i // count for i in range(count + 1)]
+    for parents, first, end in zip(rows.parents, (ends - rows.query_lens).tolist(), ends.tolist(), strict=False):
+        if parents:
+            cuts = [first if first < cut < end else cut for cut in cuts]
+    spans = list(itertools.pairwise(cuts))
+    return spans if all(map(width, spans)) else []
+
+
+def make_exchange(
+    comm: Comm,
+    specs: Sequence[RankSpec],
+    activation: torch.dtype,
+    memory: DevicePool,
+    ops: Ops,
+    told: Told | None = None,
+) -> RankExchange:
+    """Return the exchange of a rank; see `PartExchange` and `RowExchange`."""
+    own = specs[comm.rank]
+    if own.share.row_peers:
+        return RowExchange(comm, own, memory, ops, told)
+    return PartExchange(comm, specs, activation, memory.device, told)

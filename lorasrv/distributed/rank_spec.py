@@ -1,0 +1,120 @@
+"""The model of one rank: the spec that its decoder, pool and adapters are built from. Imports no torch.
+
+A rank's layers count from 0. Linears have all inputs and a part of the outputs; norms, and what follows from the hidden
+size, are whole.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lorasrv.distributed.partition import Share, Span
+from lorasrv.models.spec import ModelSpec, SiteShape
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec(ModelSpec):
+    """Describe the part of a model that a rank computes."""
+
+    whole: ModelSpec = field(kw_only=True)
+    share: Share = field(kw_only=True)
+
+    @classmethod
+    def of(cls, whole: ModelSpec, share: Share) -> "RankSpec":
+        """Return the spec of a rank."""
+        first, end = share.layers
+        heads = share.kv_heads[1] - share.kv_heads[0]
+        own = {
+            "num_layers": end - first,
+            "num_kv_heads": heads,
+            "num_heads": heads * (whole.num_heads // whole.num_kv_heads),
+            "intermediate_size": share.inner[1] - share.inner[0],
+            "windowed_layers": whole.windowed_layers[first:end],
+            "kv_source_layers": tuple(source - first for source in whole.kv_source_layers[first:end]),
+            "tied_head": whole.tied_head and share.is_first and share.is_last and len(share.peers) == 1,
+        }
+        known = {each.name: getattr(whole, each.name) for each in fields(ModelSpec)}
+        return cls(**(known | own), whole=whole, share=share)
+
+    @property
+    def query_heads(self) -> Span:
+        """Return the rank's query heads among those of the model."""
+        return _scaled(self.share.kv_heads, self.whole.num_heads // self.whole.num_kv_heads)
+
+    @property
+    def has_table_head(self) -> bool:
+        return self.whole.tied_head
+
+    @property
+    def first_layer(self) -> int:
+        return self.share.layers[0]
+
+    def alibi_slopes(self) -> tuple[float, ...]:
+        first, end = self.query_heads
+        return self.whole.alibi_slopes()[first:end]
+
+    def sites(self) -> tuple[SiteShape, ...]:
+        found = []
+        for index, site in enumerate(self.whole.sites()):
+            widths = tuple(len(self.own_outputs(index, i)) for i in range(len(site.modules)))
+            found.append(replace(site, out_features=widths))
+        return tuple(found)
+
+    def own_outputs(self, site: int, module: int) -> Rows:
+        inner, kv = self.share.inner, _scaled(self.share.kv_heads, self.head_dim)
+        q = _scaled(self.query_heads, self.head_dim)
+        shape = self.whole.sites()[site]
+        if shape.name in ("o", "down"):
+            return _rows([(0, self.share.hidden)])
+        if shape.name == "qkv":
+            spans = [(0, q), (self.whole.q_width, kv), (self.whole.q_width + self.whole.kv_width, kv)]
+        else:
+            spans = [(0, inner), (self.whole.intermediate_size, inner)][: 1 + self.gated]
+        if len(shape.modules) == 1 < len(spans) and shape.out_features[0] > spans[1][0]:
+            # A fused module has all of them.
+            return _rows(spans)
+        return _rows([(0, spans[module][1])])
+
+
+def width(span: Span) -> int:
+    """Return the number of outputs of a span."""
+    return span[1] - span[0]
+
+
+def pool_widths(specs: Sequence[RankSpec]) -> ModelSpec:
+    """Return the spec that pages are planned by: all layers, with the widest outputs of any rank.
+
+    Every rank's panels of an adapter then fit into the pages of the planned ones, in the same order.
+    """
+    first = specs[0].share
+    widest = Share(
+        first.rank,
+        stage=0,
+        column=0,
+        peers=(0,),
+        num_stages=1,
+        layers=(0, specs[0].whole.num_layers),
+        kv_heads=_widest(spec.share.kv_heads for spec in specs),
+        hidden=_widest(spec.share.hidden for spec in specs),
+        inner=_widest(spec.share.inner for spec in specs),
+        vocab=(0, specs[0].whole.vocab_size),
+    )
+    return RankSpec.of(specs[0].whole, widest)
+
+
+def _widest(spans: Iterator[Span]) -> Span:
+    return 0, max(map(width, spans))
+
+
+def _scaled(span: Span, times: int) -> Span:
+    return span[0] * times, span[1] * times
+
+
+def _rows(spans: list[tuple[int, Span]]) -> Rows:
+    """Return the indices of spans, each moved by its offset."""
+    return np.array(list(itertools.chain(*(range(at + first, at + end) for at, (first, end) in spans))), dtype=np.int64)

@@ -1,0 +1,151 @@
+"""Start a rank other than 0: load its part of the weights, make its part of the pool, serve."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lorasrv.config import PAGE_SIZE_TOKENS, ModelOptions, PartitionOptions
+from lorasrv.distributed.comm import Comm
+from lorasrv.distributed.frames import Frame, Link
+from lorasrv.distributed.part_checkpoint import PartCheckpoint
+from lorasrv.distributed.partition import Partition
+from lorasrv.distributed.rank_exchange import make_exchange
+from lorasrv.distributed.rank_spec import RankSpec
+from lorasrv.distributed.rank_worker import RankParts, RankWorker
+from lorasrv.distributed.team import DONE, LOADED, PROGRESS, RankSockets, failure
+from lorasrv.distributed.torch_comm import TorchComm
+from lorasrv.errors import LorasrvError, ModelError, NotEnoughMemory
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.worker.base_format import choose_format, make_ops
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device import activation_dtype, resolve_device
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.weights import ModelWeights, load_weights
+from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
+from sgmv_kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """Hold what a rank is told before it loads."""
+
+    rank: int
+    specs: tuple[RankSpec, ...]
+    model: ModelOptions
+    device: torch.device
+    kv_format: KVFormat
+
+    @property
+    def spec(self) -> RankSpec:
+        """Return the rank's own."""
+        return self.specs[self.rank]
+
+
+MakeComm = Callable[[RankSetup, str], Comm]
+"""Make a rank's comm; the text says where the ranks meet."""
+
+
+def torch_comm(setup: RankSetup, meeting: str) -> Comm:
+    """Return the comm of a process."""
+    shares = [spec.share for spec in setup.specs]
+    groups = sorted({peers for share in shares for peers in (share.peers, share.row_peers) if len(peers) > 1})
+    return TorchComm(setup.rank, len(setup.specs), setup.device, Path(meeting), groups)
+
+
+def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
+    """Do rank 0's orders until it says to stop; return whether the rank could start.
+
+    Raises:
+        Exception: a step failed, or rank 0 has gone.
+    """
+    orders, bulk = Link(sockets.orders), Link(sockets.bulk)
+    loaded = _load(orders)
+    if loaded is None:
+        return False
+    setup, weights, ops = loaded
+    pool = orders.receive()
+    comm = make_comm(setup, pool.fields["meeting"])
+    worker = RankWorker(_parts(setup, weights, ops, comm, pool.fields))
+    loader = threading.Thread(target=worker.serve_bulk, args=(bulk,), name=f"rank-{setup.rank}-bulk", daemon=True)
+    loader.start()
+    orders.send(Frame(DONE))
+    try:
+        worker.serve(orders)
+    finally:
+        bulk.close()
+        loader.join()
+        comm.close()
+    return True
+
+
+def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv: str, threads: int) -> dict[str, Any]:
+    """Return what `RankSetup` is made of, as plain data."""
+    options = {name: getattr(model, name) for name in ModelOptions.__dataclass_fields__}
+    file = model.quantized_weights
+    return {
+        "rank": rank,
+        "partition": {name: getattr(partition, name) for name in PartitionOptions.__dataclass_fields__},
+        "model": options | {"quantized_weights": None if file is None else str(file)},
+        "kv_cache_dtype": kv,
+        "threads": threads,
+    }
+
+
+def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops] | None:
+    """Load the rank's part, and tell rank 0 how that goes; None if it failed."""
+    fields = orders.receive().fields
+    torch.set_num_threads(fields["threads"])
+    try:
+        file = fields["model"]["quantized_weights"]
+        options = ModelOptions(**fields["model"] | {"quantized_weights": None if file is None else Path(file)})
+        device = resolve_device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(fields["rank"])
+        checkpoint = open_checkpoint(options.model, options.load_format, options.quantized_weights)
+        try:
+            whole, dtype = checkpoint.spec, getattr(torch, options.dtype)
+            shares = Partition.of(PartitionOptions(**fields["partition"])).shares(whole)
+            specs = tuple(RankSpec.of(whole, share) for share in shares)
+            kv_format = get_kv_format(fields["kv_cache_dtype"], options.dtype)
+            setup = RankSetup(fields["rank"], specs, options, device, kv_format)
+            ops = make_ops(options, whole, device)
+            ops.warm_up(dtype, kv_format, lambda what, done: None)
+            fmt = choose_format(options, checkpoint, ops)
+
+            def progress(what: str, done: float) -> None:
+                orders.send(Frame(PROGRESS, {"what": what, "done": done}))
+
+            part = PartCheckpoint(checkpoint, setup.spec)
+            weights = load_weights(part, fmt, dtype, progress=progress, device=device)
+        finally:
+            checkpoint.close()
+    except (LorasrvError, MemoryError) as error:
+        kinds = {ModelError: "model", NotEnoughMemory: "memory", MemoryError: "memory"}
+        kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
+        orders.send(failure(error, kind))
+        return None
+    facts = {"weight_bytes": weights.nbytes, "fingerprint": weights.fingerprint}
+    orders.send(Frame(LOADED, facts | {"codes": [weights.kept_codes, weights.remade_codes]}))
+    return setup, weights, ops
+
+
+def _parts(setup: RankSetup, weights: ModelWeights, ops: Ops, comm: Comm, pool: Mapping[str, Any]) -> RankParts:
+    """Make the rank's pool and decoder."""
+    dtype = getattr(torch, setup.model.dtype)
+    activation = activation_dtype(setup.device, dtype)
+    memory = DevicePool(
+        setup.spec,
+        pool["num_pages"],
+        PAGE_SIZE_TOKENS,
+        setup.kv_format,
+        setup.device,
+        page_bytes=pool["page_bytes"],
+    )
+    limits = DecoderLimits(pool["max_model_len"], pool["max_rows"], pool["max_samples"], dtype, activation)
+    exchange = make_exchange(comm, setup.specs, activation, memory, ops)
+    decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
+    return RankParts(setup.spec, weights, memory, decoder, dtype, ops, exchange)

@@ -1,0 +1,113 @@
+"""The worker of a rank other than 0: does the orders of rank 0, one after another, and fills adapters' pages beside."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lorasrv.distributed.frames import Frame, Link, LinkClosed
+from lorasrv.distributed.rank_adapters import WRITE, RankPlaces, decode_layout, decode_runs, decode_weights
+from lorasrv.distributed.rank_spec import RankSpec
+from lorasrv.distributed.step_frames import PAGES, SLOTS, STEP, decode_moves, decode_page_op, decode_step
+from lorasrv.distributed.team import DONE, STOP, failure
+from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.decoder import Decoder
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.exchange import Exchange
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.ops import Ops
+
+_LOG = logging.getLogger(__name__)
+READ, FILL, COMMIT = "read", "fill", "commit"
+"""Read pages, fill pages, and have memory given to pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """Hold what a rank computes with."""
+
+    spec: RankSpec
+    weights: ModelWeights
+    memory: DevicePool
+    decoder: Decoder
+    adapter_dtype: torch.dtype
+    ops: Ops
+    exchange: Exchange
+
+
+class RankWorker:
+    """Serve rank 0. `serve` and `serve_bulk` each have a thread of their own."""
+
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
+        self._places = RankPlaces(parts.memory.page_bytes)
+
+    def serve(self, orders: Link) -> None:
+        """Do orders until rank 0 says to stop.
+
+        Raises:
+            Exception: a step could not be computed, or rank 0 has gone; nothing can be repaired then.
+        """
+        asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read}
+        told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
+        while (frame := orders.receive()).kind != STOP:
+            if frame.kind in told:
+                told[frame.kind](frame)
+            else:
+                orders.send(_done(asked[frame.kind], frame))
+
+    def serve_bulk(self, bulk: Link) -> None:
+        """Fill pages until the link ends."""
+        work: dict[str, Callable[[Frame], Frame]] = {WRITE: self._write, FILL: self._fill, COMMIT: self._commit}
+        try:
+            while True:
+                frame = bulk.receive()
+                bulk.send(_done(work[frame.kind], frame))
+        except LinkClosed:
+            pass  # rank 0 has ended, which `serve` notices, too
+
+    def _compute(self, frame: Frame) -> None:
+        step = decode_step(frame, self._places.place)
+        parts = self._parts
+        batch = build_batch(step, parts.memory, parts.adapter_dtype, parts.ops, exchange=parts.exchange)
+        parts.decoder.forward(batch)
+
+    def _move(self, frame: Frame) -> None:
+        self._parts.memory.copy_slots(decode_moves(frame), self._parts.ops)
+
+    def _apply(self, frame: Frame) -> Frame:
+        self._parts.memory.apply((decode_page_op(frame),))
+        return Frame(DONE)
+
+    def _read(self, frame: Frame) -> Frame:
+        return Frame(DONE, {}, [self._parts.memory.read_pages(frame.arrays[0].tolist()).numpy()])
+
+    def _fill(self, frame: Frame) -> Frame:
+        rows, copies = frame.arrays
+        self._parts.memory.write_pages(torch.from_numpy(rows), [(row, page) for row, page in copies.tolist()])
+        return Frame(DONE)
+
+    def _commit(self, frame: Frame) -> Frame:
+        self._parts.memory.commit(frame.fields["count"])
+        return Frame(DONE)
+
+    def _write(self, frame: Frame) -> Frame:
+        parts = self._parts
+        layout = decode_layout(frame, parts.spec)
+        placed = self._places.make(layout, decode_runs(frame))
+        packed = pack_adapter(parts.weights, layout, decode_weights(frame), parts.adapter_dtype)
+        parts.memory.write_adapter(packed, placed)
+        self._places.learn(frame.fields["number"], layout)
+        return Frame(DONE)
+
+
+def _done(work: Callable[[Frame], Frame], frame: Frame) -> Frame:
+    """Do what a frame asks for, and return the reply."""
+    try:
+        return work(frame)
+    except Exception as error:
+        # Rank 0 tells the requests that need it; the rank goes on.
+        _LOG.exception("an order of rank 0 (%s) failed", frame.kind)
+        return failure(error)

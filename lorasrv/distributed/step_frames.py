@@ -1,0 +1,170 @@
+"""Steps as frames: what a rank needs to build the same batch as rank 0. Numbers only: no text and no histories.
+
+An adapter in a step is the number of its layout and the runs of pages that hold it; its panels follow from both.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from adapter_store.spec import AdapterKey
+from lorasrv.distributed.frames import Array, Frame
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import (
+    NO_DRAFTS,
+    AdapterOrders,
+    CopyPages,
+    DropSwap,
+    PageCopy,
+    PageOp,
+    PlannedDrafts,
+    ProbeTree,
+    ScheduledRequest,
+    SchedulerOutput,
+    SlotMoves,
+    SwapIn,
+    SwapOut,
+)
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
+
+STEP, PAGES, SLOTS = "step", "pages", "slots"
+_NO_ADAPTER = -1
+_DEFAULTS = SamplingParams()
+Places = Callable[[int, tuple[Run, ...]], PlacedAdapter]
+"""Return where an adapter lies, from the number of its layout and its runs of pages."""
+
+
+def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]) -> Frame:
+    """Return a step whose tokens are all known.
+
+    Args:
+        number_of: gives layouts the numbers by which the ranks know them.
+    """
+    shares = sorted(step.scheduled, key=lambda share: share.adapter_key or "")
+    keys = sorted({share.adapter_key for share in shares if share.adapter_key is not None})
+    index: dict[AdapterKey | None, int] = {key: i for i, key in enumerate(keys)} | {None: _NO_ADAPTER}
+    placed = [step.placements[key] for key in keys]
+    facts = [
+        (
+            *(len(share.token_ids), len(share.page_table), share.start, index[share.adapter_key], share.samples),
+            *(share.prompt_rows.start, share.prompt_rows.stop),
+            *(len(share.drafts.token_ids), len(share.drafts.parents), len(share.drafts.probes.token_ids)),
+        )
+        for share in shares
+    ]
+    parents = [parent for s in shares for parent in (*s.drafts.parents, *s.drafts.probes.parents)]
+    arrays = (
+        np.array(facts, dtype=np.int64).reshape(len(shares), -1),
+        np.array([token for share in shares for token in share.token_ids], dtype=np.int64),
+        np.array([page for share in shares for page in share.page_table], dtype=np.int32),
+        np.array(parents, dtype=np.int32),
+        np.array([(number_of(place.layout), len(place.runs)) for place in placed], dtype=np.int64).reshape(-1, 2),
+        np.array([run for place in placed for run in place.runs], dtype=np.int64).reshape(-1, 2),
+    )
+    return Frame(STEP, {}, arrays)
+
+
+def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
+    """Return a step with what a forward pass needs; adapters have keys that sort as those of rank 0."""
+    facts, tokens, pages, parents, adapters, runs = frame.arrays
+    keys = [AdapterKey(f"{i:08}") for i in range(len(adapters))]
+    of_adapters = _split(runs, adapters[:, 1].tolist())
+    placements = {
+        key: place(number, tuple((int(first), int(count)) for first, count in own.tolist()))
+        for key, number, own in zip(keys, adapters[:, 0].tolist(), of_adapters, strict=True)
+    }
+    lengths = facts.T.tolist()
+    num_parents = [own + probes for own, probes in zip(lengths[8], lengths[9], strict=True)]
+    shares = [
+        _share(known, own_tokens.tolist(), own_pages.tolist(), own_parents.tolist(), keys)
+        for known, own_tokens, own_pages, own_parents in zip(
+            facts.tolist(),
+            _split(tokens, lengths[0]),
+            _split(pages, lengths[1]),
+            _split(parents, num_parents),
+            strict=True,
+        )
+    ]
+    return SchedulerOutput(tuple(shares), placements, (), AdapterOrders(), 0)
+
+
+def _share(
+    facts: Sequence[int], tokens: Sequence[int], pages: Sequence[int], parents: Sequence[int], keys: list[AdapterKey]
+) -> ScheduledRequest:
+    _, _, start, adapter, samples, asked, asked_end, num_drafts, num_parents, num_probes = facts
+    drafts, known = NO_DRAFTS, len(tokens) - num_drafts - num_probes
+    if num_drafts or num_probes:
+        probes = ProbeTree(tuple(tokens[known + num_drafts :]), tuple(parents[num_parents:]))
+        drafts = PlannedDrafts(
+            tuple(tokens[known : known + num_drafts]), parents=tuple(parents[:num_parents]), probes=probes
+        )
+    return ScheduledRequest(
+        request_id=RequestId(""),
+        token_ids=tuple(tokens),
+        start=start,
+        page_table=tuple(pages),
+        adapter_key=None if adapter == _NO_ADAPTER else keys[adapter],
+        samples=bool(samples),
+        sampling=_DEFAULTS,
+        num_generated=0,
+        prompt_rows=range(asked, asked_end),
+        drafts=drafts,
+    )
+
+
+def encode_page_op(op: PageOp, number_of: Callable[[RequestId], int]) -> Frame:
+    """Return a page operation; requests get numbers."""
+    match op:
+        case CopyPages():
+            return Frame(PAGES, {"op": "copy"}, [np.array(op.copies, dtype=np.int64).reshape(-1, 2)])
+        case SwapOut() | SwapIn():
+            name = "out" if isinstance(op, SwapOut) else "in"
+            return Frame(PAGES, {"op": name, "request": number_of(op.request_id)}, [np.array(op.pages, dtype=np.int64)])
+        case DropSwap():
+            return Frame(PAGES, {"op": "drop", "request": number_of(op.request_id)})
+
+
+def decode_page_op(frame: Frame) -> PageOp:
+    """Return the operation of a frame."""
+    kind, request = frame.fields["op"], RequestId(str(frame.fields.get("request", "")))
+    if kind == "copy":
+        return CopyPages(tuple(PageCopy(source, target) for source, target in frame.arrays[0].tolist()))
+    if kind == "drop":
+        return DropSwap(request)
+    pages = tuple(frame.arrays[0].tolist())
+    return SwapOut(request, pages) if kind == "out" else SwapIn(request, pages)
+
+
+def encode_moves(moves: Sequence[SlotMoves]) -> Frame:
+    """Return moves of keys and values of sequences."""
+    sizes = [(len(move.page_table), len(move.sources)) for move in moves]
+    return Frame(
+        SLOTS,
+        {},
+        [
+            np.array(sizes, dtype=np.int64).reshape(-1, 2),
+            _ints(page for move in moves for page in move.page_table),
+            _ints(slot for move in moves for slot in move.sources),
+            _ints(slot for move in moves for slot in move.targets),
+        ],
+    )
+
+
+def decode_moves(frame: Frame) -> list[SlotMoves]:
+    """Return the moves of a frame."""
+    sizes, tables, sources, targets = frame.arrays
+    lengths, counts = sizes[:, 0].tolist(), sizes[:, 1].tolist()
+    split = zip(_split(tables, lengths), _split(sources, counts), _split(targets, counts), strict=True)
+    return [SlotMoves(*(tuple(part.tolist()) for part in parts)) for parts in split]
+
+
+def _ints(values: Iterable[int]) -> Array:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _split(array: Array, lengths: Sequence[int]) -> list[Any]:
+    """Return parts of these lengths of an array, one after another."""
+    return [array[first:end] for first, end in pairwise([0, *accumulate(lengths)])]

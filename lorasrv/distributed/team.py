@@ -1,0 +1,175 @@
+"""Team: rank 0's links to the other ranks of its replica."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lorasrv.distributed.frames import Frame, Link, LinkClosed
+from lorasrv.distributed.pulse import PulseMonitor
+from lorasrv.errors import ConfigError, LorasrvError, ModelError, NotEnoughMemory
+
+START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
+_KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, "memory": NotEnoughMemory}
+
+
+class RankFailed(Exception):
+    """Report that a rank could not do what was asked; it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSockets:
+    """Hold one end of the connections between rank 0 and another rank."""
+
+    # Orders of the engine's thread, in their order; of loader threads, beside steps; and signs of life.
+    orders: socket.socket
+    bulk: socket.socket
+    pulse: socket.socket
+
+    @classmethod
+    def pair(cls) -> "tuple[RankSockets, RankSockets]":
+        """Return both ends."""
+        pairs = [socket.socketpair() for _ in range(3)]
+        return cls(*(pair[0] for pair in pairs)), cls(*(pair[1] for pair in pairs))
+
+    def close(self) -> None:
+        """Close all."""
+        for connection in (self.orders, self.bulk, self.pulse):
+            connection.close()
+
+
+class Team:
+    """Speak to the other ranks. Methods with `bulk` are for loader threads, the others for the thread of the engine.
+
+    Args:
+        sockets: this process's ends, of ranks 1 and on.
+        monitor: watches them.
+        stop: waits until the ranks have ended.
+    """
+
+    def __init__(self, sockets: Sequence[RankSockets], monitor: PulseMonitor, stop: Callable[[], None]) -> None:
+        self._sockets = sockets
+        self._orders = [Link(one.orders) for one in sockets]
+        self._bulk = [Link(one.bulk) for one in sockets]
+        self._bulk_lock = threading.Lock()
+        self._monitor, self._stop = monitor, stop
+        self._is_closed = False
+
+    def tell(self, frame: Frame) -> None:
+        """Send an order to all ranks, which do not reply.
+
+        Raises:
+            LinkClosed: a rank has gone.
+        """
+        for link in self._orders:
+            link.send(frame)
+
+    def tell_one(self, rank: int, frame: Frame) -> None:
+        """Send an order to one rank, which does not reply."""
+        self._orders[rank - 1].send(frame)
+
+    def ask(self, frame: Frame) -> list[Frame]:
+        """Send an order to all ranks, and return their replies.
+
+        Raises:
+            RankFailed: one could not do it.
+            LinkClosed: a rank has gone.
+        """
+        self.tell(frame)
+        replies = self.take_replies()
+        self.check(replies)
+        return replies
+
+    def take_replies(self) -> list[Frame]:
+        """Return the replies to an order that was told.
+
+        Raises:
+            LinkClosed: a rank has gone.
+        """
+        return [link.receive() for link in self._orders]
+
+    @staticmethod
+    def check(replies: Sequence[Frame]) -> None:
+        """Raise what a rank replies to an order that it could not do.
+
+        Raises:
+            RankFailed: one could not.
+        """
+        failed = [frame.fields["message"] for frame in replies if frame.kind == FAILED]
+        if failed:
+            raise RankFailed(failed[0])
+
+    @contextlib.contextmanager
+    def asking_bulk(self, frames: Sequence[Frame]) -> Iterator[None]:
+        """Send each rank its frame, let the caller do its own part meanwhile, and wait for the replies.
+
+        Raises:
+            RankFailed: one could not do it.
+            LinkClosed: a rank has gone.
+        """
+        with self._bulk_lock:
+            for link, frame in zip(self._bulk, frames, strict=True):
+                link.send(frame)
+            try:
+                yield
+            finally:
+                replies = [link.receive() for link in self._bulk]
+            self.check(replies)
+
+    def wait_loaded(self, progress: Callable[[str, float], None]) -> list[Frame]:
+        """Wait until every rank has its weights, and return what each reports.
+
+        Raises:
+            ModelError, ConfigError, NotEnoughMemory: as the rank says.
+        """
+        loaded = []
+        for rank, link in enumerate(self._orders, 1):
+            frame = _received(rank, link)
+            while frame.kind == PROGRESS:
+                progress(f"rank {rank}: {frame.fields['what']}", frame.fields["done"])
+                frame = _received(rank, link)
+            _raise_failure(rank, frame)
+            loaded.append(frame)
+        return loaded
+
+    def wait_ready(self) -> None:
+        """Wait until the ranks have their pools, and serve.
+
+        Raises:
+            ModelError, ConfigError, NotEnoughMemory: as the rank says.
+        """
+        for rank, link in enumerate(self._orders, 1):
+            _raise_failure(rank, _received(rank, link))
+        self._monitor.loaded()
+
+    def close(self) -> None:
+        """Have the ranks end, and wait for them."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._monitor.close()
+        with contextlib.suppress(LinkClosed):
+            self.tell(Frame(STOP))
+        self._stop()
+        for link in (*self._orders, *self._bulk):
+            link.close()
+        for one in self._sockets:
+            one.close()
+
+
+def _received(rank: int, link: Link) -> Frame:
+    try:
+        return link.receive()
+    except LinkClosed as error:
+        raise ConfigError(f"rank {rank} has ended while it was starting; its own lines on stderr say why") from error
+
+
+def _raise_failure(rank: int, frame: Frame) -> None:
+    if frame.kind == FAILED:
+        raise _KINDS[frame.fields["error"]](f"rank {rank}: {frame.fields['message']}")
+
+
+def failure(error: Exception, kind: str = "config") -> Frame:
+    """Return what tells rank 0 that an order failed."""
+    return Frame(FAILED, {"error": kind, "message": f"{error or type(error).__name__}"})

@@ -1,0 +1,87 @@
+"""Comm over torch.distributed: gloo between processes on CPUs, NCCL between GPUs."""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from lorasrv.distributed.comm import TIMEOUT_S, Comm, RankLost, Shape
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The only network that ranks of one machine need; without it gloo listens where the host's name leads."""
+
+
+class TorchComm(Comm):
+    """Carry tensors between processes of one machine. Makes the one default group that torch has in a process.
+
+    Args:
+        device: of the tensors.
+        meeting: a file in a private folder at which the ranks find each other; all give the same.
+        groups: ranks that gather among themselves; all ranks give the same, in the same order.
+    Raises:
+        RankLost: not all ranks came.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        meeting: Path,
+        groups: Sequence[tuple[int, ...]],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        super().__init__(rank)
+        self._device = device
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        timeout = timedelta(seconds=timeout_s)
+        with _told():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=FileStore(str(meeting), num_ranks),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timeout,
+            )
+            self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        with _told():
+            dist.send(tensor.contiguous(), to)
+
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        with _told():
+            dist.recv(tensor, source)
+        return tensor
+
+    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
+        sizes = [math.prod(shape) for shape in shapes]
+        # All parts must be of one size: shorter ones are padded.
+        own = part.new_empty(max(sizes))
+        own[: part.numel()] = part.reshape(-1)
+        parts = [torch.empty_like(own) for _ in peers]
+        with _told():
+            dist.all_gather(parts, own, group=self._groups[peers])
+        return [got[:size].view(tuple(shape)) for got, size, shape in zip(parts, sizes, shapes, strict=True)]
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Turn the errors of a transport into `RankLost`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(f"exchanging tensors with other ranks failed: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,1 @@
+"""Many simulated servers (`planner`) behind routers: placements, failures, one storage, prefill and decode apart."""

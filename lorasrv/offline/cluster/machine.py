@@ -1,0 +1,81 @@
+"""Routers and machines of a simulated cluster, and the places that requests have there."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.planner.sim_replica import SimReplica
+from lorasrv.offline.planner.sim_traffic import SimulatedRequest
+from lorasrv.placement.placement import Ask, Placement, Sent
+from lorasrv.placement.work import WorkEstimator
+
+
+@dataclass(eq=False)
+class Router:
+    """Place requests, and prompts if machines of their own compute them."""
+
+    number: int
+    answers: Placement
+    prompts: Placement
+    work: WorkEstimator
+    # Seconds to read a byte of an adapter, which placements may weigh.
+    read_byte_s: float
+
+    def ask(self, request: TraceRequest, prompt_tokens: int, adapter_bytes: int) -> Ask:
+        """Return what a request asks for, at a machine that computes so many tokens of its prompt."""
+        work_s = self.work.work_s(request.adapter, prompt_tokens)
+        return Ask(request.adapter, work_s, load_s=adapter_bytes * self.read_byte_s)
+
+    def prompt_ask(self, request: TraceRequest) -> Ask:
+        """Return what it asks for at a machine that computes its prompt alone."""
+        return Ask(request.adapter, request.prompt_tokens * self.work.rates.prompt_token_s)
+
+
+@dataclass(eq=False)
+class Place:
+    """Hold a request's place at a machine, from when it is sent there until it is over."""
+
+    outcome: SimulatedRequest
+    machine: "SimMachine"
+    router: Router
+    # The one of the router's that chose the machine.
+    placement: Placement
+    sent: Sent
+    # Of a prompt that is computed for another machine: the request's place there. And the reverse, meanwhile.
+    answer: "Place | None" = None
+    prompt: "Place | None" = None
+    is_open: bool = True
+
+
+@dataclass(eq=False)
+class SimMachine:
+    """A server, what it was given, and what of that is not over."""
+
+    name: str
+    # Its place among all machines that there were.
+    number: int
+    replica: SimReplica
+    # Whether it computes prompts for others.
+    is_prefill: bool = False
+    given: list[SimulatedRequest] = field(default_factory=list)
+    # By the request's number, the first that was sent first.
+    places: dict[int, Place] = field(default_factory=dict)
+    # Microseconds of work that is not over, by router.
+    work_us: Counter[int] = field(default_factory=Counter)
+    # Number of its newest entry in the heap of times; older entries are void.
+    entry: int = 0
+    is_gone: bool = False
+    # When its link is free.
+    link_s: float = 0.0
+
+    def open(self, place: Place) -> None:
+        """Count a request that was sent here."""
+        self.places[place.outcome.number] = place
+        self.work_us[place.router.number] += place.sent.work_us
+
+    def close(self, place: Place) -> None:
+        """Take a request that is over off the accounts of its router and of this machine."""
+        del self.places[place.outcome.number]
+        place.is_open = False
+        place.placement.ended(place.sent)
+        self.work_us[place.router.number] -= place.sent.work_us

@@ -1,0 +1,95 @@
+"""Exchange: what a decoder needs of the processes that compute other parts of the same pass. Here: of nobody.
+
+`lorasrv.distributed` has the exchanges of a partition. A pass calls in this order: `divide`, `arrive` or nothing, in
+each layer `all_rows`, `own_rows`, and `columns` after each part; then `states` and `logits`, or `leave`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lorasrv.scheduler_output import SlotMoves
+from lorasrv.worker.step_rows import StepRows
+from sgmv_kernels.backend import AttentionPlan
+
+
+class SplitOutput(Enum):
+    """Name the outputs that ranks may have parts of."""
+
+    ATTENDED = auto()
+    OUT = auto()
+    GATED = auto()
+    DOWN = auto()
+
+
+class Exchange:
+    """Compute everything alone: the exchange of a process that has the whole model."""
+
+    # Whether this process embeds tokens, and whether it computes logits.
+    is_first = True
+    is_last = True
+    # Whether passes may be recorded: no, where they wait for others in between.
+    can_record = True
+
+    def divide(self, rows: StepRows) -> StepRows:
+        """Return the rows of the next pass that this process computes."""
+        return rows
+
+    def all_rows(self, qkv: Tensor, own: AttentionPlan) -> tuple[Tensor, AttentionPlan]:
+        """Return the rows [T, Q + 2 K] whose keys and values this process keeps, and their tables.
+
+        Args:
+            qkv: [own rows, Q + 2 K]; Q columns of rows of other processes may be anything.
+            own: tables of these rows.
+        """
+        return qkv, own
+
+    def own_rows(self, q: Tensor) -> Tensor:
+        """Return those of all rows that this process computes."""
+        return q
+
+    def arrive(self, num_rows: int) -> Tensor:
+        """Return the rows [T, H] as the layers before this process's have left them."""
+        raise AssertionError("no process computes layers before these")
+
+    def columns(self, part: Tensor, place: SplitOutput) -> Tensor:
+        """Return all columns of an output, of which this process has computed a part: [T, own] -> [T, all]."""
+        del place
+        return part
+
+    def has_states(self, num_own: int) -> bool:
+        """Return whether this process gives or gets states, if it has so many rows that want logits."""
+        return num_own > 0
+
+    def states(self, own: Tensor) -> Tensor:
+        """Return the normed last hidden states [S, H] of all rows that want logits, in a process that computes logits
+        of them; in others none.
+        """
+        return own
+
+    def logits(self, part: Tensor | None, num_rows: int) -> Tensor:
+        """Return all logits [S, V] fp32, in the process that samples; in others, anything.
+
+        Args:
+            part: [S, own] of this process; None if it computes none.
+        """
+        del num_rows
+        assert part is not None
+        return part
+
+    def leave(self, x: Tensor) -> None:
+        """Hand rows [T, H] to the process with the next layers."""
+        raise AssertionError("no process computes layers behind these")
+
+    def ended(self) -> None:
+        """Note that this process's part of a pass is done."""
+
+    def slots_moved(self, moves: Sequence[SlotMoves]) -> None:
+        """Tell the others that keys and values of the last pass have moved to other slots."""
+
+
+def empty_logits(vocab_size: int, device: torch.device) -> Tensor:
+    """Return the logits of a pass that samples nothing."""
+    return torch.empty((0, vocab_size), dtype=torch.float32, device=device)

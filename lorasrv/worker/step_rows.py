@@ -1,0 +1,158 @@
+"""Step rows: which rows a step has, on the host, before they become tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lorasrv.kv_policy import HOLE
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents, depths_of
+from sgmv_kernels.metadata.segments import BASE, Int32
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Hold the T rows of a step's B sequences on the host, those of one adapter together.
+
+    A request's rows are one sequence, under a policy several: each of its sequences consists of the rows that see the
+    same pages, and of these pages only.
+    """
+
+    scheduled: list[ScheduledRequest]
+    # In the order of their segments.
+    adapters: list[PlacedAdapter]
+    # [T].
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    # [T], index into `adapters`, or `BASE`.
+    row_adapters: Int32
+    # [B].
+    query_lens: npt.NDArray[np.int64]
+    kv_lens: npt.NDArray[np.int64]
+    # [B, most pages].
+    page_tables: Int32
+    # [S], see `ForwardBatch`.
+    logit_rows: npt.NDArray[np.int64]
+    # The draft tree of each sequence; nothing if there are only chains.
+    parents: list[Parents]
+    # [B], last rows of each sequence that are observed.
+    num_observed: Int32
+
+    @property
+    def pending(self) -> list[tuple[int, RequestId]]:
+        """Return the rows whose token is pending, and their requests."""
+        owners = [share.request_id for share in self.scheduled if share.is_pending]
+        return list(zip(np.flatnonzero(self.token_ids == PENDING).tolist(), owners, strict=True))
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> "StepRows":
+        """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
+        scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
+        keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
+        index = {key: i for i, key in enumerate(keys)}
+        lens = np.array([len(s.token_ids) for s in scheduled])
+        starts = np.array([s.start for s in scheduled])
+        firsts = np.cumsum(lens) - lens
+        samples = np.array([s.samples for s in scheduled])
+        asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
+        positions = np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens)
+        for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
+            if parents := share.slot_parents:
+                positions[end - len(parents) : end] = _tree_positions(share)
+        owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
+        seen = [sequence for share in scheduled for sequence in _sequences(share)]
+        trees = [sequence.parents for sequence in seen]
+        return cls(
+            scheduled=scheduled,
+            adapters=[step.placements[key] for key in keys],
+            token_ids=np.array([t for s in scheduled for t in s.token_ids]),
+            positions=positions,
+            row_adapters=np.repeat(np.array(owners, dtype=np.int32), lens),
+            query_lens=np.array([sequence.num_rows for sequence in seen]),
+            kv_lens=np.array([sequence.num_keys for sequence in seen]),
+            page_tables=_page_tables([sequence.pages for sequence in seen]),
+            logit_rows=np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked]),
+            parents=trees if any(trees) else [],
+            num_observed=np.array([sequence.num_observed for sequence in seen], dtype=np.int32),
+        )
+
+    def part(self, first: int, end: int) -> "StepRows":
+        """Return some of the rows, not none, with all of `scheduled` and `adapters`; no policies over keys.
+
+        A sequence that is cut goes on in another part, as one that is computed in chunks does.
+        """
+        ends = np.cumsum(self.query_lens)
+        starts = ends - self.query_lens
+        those = np.flatnonzero((starts < end) & (ends > first))
+        cut = np.maximum(ends[those] - end, 0)
+        kept = self.logit_rows[(self.logit_rows >= first) & (self.logit_rows < end)]
+        return replace(
+            self,
+            token_ids=self.token_ids[first:end],
+            positions=self.positions[first:end],
+            row_adapters=self.row_adapters[first:end],
+            query_lens=np.minimum(ends[those], end) - np.maximum(starts[those], first),
+            kv_lens=self.kv_lens[those] - cut,
+            page_tables=self.page_tables[those],
+            logit_rows=kept - first,
+            parents=[self.parents[i] for i in those] if self.parents else [],
+            num_observed=self.num_observed[those],
+        )
+
+
+def _tree_positions(share: ScheduledRequest) -> list[int]:
+    """Return the position of each guessed token of a tree."""
+    parents = share.slot_parents
+    assert len(parents) == share.num_guessed_tokens <= MAX_SLOTS, f"{len(parents)} parents of {share.request_id}"
+    assert all(ROOT <= parent < slot for slot, parent in enumerate(parents)), f"a parent is behind its child: {parents}"
+    last = share.start + share.num_known_tokens - 1
+    return [last + depth for depth in depths_of(parents)]
+
+
+def _logit_rows(
+    scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Return the rows [S] whose logits predict next tokens, those of a sequence together; `ends` is the row behind
+    each sequence."""
+    if not any(s.num_guessed_tokens for s in scheduled):
+        return (ends - 1)[samples]
+    rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(scheduled, ends.tolist(), strict=True)]
+    return np.concatenate(rows)
+
+
+class _Sequence(NamedTuple):
+    """Rows that see the same pages: the last `num_rows` of the `num_keys` tokens in `pages`."""
+
+    num_rows: int
+    num_keys: int
+    pages: Sequence[int]
+    parents: Parents = ()
+    num_observed: int = 0
+
+
+def _sequences(share: ScheduledRequest) -> list[_Sequence]:
+    """Return a share's rows as sequences."""
+    end, policy = share.start + len(share.token_ids), share.kv_policy
+    if policy is None:
+        return [_Sequence(len(share.token_ids), end, share.page_table, share.slot_parents)]
+    assert not share.slot_parents, f"rows of {share.request_id} may see different pages, but are a tree"
+    sequences = []
+    for first, last in policy.pieces(share.start, end):
+        hole, table = policy.hole(first), share.page_table[: -(-last // policy.page_size)]
+        pages = [page for place, page in enumerate(table) if page != HOLE and place not in hole]
+        sequences.append(
+            _Sequence(last - first, last - (len(table) - len(pages)) * policy.page_size, pages, (), share.num_observed)
+        )
+    return sequences
+
+
+def _page_tables(pages: Sequence[Sequence[int]]) -> Int32:
+    tables = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, of_sequence in zip(tables, pages, strict=True):
+        row[: len(of_sequence)] = of_sequence
+    return tables

@@ -1,0 +1,65 @@
+"""Own rows of the vocabulary: one gather an adapter for the embedding; for the head, products that are shrinks.
+
+Blocks of rows, the layers of their layout, take turns in the slabs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.formats.adapter_panels import PANEL_RANKS, RowTokens
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+
+Shrink = Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
+
+
+def own_embeddings_torch_(
+    x: Tensor, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
+) -> None:
+    """See `ops.Ops.own_embeddings_`."""
+    tables, device, width = plan.tables, ids.device, x.shape[1]
+    numbers = slabs.view(-1).view(plan.dtype)
+    permutation, panels = (torch.from_numpy(own).to(device) for own in (tables.permutation, tables.panels))
+    columns = torch.arange(width, device=device)
+    for s, (begin, end) in enumerate(tables.bounds.tolist()):
+        known = torch.from_numpy(tokens[s].tokens[site]).to(device)
+        if not len(known):
+            continue
+        rows = permutation[begin:end]
+        own = ids[rows]
+        at = torch.searchsorted(known, own).clamp_(max=len(known) - 1)
+        block, inside = at // tokens[s].widths[site], at % tokens[s].widths[site]
+        firsts = torch.from_numpy(tables.records[:, site, s, 0].copy()).to(device)
+        offsets = panels[firsts[block] + 1 + inside // PANEL_RANKS].long() * (ALIGNMENT_BYTES // plan.dtype.itemsize)
+        offsets += inside % PANEL_RANKS * width + block % len(slabs) * (slabs.shape[1] // plan.dtype.itemsize)
+        found = numbers[offsets[:, None] + columns].to(x.dtype)
+        x[rows] = torch.where((known[at] == own)[:, None], found, x[rows])
+
+
+def own_logits_(
+    logits: Tensor,
+    states: Tensor,
+    slabs: Tensor,
+    plan: SgmvPlan,
+    site: int,
+    tokens: Sequence[RowTokens],
+    shrink: Shrink,
+) -> None:
+    """See `ops.Ops.own_logits_`."""
+    tables, device = plan.tables, logits.device
+    bounds = tables.bounds.tolist()
+    parts: list[list[Tensor]] = [[] for _ in bounds]
+    for layer in range(len(tables.records)):
+        if not tables.max_rank(layer, site):
+            continue
+        v = shrink(states, slabs[layer % len(slabs)], plan, layer, site).sum(0)
+        for s, (begin, end) in enumerate(bounds):
+            if count := len(tokens[s].block(site, layer)):
+                parts[s].append(v[begin:end, :count])
+    permutation = torch.from_numpy(tables.permutation).to(device)
+    for s, (begin, end) in enumerate(bounds):
+        if parts[s]:
+            known = torch.from_numpy(tokens[s].tokens[site]).to(device)
+            logits[permutation[begin:end, None], known] = torch.cat(parts[s], dim=1).to(logits.dtype)

@@ -1,0 +1,233 @@
+"""A follower shows what the owner shows, and nothing else; `test_store_machine.py` has it follow at random."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from following import NearOrigin, catch_up, shown
+from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, build, put
+
+from adapter_store.errors import AdapterNotFound, OriginUnreachable, StoreFollows, StoreUnusable
+from adapter_store.registry.feed import FeedPage
+from adapter_store.registry.records import Change
+from adapter_store.spec import BaseShapes
+from adapter_store.store import AdapterStore
+
+
+@pytest.fixture
+def origin(store: AdapterStore) -> NearOrigin:
+    return NearOrigin(lambda: store)
+
+
+@pytest.fixture
+def follower(origin: NearOrigin, tmp_path: Path) -> Iterator[AdapterStore]:
+    with AdapterStore(tmp_path / "follower", BASE, max_lora_rank=16, origin=origin) as opened:
+        yield opened
+
+
+def test_all_of_a_version_travels(store: AdapterStore, follower: AdapterStore) -> None:
+    add(store, "mia")
+    config = build.config(target_modules=["q_proj", "v_proj", "o_proj"])
+    persona = json.dumps({"system": "be brief"})
+    digest = put(store, build.file(seed=1))
+    store.register("mia", config, digest, principal="ann", allow_partial=True, defaults=persona, alias="prod")
+    store.register_defaults("words", persona, principal="bob")
+    store.change("mia", Change(aliases={"next": {1: 0.25, 2: 0.75}}, limits={"max_running": 2}))
+    store.version_history.record_verdict(store.resolve("mia@1"), {"verdict": "exact"})
+    assert catch_up(follower, store) == {"mia", "words"}
+    assert shown(follower) == shown(store)
+    assert follower.limits("mia") == {"max_running": 2}
+    assert follower.load(follower.resolve("mia").key).spec.weights_digest == digest
+    assert catch_up(follower, store) == set()
+
+
+def test_tokens_of_its_own_travel(tmp_path: Path) -> None:
+    """They are known before the weights are there; the tokenizer that named them is not asked for."""
+    with AdapterStore(tmp_path / "owner", RESIZABLE) as owner:
+        origin = NearOrigin(lambda: owner)
+        with AdapterStore(tmp_path / "follower", RESIZABLE, origin=origin) as follower:
+            key = add_with_tokens(owner, "moods").ref.key
+            add(owner, "plain")
+            catch_up(follower, owner)
+            assert follower.added_tokens.of(key) == OWN_TOKENS
+            assert follower.added_tokens.of(follower.resolve("plain").key) == ()
+            assert not origin.fetched
+            spec = follower.load(key).spec
+            assert (spec.vocab_size, spec.added_tokens) == (11, OWN_TOKENS)
+            with pytest.raises(StoreFollows):
+                follower.added_tokens.read_upload("0" * 64, 9)
+            owner.delete("moods")
+            catch_up(follower, owner)
+            with pytest.raises(AdapterNotFound):
+                follower.added_tokens.of(key)
+
+
+def test_names_of_a_long_feed_change_at_once(store: AdapterStore, follower: AdapterStore) -> None:
+    """A page in the middle holds states that never were together: `b` of now beside `a` of before."""
+    for name in ("a", "b", "c"):
+        add(store, name)
+    catch_up(follower, store)
+    before = dict(follower.records())
+    add(store, "b", 1)
+    store.delete("c")
+    add(store, "a", 1)
+    for left in (True, True, False):
+        page = store.feed.changes(follower.feed.position(), 1)
+        follower.follow(page)
+        assert page.is_last is not left
+        assert (dict(follower.records()) == before) is left
+    assert shown(follower) == shown(store)
+
+
+def test_a_restored_backup_is_followed_from_the_beginning(tmp_path: Path) -> None:
+    """Of what came after the backup, nothing stays, though revisions are counted anew."""
+    root, backup = tmp_path / "store", tmp_path / "backup"
+    with AdapterStore(root, BASE) as store:
+        add(store, "old")
+    shutil.copytree(root, backup)
+    with AdapterStore(root, BASE) as store:
+        origin = NearOrigin(lambda: store)
+        with AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+            add(store, "lost")
+            catch_up(follower, store)
+    shutil.rmtree(root)
+    shutil.copytree(backup, root)
+    for number in (1, 2):
+        with AdapterStore(root, BASE) as store, AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+            add(store, f"new{number}", number)
+            page = store.feed.changes(follower.feed.position())
+            assert page.is_first is (number == 1)
+            catch_up(follower, store, 1)
+            assert "lost" not in shown(follower)
+            assert shown(follower) == shown(store)
+
+
+def test_a_crash_between_pages_of_a_new_beginning(tmp_path: Path, store: AdapterStore) -> None:
+    with AdapterStore(tmp_path / "other", BASE) as other:
+        origin = NearOrigin(lambda: other)
+        for number in range(3):
+            add(other, f"other{number}", number)
+        with AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+            catch_up(follower, other)
+    for number in range(3):
+        add(store, f"mia{number}", number)
+    origin.of = lambda: store
+    for _ in range(2):
+        with AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+            assert follower.feed.revision == -1
+            follower.follow(store.feed.changes(follower.feed.position(), 1))
+    with AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+        catch_up(follower, store, 1)
+        assert shown(follower) == shown(store)
+
+
+def test_a_held_content_outlives_its_deletion_at_the_owner(store: AdapterStore, follower: AdapterStore) -> None:
+    ref = add(store, "mia").ref
+    catch_up(follower, store)
+    hold = follower.hold(ref.key)
+    follower.load(ref.key)
+    store.delete("mia")
+    catch_up(follower, store)
+    with pytest.raises(AdapterNotFound):
+        follower.resolve("mia")
+    assert follower.load(ref.key).spec.key == ref.key
+    del hold
+    follower.collect()
+    with pytest.raises(AdapterNotFound):
+        follower.hold(ref.key)
+
+
+def test_changes_are_refused(store: AdapterStore, follower: AdapterStore, origin: NearOrigin) -> None:
+    ref = add(store, "mia").ref
+    catch_up(follower, store)
+    attempts = (
+        lambda: follower.open_blob("0" * 64, 10),
+        lambda: follower.register("mia", build.config(), "0" * 64),
+        lambda: follower.register_defaults("mia", "{}"),
+        lambda: follower.change("mia", Change(version=1)),
+        lambda: follower.delete("mia"),
+        lambda: follower.version_history.record_verdict(ref, {}),
+    )
+    for attempt in attempts:
+        with pytest.raises(StoreFollows, match=r"registry\.test:8000; send changes there"):
+            attempt()
+    origin.is_reachable = False
+    for attempt in attempts:
+        with pytest.raises(OriginUnreachable):
+            attempt()
+    assert follower.list_adapters() == store.list_adapters()
+
+
+def test_owners_and_followers_keep_to_their_folders(tmp_path: Path, store: AdapterStore, origin: NearOrigin) -> None:
+    """A follower drops what its registry does not have: opened as one, a store would be emptied."""
+    with AdapterStore(tmp_path / "own", BASE) as own:
+        add(own, "mia")
+    with pytest.raises(StoreUnusable, match="holds adapters of its own"):
+        AdapterStore(tmp_path / "own", BASE, origin=origin)
+    AdapterStore(tmp_path / "follower", BASE, origin=origin).close()
+    with pytest.raises(StoreUnusable, match="cache of a server that follows"):
+        AdapterStore(tmp_path / "follower", BASE)
+    with AdapterStore(tmp_path / "own", BASE) as own:
+        assert own.resolve("mia").version == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "sample", "reserved", "why"),
+    [
+        (BaseShapes("llama", 3, BASE.modules), (), "", "for a base of shapes"),
+        (BASE, (1.0, 2.0), "", "other weights"),
+        (BASE, (), "mia", "named 'mia'"),
+    ],
+)
+def test_a_registry_of_another_base_is_refused(
+    base: BaseShapes, sample: tuple[float, ...], reserved: str, why: str, tmp_path: Path
+) -> None:
+    with AdapterStore(tmp_path / "store", BASE, base_sample=(1.0, 1.0)) as store:
+        add(store, "mia")
+        names = frozenset({reserved}) - {""}
+        root = tmp_path / "follower"
+        with AdapterStore(
+            root, base, base_sample=sample, reserved_ids=names, origin=NearOrigin(lambda: store)
+        ) as follower:
+            with pytest.raises(StoreUnusable, match=why):
+                catch_up(follower, store)
+            assert follower.list_adapters() == []
+
+
+def test_a_page_of_another_layout_is_refused(store: AdapterStore) -> None:
+    page = store.feed.changes(None).to_dict()
+    with pytest.raises(StoreUnusable, match="layout 99"):
+        FeedPage.from_dict(page | {"layout": 99})
+    for broken in ({}, page | {"ids": [1]}, page | {"rows": {}}, page | {"position": None}):
+        with pytest.raises(StoreUnusable):
+            FeedPage.from_dict(broken)
+
+
+def test_a_page_that_fails_changes_nothing(store: AdapterStore, follower: AdapterStore) -> None:
+    add(store, "mia")
+    catch_up(follower, store)
+    before = shown(follower), follower.feed.position()
+    add(store, "zoe")
+    page = store.feed.changes(follower.feed.position()).to_dict()
+    page["rows"]["aliases"] = [["zoe", "prod", 9, 1.0]]
+    with pytest.raises(StoreUnusable):
+        follower.follow(FeedPage.from_dict(page))
+    assert (shown(follower), follower.feed.position()) == before
+
+
+def test_listeners_hear_of_every_change_once_it_is_durable(store: AdapterStore) -> None:
+    heard: list[int] = []
+    with closing(sqlite3.connect(store.root / "index.sqlite3")) as other:
+        query = "SELECT max(revision) FROM last_versions"
+        stop = store.feed.listen(lambda: heard.append(other.execute(query).fetchone()[0]))
+        add(store, "mia")
+        store.change("mia", Change(limits={"weight": 2.0}))
+        store.version_history.record_verdict(store.resolve("mia"), {})
+        store.delete("mia")
+        stop()
+        add(store, "mia")
+    assert heard == [1, 2, 3, 4]

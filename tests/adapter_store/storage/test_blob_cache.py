@@ -1,0 +1,246 @@
+"""Weights of a follower: whole and verified or not there, continued after breaks, the oldest evicted, held ones not."""
+
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from following import NearOrigin, catch_up
+from store_kit import BASE, add, blobs
+
+from adapter_store.errors import AdapterCorrupt, CacheFull, OriginUnreachable, StoreFull
+from adapter_store.quota import StoreQuota
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+
+
+@pytest.fixture
+def origin(store: AdapterStore) -> NearOrigin:
+    return NearOrigin(lambda: store)
+
+
+@pytest.fixture
+def open_follower(
+    tmp_path: Path, origin: NearOrigin, store: AdapterStore
+) -> Iterator[Callable[[int | None], AdapterStore]]:
+    opened: list[AdapterStore] = []
+
+    def start(max_bytes: int | None = None) -> AdapterStore:
+        for one in opened:
+            one.close()
+        quota = StoreQuota(store_bytes=max_bytes)
+        opened.append(AdapterStore(tmp_path / "follower", BASE, max_lora_rank=16, quota=quota, origin=origin))
+        catch_up(opened[-1], store)
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def digest_of(store: AdapterStore, key: AdapterKey) -> str:
+    return store.spec(key).weights_digest
+
+
+def test_weights_come_once_and_are_there_after_a_restart(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    follower = open_follower()
+    assert blobs(follower) == {}
+    for _ in range(2):
+        assert follower.load(mia[0]).spec == store.load(mia[0]).spec
+    open_follower().load(mia[0])
+    assert origin.fetched == [(digest_of(store, mia[0]), 0)]
+
+
+def test_a_connection_that_breaks_is_continued(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    origin.breaks = [1000, 1000, 1000, 2000, 2000]
+    open_follower().load(mia[0])
+    assert [start for _, start in origin.fetched] == [0, 1000, 1000, 1000, 2000, 2000]
+
+
+def test_one_that_brings_nothing_more_fails(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    follower = open_follower()
+    origin.breaks = [1000] * 4
+    with pytest.raises(OriginUnreachable):
+        follower.load(mia[0])
+    assert (len(origin.fetched), blobs(follower)) == (4, {})
+    assert list((follower.root / "tmp").iterdir()) == []
+    assert follower.quarantined() == frozenset()
+    follower.load(mia[0])
+
+
+def test_a_blob_damaged_on_the_way_is_fetched_again(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    follower = open_follower()
+    origin.flips = [3000]
+    assert follower.load(mia[0]).spec == store.load(mia[0]).spec
+    origin.flips = [3000, 3000]
+    with pytest.raises(AdapterCorrupt, match="come damaged from the registry"):
+        follower.load(mia[1])
+    assert len(blobs(follower)) == 1
+    assert follower.quarantined() == {mia[1]}
+    # The same file, uploaded once more at the registry, is tried again.
+    add(store, "mia", 1)
+    catch_up(follower, store)
+    follower.load(mia[1])
+
+
+def test_a_copy_damaged_on_this_disk_is_fetched_again(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    follower = open_follower()
+    follower.load(mia[0])
+    path = follower._blobs.path(digest_of(store, mia[0]))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    follower.load(mia[0])
+    assert len(origin.fetched) == 2
+    assert follower.quarantined() == frozenset()
+
+
+def test_many_threads_fetch_a_blob_once(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    follower, failures = open_follower(), list[Exception]()
+
+    def load(key: AdapterKey) -> None:
+        try:
+            follower.load(key)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load, args=(key,)) for key in mia * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sorted(start for _, start in origin.fetched) == [0, 0, 0]
+
+
+def test_the_least_recently_opened_go_first_and_held_ones_stay(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    size = max(path.stat().st_size for path in blobs(store).values())
+    follower = open_follower(2 * size)
+    digests = [digest_of(store, key) for key in mia]
+    hold = follower.hold(mia[0])
+    for number, key in enumerate(mia[:2]):
+        follower.load(key)
+        os.utime(follower._blobs.path(digests[number]), (number, number))
+    follower.load(mia[2])
+    assert set(blobs(follower)) == {digests[0], digests[2]}
+    also = follower.hold(mia[2])
+    with pytest.raises(CacheFull, match=f"{2 * size} bytes are kept"):
+        follower.load(mia[1])
+    assert set(blobs(follower)) == {digests[0], digests[2]}
+    del hold, also
+    os.utime(follower._blobs.path(digests[0]), (5, 5))
+    # Opened last although it came first.
+    follower.load(mia[0])
+    os.utime(follower._blobs.path(digests[2]), (6, 6))
+    follower.load(mia[1])
+    assert set(blobs(follower)) == {digests[0], digests[1]}
+
+
+def test_a_full_disk_is_no_end(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = open_follower()
+    with monkeypatch.context() as patch:
+        patch.setattr("adapter_store.storage.blob_cache.BlobUpload.write", _full)
+        with pytest.raises(CacheFull, match="no room on this replica's disk"):
+            follower.load(mia[0])
+    assert blobs(follower) == {}
+    follower.load(mia[0])
+
+
+def _full(*_: object) -> None:
+    raise StoreFull("no room")
+
+
+def test_a_registry_that_is_away(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    """What was fetched is served on, names too; the rest says why not."""
+    follower = open_follower()
+    follower.load(mia[0])
+    origin.is_reachable = False
+    follower.load(mia[0])
+    assert follower.resolve("mia").key == mia[2]
+    with pytest.raises(OriginUnreachable):
+        follower.load(mia[2])
+    origin.is_reachable = True
+    follower.load(mia[2])
+
+
+def test_weights_that_the_registry_lost(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    follower = open_follower()
+    os.unlink(store._blobs.path(digest_of(store, mia[0])))
+    with pytest.raises(AdapterCorrupt, match="are gone; upload the same file again"):
+        follower.load(mia[0])
+
+
+class Killed(BaseException):
+    """End the process, as far as the code can tell: nothing catches it."""
+
+
+class Kill:
+    """Let a number of calls that change the disk pass, and none after them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        for name in ("open", "write", "fsync", "replace", "unlink"):
+            patch.setattr(os, name, partial(self._call, getattr(os, name)))
+
+    def _call(self, real: Callable[..., object], *arguments: object, **options: object) -> object:
+        if self.left is not None:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+        return real(*arguments, **options)
+
+
+def test_a_kill_at_any_change_of_the_disk(
+    mia: list[AdapterKey],
+    open_follower: Callable[..., AdapterStore],
+    store: AdapterStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While one blob is evicted and another comes: the next server has whole blobs only, and fetches the others."""
+    size = max(path.stat().st_size for path in blobs(store).values())
+    kill = Kill(monkeypatch)
+    for point in itertools.count():
+        follower = open_follower(2 * size)
+        for path in blobs(follower).values():
+            path.unlink()
+        follower.load(mia[0])
+        follower.load(mia[1])
+        kill.left = point
+        try:
+            follower.load(mia[2])
+            break
+        except Killed:
+            pass
+        finally:
+            kill.left = None
+        reopened = open_follower(2 * size)
+        assert list((reopened.root / "tmp").iterdir()) == []
+        for digest, path in blobs(reopened).items():
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+        for key in mia:
+            assert reopened.load(key).spec.key == key
+    assert point > 8

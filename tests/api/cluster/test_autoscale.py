@@ -1,0 +1,75 @@
+"""The number of replicas that work and adapters need, and how Ray Serve's figures become loads."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from api.cluster.autoscale import ADAPTER_SHARE, FIGURES, BacklogPolicy, replicas_for
+from api.cluster.load import ReplicaLoad
+from lorasrv.metrics.engine_stats import EngineStats
+
+POOL = 1000
+
+
+def load(seconds: float, adapter_bytes: int = 0) -> ReplicaLoad:
+    return ReplicaLoad(1, seconds, adapter_bytes, POOL)
+
+
+@pytest.mark.parametrize(
+    ("loads", "wanted"),
+    [
+        ([], 1),
+        ([load(0.0)], 1),
+        ([load(2.0)], 1),
+        ([load(2.1)], 2),
+        ([load(2.0), load(2.0)], 2),
+        ([load(9.0), load(0.5)], 5),
+        # Adapters in use of all replicas must find room, even where there is little work.
+        ([load(0.1, 450), load(0.1, 400)], 2),
+        ([load(0.1, 500), load(0.1, 501)], 3),
+    ],
+)
+def test_work_and_adapters_decide(loads: list[ReplicaLoad], wanted: int) -> None:
+    assert replicas_for(loads, target_s=2.0) == wanted
+
+
+def test_adapters_in_use_always_fit() -> None:
+    for used in range(0, 5 * POOL, 37):
+        number = replicas_for([load(0.0, used)], 2.0)
+        assert used <= number * ADAPTER_SHARE * POOL
+        assert number == 1 or used > (number - 1) * ADAPTER_SHARE * POOL
+
+
+def test_the_policy_reads_what_replicas_record() -> None:
+    figures = {"a": load(5.0), "b": load(2.0)}
+    by_name = {name: {one: float(getattr(it, name)) for one, it in figures.items()} for name in FIGURES}
+    # A replica that has told only some of its figures is left out.
+    by_name["requests"]["c"] = 9.0
+    context = SimpleNamespace(aggregated_metrics=by_name, target_num_replicas=2)
+    assert BacklogPolicy(2.0)(context) == (4, {})
+
+
+@pytest.mark.parametrize("metrics", [None, {}, {"requests": {"a": 1.0}}])
+def test_without_figures_nothing_changes(metrics: object) -> None:
+    assert BacklogPolicy(2.0)(SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=3)) == (3, {})
+
+
+def test_load_of_an_engine() -> None:
+    stats = EngineStats(
+        requests_running=4,
+        requests_waiting=1,
+        requests_waiting_for_adapter=2,
+        requests_arrived_total=10,
+        prompt_tokens_total=1000,
+        generated_tokens_total=150,
+        requests_finished_total={"stop": 2, "length": 1},
+        pages_total=100,
+        pages_adapters=30,
+        pages_adapters_idle=10,
+        pool_bytes=6400,
+        step_costs={"step": 0.016, "token": 0.001, "request": 0.002},
+    )
+    found = ReplicaLoad.of(stats)
+    # 100 tokens of a prompt, 50 of an answer; half of each running request is over.
+    each = 100 * 0.001 + 50 * (0.001 + 0.002 + 0.016 / 16)
+    assert found == ReplicaLoad(7, pytest.approx((3 + 4 / 2) * each), 20 * 64, 6400)

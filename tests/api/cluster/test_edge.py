@@ -1,0 +1,402 @@
+"""The edge in front of replicas that die, hang and refuse at every place: what the client gets, and who was asked."""
+
+import json
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_replicas import Dies, Seen, edge_of, fake_replica
+from raw_client import RawClient, json_request
+from server import eventually
+
+CHAT, TGI = "/v1/chat/completions", "/generate"
+EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+def cluster() -> Any:
+    """Three replicas, asked in their order, a registry, and the edge."""
+    with ExitStack() as opened:
+        replicas = [opened.enter_context(fake_replica(answering(f"r{number}"))) for number in range(3)]
+        registry = opened.enter_context(fake_replica(answering("registry")))
+        edge = opened.enter_context(edge_of([one.url for one in replicas], registry.url))
+        yield SimpleNamespace(replicas=replicas, registry=registry, **vars(edge))
+
+
+def answering(name: str) -> Any:
+    return lambda seen: seen.answer(json.dumps({"by": name}).encode(), 200, "content-type: application/json")
+
+
+def ask(cluster: Any, path: str = CHAT, **fields: Any) -> Any:
+    return cluster.http.post(path, json={"model": "mia", **fields})
+
+
+def num_seen(cluster: Any) -> list[int]:
+    return [len(one.seen) for one in cluster.replicas]
+
+
+def dies(seen: Seen) -> None:
+    raise Dies
+
+
+def dies_behind_head(seen: Seen) -> None:
+    seen.begin_stream()
+    raise Dies
+
+
+def dies_in_whole_answer(seen: Seen) -> None:
+    seen.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+    raise Dies
+
+
+def speaks_nonsense(seen: Seen) -> None:
+    seen.send(b"hello\r\n\r\n")
+    raise Dies
+
+
+def has_no_length(seen: Seen) -> None:
+    """Its end would be that of the connection: a short answer would look whole."""
+    seen.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+    raise Dies
+
+
+UNBEGUN = [dies, dies_behind_head, dies_in_whole_answer, speaks_nonsense, has_no_length]
+
+
+@pytest.mark.parametrize("fault", UNBEGUN)
+def test_what_has_not_begun_is_answered_by_the_next(cluster: Any, fault: Any) -> None:
+    cluster.replicas[0].answer = fault
+    assert ask(cluster).json() == {"by": "r1"}
+    assert num_seen(cluster) == [1, 1, 0]
+    # The one that failed comes last for a moment: no second request has to find out.
+    assert ask(cluster).json() == {"by": "r1"}
+    assert num_seen(cluster) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("path", "status"), [(CHAT, 502), (TGI, 502)])
+def test_after_two_retries_it_is_told(cluster: Any, path: str, status: int) -> None:
+    for replica in cluster.replicas:
+        replica.answer = dies_in_whole_answer
+    answer = ask(cluster, path)
+    assert answer.status_code == status
+    assert "replica that answered is gone" in answer.text
+    if path == CHAT:
+        assert answer.json()["error"]["code"] == "replica_lost"
+    assert answer.headers["retry-after"] == "1"
+    assert num_seen(cluster) == [1, 1, 1]
+
+
+def test_replicas_that_refuse_connections_leave_the_request_unseen() -> None:
+    with fake_replica() as one:
+        pass
+    with edge_of([one.url] * 3) as edge:
+        answer = ask(edge)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
+        assert answer.headers["retry-after"] == "1"
+
+
+def test_without_any_replica_it_says_so(cluster: Any) -> None:
+    cluster.chooser.set_addresses([])
+    answer = ask(cluster)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate_stream"])
+@pytest.mark.parametrize("cut", [b"", b'data: {"choices":[{"del'])
+def test_a_stream_that_breaks_ends_with_an_error_behind_whole_events(cluster: Any, path: str, cut: bytes) -> None:
+    def breaks(seen: Seen) -> None:
+        seen.begin_stream()
+        seen.chunk(EVENT)
+        if cut:
+            seen.chunk(cut)
+        raise Dies
+
+    cluster.replicas[0].answer = breaks
+    answer = ask(cluster, path, stream=True)
+    events = answer.content.split(b"\n\n")
+    assert events.pop(0) + b"\n\n" == EVENT
+    error = json.loads(events.pop(0).removeprefix(b"data: "))
+    if path == CHAT:
+        assert error["error"]["code"] == "replica_lost"
+        assert events == [b"data: [DONE]", b""]
+    else:
+        assert error["error_type"] == "generation"
+        assert events == [b""]
+    assert num_seen(cluster) == [1, 0, 0]
+    assert cluster.edge.stats.lost == 1
+
+
+def test_a_long_answer_that_breaks_is_cut_and_not_ended(cluster: Any) -> None:
+    """A client must not take the part for the whole."""
+
+    def breaks(seen: Seen) -> None:
+        seen.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"x" * 70_000)
+        raise Dies
+
+    cluster.replicas[0].answer = breaks
+    with RawClient(cluster.port) as client:
+        got = client.send(json_request(CHAT, model="mia")).read()
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"content-length: 100000" in head
+    assert 0 < len(body) <= 70_000
+
+
+def full(retry_after_s: int, status: int = 429, *headers: str) -> Any:
+    body = json.dumps({"error": {"code": "server_overloaded", "wait": retry_after_s}}).encode()
+    return lambda seen: seen.answer(body, status, f"retry-after: {retry_after_s}", *headers)
+
+
+def test_a_full_replica_is_passed_over_once(cluster: Any) -> None:
+    cluster.replicas[0].answer = full(7)
+    assert ask(cluster).json() == {"by": "r1"}
+    # It is full, not broken: it stays the first of its keys.
+    assert ask(cluster).json() == {"by": "r1"}
+    assert num_seen(cluster) == [2, 2, 0]
+
+
+@pytest.mark.parametrize(("first", "second"), [(7, 3), (3, 7)])
+def test_of_two_full_replicas_the_shorter_wait_is_told(cluster: Any, first: int, second: int) -> None:
+    cluster.replicas[0].answer, cluster.replicas[1].answer = full(first), full(second)
+    answer = ask(cluster)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["wait"] == 3
+    assert num_seen(cluster) == [1, 1, 0]
+
+
+def test_a_draining_replica_sends_its_requests_on(cluster: Any) -> None:
+    cluster.replicas[0].answer = full(5, 503, "connection: close")
+    assert ask(cluster).json() == {"by": "r1"}
+
+
+def test_a_refusal_that_is_the_answer_is_passed_on(cluster: Any) -> None:
+    cluster.replicas[0].answer = full(5, 503)
+    assert ask(cluster, on_cold="reject").status_code == 503
+    assert num_seen(cluster) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_client_that_leaves_takes_its_request_along(cluster: Any, when: str) -> None:
+    gone = threading.Event()
+
+    def hangs(seen: Seen) -> None:
+        if when == "behind":
+            seen.begin_stream()
+            seen.chunk(EVENT)
+        seen.wait_until_gone()
+        gone.set()
+
+    cluster.replicas[0].answer = hangs
+    with RawClient(cluster.port) as client:
+        client.send(json_request(CHAT, model="mia", stream=True))
+        if when == "behind":
+            client.read_until(b"content")
+        eventually(lambda: num_seen(cluster)[0])
+    assert gone.wait(10)
+    assert num_seen(cluster) == [1, 0, 0]
+    eventually(lambda: set(cluster.chooser.placement.loads_s().values()) == {0.0})
+
+
+def test_a_hung_replica_is_waited_for_until_it_is_killed(cluster: Any) -> None:
+    killed = threading.Event()
+
+    def hangs(seen: Seen) -> None:
+        killed.wait(20)
+        raise Dies
+
+    cluster.replicas[0].answer = hangs
+    waiting = threading.Thread(target=lambda: results.append(ask(cluster).json()))
+    results: list[Any] = []
+    waiting.start()
+    eventually(lambda: num_seen(cluster)[0])
+    killed.set()
+    waiting.join(20)
+    assert results == [{"by": "r1"}]
+
+
+def test_a_reader_who_stops_stops_the_replica(cluster: Any) -> None:
+    """What is between them is bounded by buffers of a known size, however much the replica would say."""
+    sent = 0
+
+    def floods(seen: Seen) -> None:
+        nonlocal sent
+        seen.begin_stream()
+        seen.socket.settimeout(1.0)
+        try:
+            while sent < 64 << 20:
+                seen.chunk(EVENT * 200)
+                sent += 200 * len(EVENT)
+        except TimeoutError:
+            raise Dies from None
+
+    cluster.replicas[0].answer = floods
+    with RawClient(cluster.port, buffer=4096) as client:
+        client.send(json_request(CHAT, model="mia", stream=True))
+        client.read_until(b"content")
+        eventually(lambda: sent > 0)
+        eventually(lambda: not (cluster.edge.stats.failed["r0"] == 0 and sent > 8 << 20), 20)
+        assert sent < 8 << 20
+
+
+def test_a_kept_connection_that_has_just_ended_is_no_failure(cluster: Any) -> None:
+    def once(seen: Seen) -> None:
+        seen.answer(b"{}")
+        raise Dies
+
+    cluster.replicas[0].answer = once
+    for _ in range(5):
+        assert ask(cluster).content == b"{}"
+    assert num_seen(cluster) == [5, 0, 0]
+    assert cluster.edge.stats.retries == 0
+
+
+def test_headers_that_go_through_and_those_that_do_not(cluster: Any) -> None:
+    def answer(seen: Seen) -> None:
+        lines = ("x-adapter-id: mia", "keep-alive: timeout=5", "connection: x-private", "x-private: 1", 'etag: "a"')
+        seen.answer(b"{}", 200, *lines, "date: then", "set-cookie: a=1", "set-cookie: b=2")
+
+    cluster.replicas[0].answer = answer
+    sent = [
+        ("authorization", "Bearer k"),
+        ("x-lorasrv-cluster", "guess"),
+        ("x-lorasrv-resume", "3"),
+        ("x-lorasrv-prefill", "http://evil"),
+        ("x-lorasrv-min-revision", "12"),
+        ("connection", "x-mine"),
+        ("x-mine", "1"),
+        ("te", "trailers"),
+        ("x-request-id", "given"),
+        ("x-session-id", "s"),
+    ]
+    got = cluster.http.post(CHAT + "?a=%2F&b", json={"model": "mia"}, headers=sent)
+    [seen] = cluster.replicas[0].seen
+    assert seen.line == f"POST {CHAT}?a=%2F&b HTTP/1.1"
+    for name, value in sent:
+        passes = name in ("authorization", "x-lorasrv-min-revision", "x-request-id", "x-session-id")
+        assert seen.header(name) == ([value] if passes else []), name
+    assert seen.header("host") == [f"127.0.0.1:{cluster.port}"], "the replica checks the client's own"
+    assert got.headers["x-request-id"] == "given"
+    assert got.headers["etag"] == '"a"'
+    assert got.headers.get_list("set-cookie") == ["a=1", "b=2"]
+    assert not {"keep-alive", "x-private", "connection"} & set(got.headers)
+    assert got.headers.get_list("date") != ["then"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/adapters"])
+def test_a_length_that_is_said_twice_is_refused(cluster: Any, path: str) -> None:
+    lines = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    with RawClient(cluster.port) as client:
+        got = client.send(lines.encode() + b"0\r\n\r\nGET /v1/pool HTTP/1.1\r\nhost: a\r\n\r\n").read()
+    assert got.startswith(b"HTTP/1.1 400")
+    assert b"given twice" in got
+    assert got.count(b"HTTP/1.1") == 1
+    assert num_seen(cluster) == [0, 0, 0]
+    assert cluster.registry.seen == []
+
+
+def test_bodies_are_framed_anew(cluster: Any) -> None:
+    body = b'{"model": "mia"}'
+    chunks = (
+        b"".join(b"%x;ext=1\r\n%b\r\n" % (1, body[at : at + 1]) for at in range(len(body))) + b"0\r\nx-t: 1\r\n\r\n"
+    )
+    with RawClient(cluster.port) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+        client.read_until(b'"by"')
+    [seen] = cluster.replicas[0].seen
+    assert seen.body == body
+    assert seen.header("content-length") == [str(len(body))]
+    assert seen.header("transfer-encoding") == seen.header("x-t") == []
+
+
+def test_bodies_that_are_too_long_reach_nobody(cluster: Any) -> None:
+    answer = cluster.http.post(CHAT, content=b" " * ((8 << 20) + 1), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert num_seen(cluster) == [0, 0, 0]
+    assert ask(cluster, text="x" * (8 << 20 - 1)).status_code == 200
+
+
+REGISTRY = [
+    ("PUT", "/v1/blobs/sha256:0"),
+    ("POST", "/v1/adapters"),
+    ("GET", "/v1/adapters/mia"),
+    ("DELETE", "/v1/adapters/mia"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/batches"),
+    ("GET", "/console"),
+    ("GET", "/"),
+    ("GET", "/no/such/path"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), REGISTRY)
+def test_what_the_registry_answers(cluster: Any, method: str, path: str) -> None:
+    content = b"{}" if method in ("PUT", "POST") else b""
+    assert cluster.http.request(method, path, content=content).json() == {"by": "registry"}
+    assert cluster.registry.seen[0].body == content
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/"), ("POST", "/tokenize"), ("GET", "/info"), ("POST", "/v1/adapters/mia:warm")]
+)
+def test_what_replicas_answer(cluster: Any, method: str, path: str) -> None:
+    content = b"{}" if method == "POST" else b""
+    assert cluster.http.request(method, path, content=content).json()["by"] in ("r0", "r1", "r2")
+    assert cluster.http.head("/info").headers["content-type"] == "application/json"
+
+
+UPLOAD = b"PUT /v1/blobs/sha256:0 HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n"
+
+
+def test_an_upload_is_streamed_and_ends_with_its_answer(cluster: Any) -> None:
+    """The registry has the first bytes while the last ones are not even sent."""
+
+    def refuses(seen: Seen) -> None:
+        assert seen.file.read1(10)
+        seen.answer(b'{"error":{"code":"unauthorized"}}', 401)
+        seen.wait_until_gone()
+
+    cluster.registry.answers_early, cluster.registry.answer = True, refuses
+    with RawClient(cluster.port) as client:
+        client.send(UPLOAD, b"x" * 1000)
+        assert b"401" in client.read_until(b"unauthorized")
+    [seen] = cluster.registry.seen
+    assert seen.header("content-length") == ["1000000000"]
+
+
+def test_an_upload_whose_client_leaves_is_cut(cluster: Any) -> None:
+    gone = threading.Event()
+
+    def reads(seen: Seen) -> None:
+        seen.wait_until_gone()
+        gone.set()
+
+    cluster.registry.answers_early, cluster.registry.answer = True, reads
+    with RawClient(cluster.port) as client:
+        client.send(UPLOAD, b"x" * 100_000)
+        eventually(lambda: cluster.registry.seen)
+    eventually(gone.is_set)
+
+
+def test_without_a_registry_only_inference_is_answered() -> None:
+    with fake_replica() as replica, edge_of([replica.url]) as edge:
+        answer = edge.http.get("/v1/adapters")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_registry")
+        assert ask(edge).status_code == 200
+
+
+def test_a_registry_that_is_down_is_told(cluster: Any) -> None:
+    with fake_replica() as gone:
+        pass
+    with edge_of([cluster.replicas[0].url], gone.url) as edge:
+        answer = edge.http.post("/v1/adapters", json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unreachable")
+        assert answer.headers["retry-after"] == "2"
+
+
+def test_a_write_is_never_sent_twice(cluster: Any) -> None:
+    cluster.registry.answer = dies
+    for _ in range(2):
+        assert cluster.http.post("/v1/adapters", json={}).status_code == 503
+    assert len(cluster.registry.seen) == 2

@@ -1,0 +1,128 @@
+"""What `serve --replicas` does before and beside Ray: refusals, folders of killed starts, shares of memory, logs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.errors import StoreLocked
+from api.cli.doctor import cluster as doctor_cluster
+from api.cluster import local, shape
+from api.cluster.log_pipe import log_pipe
+from api.config.sources import Sources
+from lorasrv.errors import ConfigError
+
+
+def settings(**given: Any) -> Any:
+    return Sources.of_flags({"replicas": 2, **given}).settings()
+
+
+def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--replicas needs Ray, .* pip install 'lorasrv\[cluster\]'$"):
+        local.check_options(settings())
+
+
+def test_a_profile_is_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+    local.check_options(settings())
+    with pytest.raises(ConfigError, match="--profile is of one server"):
+        local.check_options(settings(profile="/p.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"placement": "least"}, "--placement is of several replicas; give --replicas"),
+        ({"max_replicas": 3}, "--max-replicas is of several replicas"),
+        ({"target_backlog_s": 1.5}, "--target-backlog-s is of several replicas"),
+        ({"registry_key": "of-a-follower"}, "--registry-key is for the server that --registry names"),
+        ({"role": "decode"}, "--role decode needs --cluster-secret-file"),
+    ],
+)
+def test_what_would_do_nothing_in_one_server_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Sources.of_flags(given).settings().check_alone()
+
+
+def test_one_server_takes_what_it_uses() -> None:
+    of_one = {"registry": "http://127.0.0.1:1", "registry_key": "of-a-follower", "role": "decode"}
+    Sources.of_flags({**of_one, "cluster_secret": "of-one-cluster"}).settings().check_alone()
+
+
+def test_replicas_behind_an_edge_have_no_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="--role prefill: replicas of one command have one role"):
+        local.check_options(settings(role="prefill"))
+    with pytest.raises(ConfigError, match="--role prefill"):
+        shape.parse({"role": "prefill", "cluster_secret": "of-one-cluster"})
+
+
+def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "free_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(local, "has_gpu", lambda settings: False)
+    divided = local.shares(settings(max_replicas=4))
+    assert (divided.pool_bytes, divided.host_cache_bytes) == ((2 << 30) // 4, (1 << 30) // 4)
+    given = local.shares(settings(pool_bytes="64MiB", host_cache_bytes="32MiB"))
+    assert (given.pool_bytes, given.host_cache_bytes) == (64 << 20, 32 << 20)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: Any, is_long: bool) -> None:
+    monkeypatch.setattr(local, "MAX_HOME_CHARS", 1 if is_long else 1000)
+    store = tmp_path / "store"
+    home = store / "replicas"
+    with local._home(store) as first:
+        (first / "token").write_text("left")
+        with pytest.raises(StoreLocked), local._home(store):
+            pass
+        assert (first / "token").exists(), "the one who is refused removes nothing"
+    assert not home.exists()
+    assert not first.exists()
+    # As a kill leaves it: the folder, or the link to it, without the process.
+    home.mkdir()
+    (home / "token").write_text("left")
+    with local._home(store) as again:
+        assert list(again.iterdir()) == []
+        assert again.stat().st_mode & 0o077 == 0
+    assert list(store.iterdir()) == []
+
+
+def test_the_last_line_of_what_serve_says_is_the_reason() -> None:
+    message = (
+        "The deployment failed to start 3 times in a row. Error:\nray::ServeReplica() (pid=1)\nTraceback (most recent "
+        'call last):\n  File "x.py", line 1, in y\nlorasrv.errors.NotEnoughMemory: 1 GiB of memory are free\n'
+    )
+    assert local.reason_of(message) == "1 GiB of memory are free"
+    assert local.reason_of("no traceback") == "no traceback"
+
+
+def test_lines_of_replicas_appear_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with log_pipe(tmp_path / "log"):
+        for number in range(100):
+            with (tmp_path / "log").open("a") as replica:
+                replica.write(f"line {number}\n")
+    assert capfd.readouterr().err.splitlines() == [f"line {number}" for number in range(100)]
+    assert os.listdir(tmp_path) == []
+
+
+class TestDoctor:
+    def test_versions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: dict[str, str | None] = {"ray": "2.60.3", "cryptography": "50"}
+        monkeypatch.setattr(doctor_cluster, "_version", found.get)
+        assert doctor_cluster.versions().status == "ok"
+        found["ray"] = "2.59.0"
+        assert (doctor_cluster.versions().status, "2.60" in doctor_cluster.versions().text) == ("fail", True)
+        found["ray"] = None
+        assert doctor_cluster.versions().fix == "pip install 'lorasrv[cluster]'"
+
+    def test_little_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(doctor_cluster, "SHARED_MEMORY", tmp_path / "shm")
+        assert doctor_cluster.shared_memory().status == "fail"
+        (tmp_path / "shm").mkdir()
+        monkeypatch.setattr(doctor_cluster, "SHARED_BYTES", 1 << 60)
+        assert (doctor_cluster.shared_memory().status, "--shm-size" in doctor_cluster.shared_memory().fix) == (
+            "warn",
+            True,
+        )

@@ -1,0 +1,126 @@
+"""What the edge answers by itself, who may read it, and what it learns of its replicas."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_replicas import Dies, Seen, edge_of, fake_replica
+from prometheus_client.parser import text_string_to_metric_families
+from server import eventually
+
+SECRET = "secret-of-the-cluster"
+STEPS = {"step": 16e-3, "token": 1e-3, "request": 1e-3}
+ADMIN = {"authorization": "Bearer admin"}
+
+
+def replica_of(name: str, slower: float = 1.0) -> Any:
+    """A replica that has keys."""
+
+    def answer(seen: Seen) -> None:
+        if seen.line.startswith("GET /v1/replica "):
+            assert seen.header("authorization") == [f"Bearer {SECRET}"]
+            costs = {key: value * slower for key, value in STEPS.items()}
+            said = {"model": "base", "fingerprint": "x", "step_costs": costs, "requests": 3, "adapters": 5}
+            seen.answer(json.dumps(said).encode())
+        elif "/v1/pool" in seen.line and seen.header("authorization") != ["Bearer admin"]:
+            seen.answer(b'{"error":{"code":"forbidden"}}', 403)
+        else:
+            seen.answer(json.dumps({"by": name, "line": seen.line}).encode())
+
+    return answer
+
+
+@pytest.fixture
+def cluster() -> Iterator[SimpleNamespace]:
+    with ExitStack() as opened:
+        replicas = [opened.enter_context(fake_replica(replica_of(f"r{number}", 1 + number))) for number in range(3)]
+        edge = opened.enter_context(edge_of([one.url for one in replicas], secret=SECRET))
+        eventually(lambda: len(edge.edge._survey.figures) == 3)
+        yield SimpleNamespace(replicas=replicas, **vars(edge))
+
+
+def test_health_needs_no_key_and_ready_needs_a_replica(cluster: Any) -> None:
+    assert cluster.http.get("/health").json() == {"status": "ok"}
+    assert cluster.http.head("/ping").status_code == 200
+    assert cluster.http.get("/ready").json() == {"status": "ready", "replicas": 3}
+    cluster.chooser.set_addresses([])
+    assert cluster.http.get("/health").status_code == 200
+    answer = cluster.http.get("/ready")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/replicas"])
+def test_who_may_read_a_replicas_figures_may_read_these(cluster: Any, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer other"}, {"authorization": f"Bearer {SECRET}"}):
+        answer = cluster.http.get(path, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    cluster.replicas[0].answer = dies
+    assert cluster.http.get(path, headers=ADMIN).status_code == 200
+    cluster.chooser.set_addresses([])
+    assert cluster.http.get(path, headers=ADMIN).status_code == 503, "nobody can say whether it may be read"
+
+
+def dies(seen: Seen) -> None:
+    raise Dies
+
+
+def test_targets_are_those_of_prometheus(cluster: Any) -> None:
+    found = cluster.http.get("/metrics/targets", headers=ADMIN).json()
+    assert [one["targets"] for one in found] == [[one.url.removeprefix("http://")] for one in cluster.replicas]
+    assert found[1]["labels"] == {"lorasrv_replica": "r1", "lorasrv_role": "both"}
+
+
+def test_replicas_are_listed_with_what_they_say(cluster: Any) -> None:
+    rows = cluster.http.get("/v1/replicas", headers=ADMIN).json()["replicas"]
+    assert [row["id"] for row in rows] == ["r0", "r1", "r2"]
+    known = {"role": "both", "is_ready": True, "load_s": 0.0, "requests": 3, "adapters": 5}
+    assert all(row.items() >= known.items() for row in rows)
+
+
+def test_metrics_count(cluster: Any) -> None:
+    cluster.replicas[0].answer = dies
+    cluster.http.post("/v1/completions", json={"model": "mia"})
+    text = cluster.http.get("/metrics", headers=ADMIN).text
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["lorasrv_edge_answers_total", "200"] == 1
+    assert found["lorasrv_edge_retries_total",] == 1
+    assert found["lorasrv_edge_replica_failures_total", "r0"] == 1
+    assert found["lorasrv_edge_replica_requests_total", "r1"] == 1
+    assert found["lorasrv_edge_replica_ready", "both", "r2"] == 1
+
+
+def test_a_query_names_a_replica(cluster: Any) -> None:
+    for path in ("/metrics", "/v1/pool", "/info"):
+        answer = cluster.http.get(f"{path}?replica=r2&x=1", headers=ADMIN).json()
+        assert answer == {"by": "r2", "line": f"GET {path}?replica=r2&x=1 HTTP/1.1"}
+
+
+def test_the_base_is_known_by_its_name(cluster: Any) -> None:
+    """Its requests are tied by their conversation, not by the name: all would meet at one replica."""
+    asks = []
+    rank = cluster.chooser.placement.rank
+    cluster.chooser.placement.rank = lambda ask: [asks.append(ask), rank(ask)][1]
+    for model in ("base", "mia:prod"):
+        cluster.http.post("/v1/completions", json={"model": model, "prompt": "once upon", "max_tokens": 10})
+    assert [(ask.adapter_id, ask.session) for ask in asks] == [(None, "once upon"), ("mia", "once upon")]
+
+
+def test_a_slow_replica_gets_less_and_is_not_thrown_out(cluster: Any) -> None:
+    """Of speeds 1, 1/2 and 1/3 the second is the usual one."""
+    weights = {account.replica.id: account.replica.weight for account in cluster.chooser.placement._accounts.values()}
+    assert weights == {"r0": 1.0, "r1": 1.0, "r2": 0.75}
+    assert cluster.edge.stats.estimator.rates.prompt_token_s == pytest.approx(2e-3)
+
+
+def test_a_replica_that_says_nothing_is_asked_nevertheless(cluster: Any) -> None:
+    for replica in cluster.replicas:
+        replica.answer = lambda seen: seen.answer(b"[1")
+    eventually(lambda: not cluster.edge._survey.figures)
+    assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 200

@@ -1,0 +1,85 @@
+"""Two real `lorasrv serve` processes behind an edge, one of which is killed under load."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from fake_replicas import edge_of
+from served import serve
+
+from api.cluster.chooser import StaticChooser
+from lorasrv.placement.kinds import make_placement
+
+pytestmark = pytest.mark.slow
+SECRET = "secret-of-the-cluster"
+NUM_WHOLE, NUM_STREAMS = 40, 6
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def cluster(model, adapter_dirs) -> Iterator[SimpleNamespace]:
+    """The first is to be killed."""
+    flags = ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--cluster-secret", SECRET)
+    adapters = {"mia": adapter_dirs["two"], "tom": adapter_dirs["one"]}
+    with ExitStack() as opened:
+        replicas = [opened.enter_context(serve(*flags, adapters=adapters, ends=code)) for code in (-signal.SIGKILL, 0)]
+        chooser = StaticChooser((), make_placement("bounded"))
+        edge = opened.enter_context(edge_of([one.url for one in replicas], chooser=chooser, secret=SECRET))
+        yield SimpleNamespace(replicas=replicas, **vars(edge))
+
+
+def body_of(number: int, tokens: int) -> dict[str, Any]:
+    """Bodies of base and adapters, greedy and seeded, none like another."""
+    model = ("tiny", "mia", "tom")[number % 3]
+    sampling = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
+    body = {"model": model, "prompt": [number + 1, 7, 9], "max_tokens": tokens, "ignore_eos": True}
+    return {**body, **sampling}
+
+
+def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
+    """Whole answers are computed again, streams go on: all say what the other replica says alone."""
+    victim, other = cluster.replicas
+    begun = threading.Semaphore(0)
+
+    def whole(number: int) -> str:
+        answer = httpx2.post(f"{cluster.url}/v1/completions", json=body_of(number, 8), timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def streamed(number: int) -> str:
+        body = {**body_of(number, TOKENS), "stream": True}
+        text, told = "", False
+        with httpx2.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            for line in filter(None, answer.iter_lines()):
+                if not told:
+                    told = True
+                    begun.release()
+                if line == "data: [DONE]":
+                    return text
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        raise AssertionError("the stream has no end")
+
+    with ThreadPoolExecutor(NUM_STREAMS + 8) as pool:
+        streams = [pool.submit(streamed, number) for number in range(NUM_STREAMS)]
+        for _ in streams:
+            assert begun.acquire(timeout=60)
+        wholes = [pool.submit(whole, number) for number in range(NUM_WHOLE)]
+        wholes[2].result()
+        victim.signal(signal.SIGKILL)
+        answers = [one.result() for one in wholes], [one.result() for one in streams]
+    for tokens, texts in zip((8, TOKENS), answers, strict=True):
+        for number, text in enumerate(texts):
+            alone = other.post("/v1/completions", **body_of(number, tokens)).json()["choices"][0]["text"]
+            assert text == alone, number
+    stats = cluster.edge.stats
+    assert stats.failed["r0"] > 0, "it was killed while it had requests"
+    assert stats.lost == 0
+    assert set(stats.answers) == {200}
+    other.calm_down()

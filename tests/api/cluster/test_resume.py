@@ -1,0 +1,298 @@
+"""A stream whose replica dies goes on at another one, and says what it would have said: any body, cut anywhere."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from fake_replicas import Dies, FakeReplica, Seen, edge_of, fake_replica
+from server import server
+
+pytestmark = pytest.mark.slow
+
+SECRET = "secret-of-the-cluster"
+CUTS = 4
+GREEDY = {"temperature": 0, "max_tokens": 24, "speculation": False}
+SEEDED = {"temperature": 1.3, "seed": 7, "max_tokens": 24, "speculation": False}
+TURNS = [{"role": "user", "content": "tell me of the sea"}]
+COMPLETE, CHAT, TGI = "/v1/completions", "/v1/chat/completions", "/generate_stream"
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy base": (COMPLETE, {"model": "tiny", "prompt": "The sea", **GREEDY}),
+    "greedy adapter": (COMPLETE, {"model": "mia", "prompt": "The sea", **GREEDY}),
+    "seeded base": (COMPLETE, {"model": "tiny", "prompt": "The sea", **SEEDED}),
+    "seeded adapter": (CHAT, {"model": "mia", "messages": TURNS, **SEEDED}),
+    "sum": (COMPLETE, {"model": "0.5*mia+tom", "prompt": "The sea", **SEEDED}),
+    "penalties": (COMPLETE, {"model": "mia", "prompt": "The sea", **SEEDED, "frequency_penalty": 1.5}),
+    "usage": (
+        CHAT,
+        {
+            "model": "mia",
+            "messages": TURNS,
+            **SEEDED,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "grammar": (COMPLETE, {"model": "mia", "prompt": "The sea", **SEEDED, "guided_regex": "[a-z]{3}( [0-9]{2}){6}!"}),
+    "schema": (
+        CHAT,
+        {
+            "model": "tiny",
+            "messages": TURNS,
+            **SEEDED,
+            "max_tokens": 80,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "a",
+                    "schema": {
+                        "type": "object",
+                        "properties": {
+                            "n": {"type": "integer", "minimum": 100, "maximum": 999},
+                            "b": {"type": "boolean"},
+                        },
+                        "required": ["n", "b"],
+                        "additionalProperties": False,
+                    },
+                },
+            },
+        },
+    ),
+    "tgi greedy": (TGI, {"inputs": "The sea", "parameters": {"max_new_tokens": 16}}),
+    "tgi sampled": (
+        TGI,
+        {
+            "inputs": "The sea",
+            "parameters": {"adapter_id": "mia", "max_new_tokens": 16, "seed": 3, "do_sample": True, "details": True},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def real(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """One engine that stands for all replicas of a kind."""
+    folder = tmp_path_factory.mktemp("resume") / "store"
+    adapters = {"mia": adapter_dirs["two"], "tom": adapter_dirs["one"]}
+    with server(
+        model,
+        folder,
+        adapters,
+        kernels="numba",
+        quantization="int8",
+        served_model_name="tiny",
+        cluster_secret=SECRET,
+    ) as served:
+        assert served.engine.fingerprint
+        yield served
+
+
+@pytest.fixture
+def cluster(real) -> Iterator[SimpleNamespace]:
+    """Three replicas that pass all on to it, whose connections a test may cut, and the edge."""
+    with ExitStack() as opened:
+        replicas = [opened.enter_context(fake_replica()) for _ in range(3)]
+        for replica in replicas:
+            passes_on(replica, real.url)
+        edge = opened.enter_context(edge_of([one.url for one in replicas], secret=SECRET))
+        yield SimpleNamespace(replicas=replicas, real=real, **vars(edge))
+
+
+def passes_on(replica: FakeReplica, url: str, cut: int | None = None) -> None:
+    """Pass requests on, and die once so many bytes of the answer's body are passed back."""
+
+    def answer(seen: Seen) -> None:
+        method, target, _ = seen.line.split()
+        kept = [(name, value) for name, value in seen.headers if name not in ("content-length", "host")]
+        with (
+            httpx2.Client(trust_env=False, timeout=60) as http,
+            http.stream(method, url + target, content=seen.body, headers=kept) as got,
+        ):
+            offer = got.headers.get("x-lorasrv-resume")
+            if got.headers.get("content-type", "").startswith("text/event-stream"):
+                seen.begin_stream(*([] if offer is None else [f"x-lorasrv-resume: {offer}"]))
+                left = cut
+                for piece in got.iter_raw():
+                    seen.chunk(piece if left is None else piece[:left]) if left != 0 else None
+                    left = None if left is None else max(0, left - len(piece))
+                    if left == 0:
+                        raise Dies
+                seen.end()
+            else:
+                seen.answer(got.read(), got.status_code)
+
+    replica.answer = answer
+
+
+def said(content: bytes) -> list[Any]:
+    """What the client reads, however it lies in events: text, how it ends, usage, and whether it is whole."""
+    *parts, rest = content.split(b"\n\n")
+    assert rest == b""
+    assert all(part.startswith(b"data: ") for part in parts), content
+    read = [json.loads(part[6:]) for part in parts if part != b"data: [DONE]"]
+    assert len({(one.get("id"), one.get("created")) for one in read}) == 1
+    if "token" in read[0]:
+        texts = "".join(one["token"]["text"] for one in read)
+        ids = [one["token"]["id"] for one in read]
+        return [texts, ids, [one["index"] for one in read], read[-1]["generated_text"], read[-1]["details"]]
+    choices = [one["choices"][0] for one in read if one.get("choices")]
+    errors = [one for one in read if "error" in one]
+    deltas = [one.get("delta", one) for one in choices]
+    text = "".join(delta.get("content", delta.get("text")) or "" for delta in deltas)
+    roles = [delta["role"] for delta in deltas if "role" in delta]
+    ends = [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]]
+    usage = [one["usage"] for one in read if one.get("usage")][-1:]
+    counts = [(one["prompt_tokens"], one["completion_tokens"]) for one in usage]
+    return [text, roles, ends, counts, errors, parts[-1] == b"data: [DONE]"]
+
+
+def sent(name: str) -> tuple[str, dict[str, Any]]:
+    path, body = BODIES[name]
+    return path, body if path == TGI else {**body, "stream": True}
+
+
+def ask(cluster: Any, path: str, body: dict[str, Any]) -> Any:
+    return cluster.http.post(path, json=body)
+
+
+def broken(cluster: Any, path: str, body: dict[str, Any], *cuts: int) -> bytes:
+    """The answer where the first replicas die behind so many bytes."""
+    for number, replica in enumerate(cluster.replicas):
+        passes_on(replica, cluster.real.url, cuts[number] if number < len(cuts) else None)
+    cluster.edge._suspects.clear()
+    return ask(cluster, path, body).content
+
+
+def check_all_cuts(cluster: Any, path: str, body: dict[str, Any]) -> None:
+    plain = cluster.real.http.post(path, json=body)
+    assert plain.status_code == 200, plain.text
+    expected, length = said(plain.content), len(plain.content)
+    whole = ask(cluster, path, body)
+    assert "x-lorasrv-resume" not in whole.headers
+    assert said(whole.content) == expected
+    draw = random.Random(length)
+    for cut in [1, *(draw.randrange(length) for _ in range(CUTS))]:
+        assert said(broken(cluster, path, body, cut)) == expected, cut
+    assert cluster.edge.stats.resumed > 0
+    assert cluster.edge.stats.lost == 0
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_it_says_what_it_would_have_said(cluster: Any, name: str) -> None:
+    check_all_cuts(cluster, *sent(name))
+
+
+@pytest.mark.parametrize("at", [5, 6, 7])
+def test_a_stop_string_is_found_across_the_break(cluster: Any, at: int) -> None:
+    """Its beginning is held back where the stream breaks, whichever tokens it begins in."""
+    path, body = sent("greedy adapter")
+    text = said(ask(cluster, path, body).content)[0]
+    stop = text[at : at + 4]
+    check_all_cuts(cluster, path, {**body, "stop": [stop]})
+    assert stop not in said(broken(cluster, path, {**body, "stop": [stop]}, 500))[0]
+
+
+def test_drafted_answers_are_resumed(cluster: Any) -> None:
+    """Outputs of many tokens, cut where an event has some of their text."""
+    path, body = sent("greedy base")
+    check_all_cuts(cluster, path, {**body, "speculation": True, "prompt": "The sea, drafted"})
+
+
+def test_it_breaks_twice(cluster: Any) -> None:
+    path, body = sent("seeded adapter")
+    expected = said(ask(cluster, path, body).content)
+    assert said(broken(cluster, path, body, 1500, 900)) == expected
+    assert cluster.edge.stats.resumed == 2
+    assert cluster.edge.stats.lost == 0
+
+
+def test_what_random_requests_drew_is_told(cluster: Any) -> None:
+    """Without a seed the replica draws one, and the next goes on with it: tokens so far and the state say it all."""
+    path, body = sent("seeded adapter")
+    body["ignore_eos"] = True
+    del body["seed"]
+    text = said(broken(cluster, path, body, 1200))
+    assert text[2:] == [[("length", None)], [], [], True]
+    state = json.loads(cluster.replicas[1].seen[-1].body.partition(b"}")[0] + b"}")
+    assert text == said(ask(cluster, path, {**body, "seed": state["seed"]}).content)
+
+
+NOT_OFFERED = {
+    "two choices": {"n": 2},
+    "log-probabilities": {"logprobs": 1},
+    "echo": {"echo": True},
+    "two prompts": {"prompt": ["a", "b"]},
+    "policy": {"kv_policy": {"kind": "window", "sink": 16, "recent": 64}},
+}
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_what_cannot_be_resumed_exactly_ends_with_an_error(cluster: Any, name: str) -> None:
+    path, body = sent("seeded base")
+    body |= NOT_OFFERED[name]
+    assert ask(cluster, path, body).status_code == 200
+    got = broken(cluster, path, body, 400)
+    assert b'"code":"replica_lost"' in got
+    assert got.endswith(b"data: [DONE]\n\n")
+    assert cluster.edge.stats.resumed == 0
+
+
+def test_a_replica_of_another_kind_is_not_asked(cluster: Any) -> None:
+    addresses = cluster.chooser.replicas()
+    cluster.chooser.set_addresses([addresses[0], *(replace(one, kernels="other") for one in addresses[1:])])
+    got = broken(cluster, *sent("greedy base"), 400)
+    assert b"replica_lost" in got
+    assert [len(one.seen) for one in cluster.replicas] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("change", [{"model": "tom"}, {"prompt": "The se"}, {"max_tokens": 23}, {"temperature": 1.2}])
+def test_a_replica_refuses_what_it_would_not_have_said(cluster: Any, change: dict[str, Any]) -> None:
+    """A name that means another version meanwhile, a persona that was edited: no other text is glued on."""
+    path, body = sent("seeded adapter" if "model" in change else "seeded base")
+    broken(cluster, path, body, 700)
+    resumed = cluster.replicas[1].seen[-1]
+    length = int(resumed.header("x-lorasrv-resume")[0])
+    state = resumed.body[:length]
+    headers = {"content-type": "application/json", "x-lorasrv-resume": str(length), "x-lorasrv-cluster": SECRET}
+    changed = json.dumps({**json.loads(resumed.body[length:]), **change}).encode()
+    answer = cluster.real.http.post(path, content=state + changed, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_resumable")
+    assert cluster.real.http.post(path, content=resumed.body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("secret", ["", "guess"])
+def test_only_an_edge_may_say_what_an_answer_begins_with(cluster: Any, secret: str) -> None:
+    headers = {"x-lorasrv-resume": "0", "x-lorasrv-cluster": secret}
+    answer = cluster.real.http.post(COMPLETE, json={"model": "tiny", "prompt": "a"}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("length", "body"), [("x", b"{}"), ("9", b"{}"), ("2", b"[]{}"), ("-1", b"{}"), ("3", b"{1}{}")]
+)
+def test_a_state_that_is_none(cluster: Any, length: str, body: bytes) -> None:
+    headers = {"content-type": "application/json", "x-lorasrv-resume": length, "x-lorasrv-cluster": SECRET}
+    answer = cluster.real.http.post(COMPLETE, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-lorasrv-resume")
+
+
+@pytest.mark.parametrize("tokens", [[384], list(range(24)), [1] * 30])
+def test_tokens_that_cannot_be(cluster: Any, tokens: list[int]) -> None:
+    path, body = sent("seeded base")
+    broken(cluster, path, body, 700)
+    resumed = cluster.replicas[1].seen[-1]
+    length = int(resumed.header("x-lorasrv-resume")[0])
+    state = json.dumps({**json.loads(resumed.body[:length]), "token_ids": tokens}).encode()
+    headers = {"content-type": "application/json", "x-lorasrv-resume": str(len(state)), "x-lorasrv-cluster": SECRET}
+    answer = cluster.real.http.post(path, content=state + resumed.body[length:], headers=headers)
+    assert answer.status_code == 400
+    cluster.real.calm_down()
+
+
+def test_adapter_and_base_say_different_things(cluster: Any) -> None:
+    texts = [said(ask(cluster, *sent(name)).content)[0] for name in ("greedy base", "greedy adapter", "sum")]
+    assert len(set(texts)) == 3

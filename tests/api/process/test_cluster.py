@@ -1,0 +1,78 @@
+"""One registry and two servers that follow it, by the real command line."""
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from served import Served, lorasrv, serve
+
+PROMPT = {"prompt": "a b c d e f", "max_tokens": 12, "temperature": 0}
+
+
+def say(served: Served, model: str) -> str:
+    answer = served.post("/v1/completions", model=model, **PROMPT)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def counted(served: Served, name: str) -> int:
+    return int(served.http.get(f"/v1/adapters/{name}/stats").json()["requests"])
+
+
+@pytest.mark.slow
+def test_a_registry_and_two_followers(flags, adapter_dirs: dict[str, Path], tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of-this-cluster\n")
+    common = ("--cluster-secret-file", secret, "--log-level", "warning", *flags)
+    kept = tmp_path / "registry"
+    with ExitStack() as opened:
+        first = opened.enter_context(ExitStack())
+        registry = first.enter_context(serve(*common, store=kept, command="registry", ends=-signal.SIGKILL))
+        nodes = [
+            opened.enter_context(serve(*common, "--registry", registry.url, store=tmp_path / name))
+            for name in ("one", "two")
+        ]
+        for node in nodes:
+            node.until(lambda node=node: node.http.get("/ready").status_code == 200)
+        assert lorasrv("upload", adapter_dirs["one"], "--id", "mia", "--server", registry.url).returncode == 0
+        base, mine = say(nodes[0], "tiny"), say(nodes[0], "mia")
+        assert mine == say(nodes[1], "mia") != base
+        refused = registry.post("/v1/completions", model="mia", prompt="a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_engine")
+        elsewhere = lorasrv("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
+        assert elsewhere.returncode == 1
+        assert f"follows the registry at {registry.url}" in elsewhere.stderr
+        second = lorasrv("registry", "--store", kept, "--port", 0, *common)
+        assert second.returncode == 1
+        assert "another server uses" in second.stderr or "in use" in second.stderr, second.stderr
+
+        registry.signal(signal.SIGKILL)
+        registry.ended()
+        assert [say(node, "mia") for node in nodes] == [mine, mine]
+        nodes[1].until(lambda: nodes[1].http.delete("/v1/adapters/mia").status_code == 503)
+        first.close()
+        again = opened.enter_context(serve(*common, "--port", registry.port, store=kept, command="registry"))
+        assert again.port == registry.port
+        # Two were counted before it was killed, maybe, and two while it was dead.
+        again.until(lambda: (counted(again, "mia"), counted(again, "base")) == (4, 1))
+        assert lorasrv("upload", adapter_dirs["two"], "--id", "zoe", "--server", again.url).returncode == 0
+        for node in nodes:
+            node.until(lambda node=node: node.http.get("/v1/adapters/zoe").status_code == 200)
+        assert len({say(nodes[0], "zoe"), say(nodes[1], "zoe")}) == 1
+        assert say(nodes[0], "zoe") not in (base, mine)
+        again.until(lambda: counted(again, "zoe") == 3)
+        assert again.http.delete("/v1/adapters/mia", params={"wait": "all"}, timeout=60).json()["followers"] == 2
+        assert {node.post("/v1/completions", model="mia", **PROMPT).status_code for node in nodes} == {404}
+
+
+def test_a_server_that_cannot_follow_says_so_in_one_line(flags, tmp_path: Path) -> None:
+    """No traceback, and no model is loaded first: another base, a wrong secret, a folder with adapters of its own."""
+    with serve(*flags, "--cluster-secret", "of-this-cluster", store=tmp_path / "registry", command="registry") as at:
+        following = ("serve", "--port", 0, *flags, "--registry", at.url, "--store")
+        wrong = lorasrv(*following, tmp_path / "a", "--cluster-secret", "of-another-one")
+        assert (wrong.returncode, "refuses this server's key" in wrong.stderr) == (1, True), wrong.stderr
+        modules = lorasrv(*following, tmp_path / "b", "--lora-modules", "mia=./mia")
+        assert modules.returncode in (1, 2)
+        assert "--lora-modules" in modules.stderr
+        assert "Traceback" not in wrong.stderr + modules.stderr

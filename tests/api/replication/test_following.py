@@ -1,0 +1,362 @@
+"""What a cluster promises, on real sockets: docs/cluster.md names the test of each promise."""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from cluster_kit import SECRET, Cluster, Node, clustered
+from server import eventually
+from tiny_adapter import BASE
+
+from api.auth.key_store import KeyStore
+from api.auth.principal import Scope
+from api.replication import usage_sender
+from api.replication.headers import LEASE_S, MIN_REVISION, REVISION, USAGE
+from lorasrv.metrics import usage_ledger
+from lorasrv.metrics.usage import Usage
+from lorasrv.metrics.usage_db import LedgerFile
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with clustered(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def upload(make_adapter: Callable[..., Path]) -> Callable[..., int]:
+    """Upload an adapter to a server; the revision that its answer names."""
+
+    def send(node: Node, adapter_id: str, seed: int = 0, key: str | None = None) -> int:
+        folder = make_adapter(f"peft-{seed}", seed=seed)
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        digest = hashlib.sha256(weights).hexdigest()
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        node.http.put(f"/v1/blobs/sha256:{digest}", content=weights, headers=headers).raise_for_status()
+        config = json.loads((folder / "adapter_config.json").read_text())
+        body = {"id": adapter_id, "config": config, "weights": f"sha256:{digest}"}
+        answer = node.http.post("/v1/adapters", json=body, headers=headers)
+        answer.raise_for_status()
+        return int(answer.headers[REVISION])
+
+    return send
+
+
+def test_what_was_uploaded_can_be_asked_at_once_anywhere(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """Without a wait, and without a header: a name that is not known here is asked for."""
+    followers = [cluster.follow(name) for name in ("a", "bb")]
+    for number in range(6):
+        upload(cluster.registry, f"mia{number}", number)
+        node = followers[number % 2]
+        answer = node.ask(f"mia{number}")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-adapter-version"] == "1"
+        assert answer.json()["choices"][0]["text"] != node.ask(BASE).json()["choices"][0]["text"]
+
+
+def test_a_revision_that_is_asked_for_is_waited_for(cluster: Cluster, upload: Callable[..., int]) -> None:
+    node = cluster.follow()
+    upload(cluster.registry, "mia", 1)
+    assert node.ask("mia").headers["x-adapter-version"] == "1"
+    for number in range(2, 6):
+        revision = upload(cluster.registry, "mia", number)
+        answer = node.ask("mia", **{MIN_REVISION: str(revision)})
+        assert (answer.status_code, answer.headers["x-adapter-version"]) == (200, str(number))
+        assert int(answer.headers[REVISION]) >= revision
+    late = node.ask("mia", **{MIN_REVISION: str(revision + 1)})
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "revision_not_reached")
+    assert node.ask("mia", **{MIN_REVISION: "soon"}).status_code == 400
+    assert cluster.registry.ask("mia", **{MIN_REVISION: str(revision)}).status_code == 200
+    # Who owns the names waits for nobody.
+    unreached = cluster.registry.ask("mia", **{MIN_REVISION: str(revision + 1)})
+    assert (unreached.status_code, unreached.json()["error"]["code"]) == (503, "revision_not_reached")
+
+
+def test_many_who_ask_for_unknown_names_are_one_question(cluster: Cluster) -> None:
+    node = cluster.follow()
+    node.ask("nobody")
+    before, begun_s = cluster.registry.line.passed.count("/v1/registry/changes"), time.monotonic()
+    statuses: list[int] = []
+    asking = [threading.Thread(target=lambda: statuses.append(node.ask("nobody").status_code)) for _ in range(12)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert statuses == [404] * 12
+    asked = cluster.registry.line.passed.count("/v1/registry/changes") - before
+    assert asked <= 2 + (time.monotonic() - begun_s)
+
+
+def test_followers_see_two_hundred_uploads_that_come_at_once(cluster: Cluster, upload: Callable[..., int]) -> None:
+    nodes = [cluster.follow("f" * (number + 1)) for number in range(4)]
+    upload(cluster.registry, "first")
+    digest = cluster.registry.store.records()["first"].versions[0].weights_digest
+    config = dict(cluster.registry.store.version_history.peft_dir(cluster.registry.store.resolve("first")).config)
+
+    def send(part: int) -> None:
+        with httpx2.Client(base_url=cluster.registry.url, trust_env=False, timeout=60) as http:
+            for number in range(25):
+                body = {"id": f"a{part}-{number}", "config": config, "weights": f"sha256:{digest}"}
+                http.post("/v1/adapters", json=body).raise_for_status()
+
+    threads = [threading.Thread(target=send, args=(part,)) for part in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for node in nodes:
+        node.catches_up(cluster.registry)
+        assert dict(node.store.records()) == dict(cluster.registry.store.records())
+        assert len(node.store.records()) == 201
+
+
+def test_limits_and_deletions_reach_the_engines(cluster: Cluster, upload: Callable[..., int]) -> None:
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    cluster.registry.http.patch("/v1/adapters/mia", json={"limits": {"max_running": 2}}).raise_for_status()
+    eventually(lambda: (limits := node.engine.limits.get("mia")) is not None and limits.max_running == 2)
+    key = node.store.resolve("mia").key
+    cluster.registry.http.delete("/v1/adapters/mia").raise_for_status()
+    eventually(lambda: node.engine.limits["mia"] is None)
+    eventually(lambda: ("pin", key, False) in node.engine.asked)
+    assert key in node.engine.forgotten
+
+
+def test_changes_belong_to_the_registry(cluster: Cluster, upload: Callable[..., int]) -> None:
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    node.catches_up(cluster.registry)
+    refused = node.http.delete("/v1/adapters/mia")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "store_follows")
+    assert cluster.registry.url in refused.json()["error"]["message"]
+    asked = node.http.get("/v1/registry/changes", headers={"authorization": f"Bearer {SECRET}"})
+    assert asked.status_code == 409
+    assert node.http.get("/v1/adapters/mia").status_code == 200
+
+
+def test_a_registry_that_dies(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """Answers go on, changes and unknown names say when to come again; after it is back, all is as before."""
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    assert node.ask("mia").status_code == 200
+    cluster.registry.line.is_broken = True
+    eventually(lambda: node.http.delete("/v1/adapters/mia").status_code == 503)
+    refused = node.http.delete("/v1/adapters/mia")
+    assert (refused.json()["error"]["code"], refused.headers["retry-after"]) == ("registry_unreachable", "5")
+    assert node.ask("mia").status_code == node.ask(BASE).status_code == 200
+    assert node.http.get("/ready").status_code == 200
+    unknown = node.ask("zoe")
+    assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "5")
+    cluster.registry.line.is_broken = False
+    upload(cluster.registry, "zoe")
+    eventually(lambda: node.ask("zoe").status_code == 200)
+
+
+def test_a_replica_that_is_cut_off(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """It answers to the end of its lease, then not, and comes back by itself."""
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    assert node.ask("mia").status_code == 200
+    cluster.registry.line.is_silent = True
+    node.ahead.s = LEASE_S - 10
+    assert node.ask("mia").status_code == 200
+    node.ahead.s = LEASE_S + 1
+    over = node.ask("mia")
+    assert (over.status_code, over.json()["error"]["code"]) == (503, "registry_unreachable")
+    assert node.http.get("/ready").json() == {"status": "registry unreachable"}
+    assert node.http.get("/health").status_code == 200
+    cluster.registry.line.is_silent = False
+    eventually(lambda: node.http.get("/ready").status_code == 200)
+    assert node.ask("mia").status_code == 200
+
+
+def test_a_lease_needs_what_the_registry_has(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """A follower that hears the registry, but not its changes, must not go on: they may take a name away."""
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    node.catches_up(cluster.registry)
+    changes = cluster.registry.services.registry.changes
+
+    async def broken(*_: object) -> object:
+        raise ValueError("a bug")
+
+    object.__setattr__(cluster.registry.services.registry, "changes", broken)
+    upload(cluster.registry, "mia", 2)
+    eventually(lambda: node.follower is not None and node.follower._promise.position.revision == 2)
+    node.ahead.s = LEASE_S + 1
+    assert node.ask("mia").status_code == 503
+    object.__setattr__(cluster.registry.services.registry, "changes", changes)
+    eventually(lambda: node.ask("mia").status_code == 200)
+    assert node.ask("mia").headers["x-adapter-version"] == "2"
+
+
+def test_deletion_is_answered_when_nobody_takes_requests_for_it(cluster: Cluster, upload: Callable[..., int]) -> None:
+    nodes = [cluster.follow(name) for name in ("a", "bb")]
+    leases = cluster.registry.services.registry.leases
+    leases._all_known_s = 0.0
+    upload(cluster.registry, "mia")
+    for node in nodes:
+        assert node.ask("mia").status_code == 200
+    answer = cluster.registry.http.delete("/v1/adapters/mia", params={"wait": "all"})
+    assert (answer.status_code, answer.json()["followers"]) == (200, 2)
+    for node in nodes:
+        assert node.store.records() == {}
+    upload(cluster.registry, "mia")
+    for node in nodes:
+        node.catches_up(cluster.registry)
+    eventually(lambda: all(lease.revision == 3 for lease in leases._leases.values()))
+    # One that says nothing any more is waited for to the end of its lease.
+    clock, ahead = leases._clock, [0.0]
+    leases._clock = lambda: clock() + ahead[0]
+    stopped = nodes[0].follower
+    for task in stopped._tasks:
+        task.get_loop().call_soon_threadsafe(task.cancel)
+    eventually(lambda: all(task.done() for task in stopped._tasks))
+    done: list[httpx2.Response] = []
+    deleting = threading.Thread(
+        target=lambda: done.append(cluster.registry.http.delete("/v1/adapters/mia", params={"wait": "all"}))
+    )
+    deleting.start()
+    eventually(lambda: nodes[1].store.records() == {})
+    assert done == []
+    ahead[0] = LEASE_S
+    leases._news.set()
+    deleting.join(20)
+    assert done[0].status_code == 200
+
+
+def test_keys_are_those_of_the_registry(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """Created, limited to patterns and revoked there, they count here; secrets never travel."""
+    node = cluster.follow()
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        _, ann = book.create("ann", frozenset({Scope.INFER}), ("mia*",))
+        _, ops = book.create("ops", frozenset({Scope.ADMIN}))
+    eventually(lambda: node.ask(BASE).status_code == 401)
+    upload(cluster.registry, "mia", key=ops)
+    upload(cluster.registry, "zoe", key=ops)
+    node.catches_up(cluster.registry)
+    bearer = {"authorization": f"Bearer {ann}"}
+    assert node.ask("mia", **bearer).status_code == 200
+    assert node.ask("zoe", **bearer).status_code == 404
+    for root in (node.store.root, cluster.registry.store.root):
+        stored = b"".join(path.read_bytes() for path in root.glob("keys.db*"))
+        assert ann.encode() not in stored
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        book.revoke("ann")
+    eventually(lambda: node.ask("mia", **bearer).status_code == 401)
+
+
+def test_a_revoked_key_is_not_honoured_longer_than_the_lease(cluster: Cluster) -> None:
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        _, ann = book.create("ann", frozenset({Scope.INFER}))
+    node = cluster.follow()
+    bearer = {"authorization": f"Bearer {ann}"}
+    eventually(lambda: node.ask(BASE, **bearer).status_code == 200)
+    cluster.registry.line.is_silent = True
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        book.revoke("ann")
+    node.ahead.s = LEASE_S + 1
+    assert node.ask(BASE, **bearer).status_code == 503
+    cluster.registry.line.is_silent = False
+    eventually(lambda: node.ask(BASE, **bearer).status_code == 401)
+
+
+def stats(node: Node, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = node.http.get(f"/v1/adapters/{name}/stats").raise_for_status().json()
+    return found
+
+
+def test_the_registry_counts_what_its_followers_have_served_once(
+    cluster: Cluster, upload: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is lost on the way; and nothing for the next adapter of a deleted one's name."""
+    for module, name in ((usage_ledger, "WRITE_EVERY_S"), (usage_sender, "TRY_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    # What servers that were killed have left: something on its way, and something after it.
+    for folder in ("a", "bb"):
+        killed = LedgerFile(cluster.folder / folder / usage_ledger.FILE_NAME, sends=True)
+        killed.path.parent.mkdir()
+        killed.add({("", None): Usage(requests=30)})
+        killed.next_batch()
+        killed.add({("", None): Usage(requests=20)})
+    registry, nodes = cluster.registry, [cluster.follow(name) for name in ("a", "bb")]
+    upload(registry, "mia")
+    for number, node in enumerate(nodes, 2):
+        for _ in range(number):
+            assert node.ask("mia").status_code == node.ask(BASE).status_code == 200
+    assert registry.ask("mia").status_code == 200
+    eventually(lambda: (stats(registry, "mia")["requests"], stats(registry, "base")["requests"]) == (6, 105))
+    assert [stats(node, "mia")["requests"] for node in nodes] == [2, 3], "of this server alone"
+    assert stats(registry, "mia")["found"]["disk"] == 6
+
+    registry.line.loses_answers_to = USAGE
+    tried = registry.line.passed.count(USAGE)
+    nodes[0].ask("mia")
+    eventually(lambda: registry.line.passed.count(USAGE) >= tried + 3)
+    nodes[0].ask("mia")
+    registry.line.loses_answers_to = None
+    eventually(lambda: stats(registry, "mia")["requests"] == 8)
+    nodes[0].ask("mia")
+    eventually(lambda: stats(registry, "mia")["requests"] == 9)
+
+    registry.http.delete("/v1/adapters/mia").raise_for_status()
+    upload(registry, "mia")
+    for node in nodes:
+        node.catches_up(registry)
+        eventually(lambda node=node: stats(node, "mia")["requests"] == 0)
+    nodes[1].ask("mia")
+    eventually(lambda: stats(registry, "mia")["requests"] == stats(nodes[1], "mia")["requests"] == 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"source": "me"}, {"sequence": 0}, {"usage": [["mia", "", {"requests": -1}, []]]}, {"usage": {}}, {"more": 1}],
+)
+def test_a_batch_of_usage_that_is_none_is_refused(cluster: Cluster, changed: dict[str, Any]) -> None:
+    headers = {"authorization": f"Bearer {SECRET}"}
+    body = {"source": "0" * 32, "sequence": 1, "usage": []}
+    refused = cluster.registry.http.post(USAGE, json=body | changed, headers=headers)
+    assert refused.status_code in (400, 422), refused.text
+    answers = [cluster.registry.http.post(USAGE, json=body, headers=headers).json() for _ in range(2)]
+    assert answers == [{"counted": True}, {"counted": False}]
+    assert cluster.follow().http.post(USAGE, json=body, headers=headers).status_code == 409
+
+
+@pytest.mark.parametrize("secret", [None, "another-secret", "admin"])
+def test_only_servers_of_the_cluster_may_follow(cluster: Cluster, secret: str | None) -> None:
+    if secret == "admin":
+        with closing(KeyStore(cluster.registry.store.root)) as book:
+            _, secret = book.create("ops", frozenset({Scope.ADMIN}))
+    headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+    for method, path in (
+        ("GET", "/v1/registry/changes"),
+        ("GET", f"/v1/registry/blobs/{'0' * 64}"),
+        ("POST", "/v1/registry/lease"),
+        ("POST", "/v1/registry/usage"),
+    ):
+        assert cluster.registry.http.request(method, path, headers=headers).status_code in (401, 403)
+    asked = cluster.registry.http.get("/v1/registry/changes", headers={"authorization": f"Bearer {SECRET}"})
+    assert asked.status_code == 200
+    assert asked.json()["page"]["is_last"] is True
+
+
+def test_weights_come_in_ranges(cluster: Cluster, upload: Callable[..., int]) -> None:
+    upload(cluster.registry, "mia")
+    node = cluster.follow()
+    ref = node.store.resolve("mia")
+    digest = node.store.records()["mia"].versions[0].weights_digest
+    path, headers = f"/v1/registry/blobs/{digest}", {"authorization": f"Bearer {SECRET}"}
+    whole = cluster.registry.http.get(path, headers=headers)
+    part = cluster.registry.http.get(path, headers=headers | {"range": "bytes=100-"})
+    assert (part.status_code, part.content) == (206, whole.content[100:])
+    assert hashlib.sha256(whole.content).hexdigest() == digest
+    assert node.store.load(ref.key).spec.weights_digest == digest
+    missing = cluster.registry.http.get(f"/v1/registry/blobs/{'0' * 64}", headers=headers)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "blob_not_found")

@@ -1,0 +1,103 @@
+"""One replica in several ranks against one process: the same tokens, and the same logits to the bit."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rank_threads import ThreadLauncher
+from tiny_engine import GREEDY, LONG, engine_config
+
+from lorasrv.config import PartitionOptions
+from lorasrv.engine import factory
+from lorasrv.llm import LLM
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.model_runner import ModelRunner
+
+ONE = PartitionOptions()
+THREE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+"""Changes of a tiny configuration: heads for three ranks, of which two have [2, 1]."""
+SHORT = replace(GREEDY, max_tokens=6)
+PROMPTS = [LONG[:45], LONG[:20], LONG[5:33]]
+
+
+def ranks(text: str) -> PartitionOptions:
+    """Return the options that "0&1;2" or "cp=2" describe."""
+    name, _, count = text.partition("=")
+    return PartitionOptions(**{name: int(count)}) if count else PartitionOptions(partition=text)
+
+
+@dataclass
+class Told:
+    """What an engine has said: tokens by request, and the logits of every pass."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def replica(model: Path, options: PartitionOptions, **engine: Any) -> Iterator[LLM]:
+    """An engine of a tiny model whose ranks are threads."""
+    config = engine_config(model, **{"quantization": "int8", "kernels": "numba"} | engine)
+    threads = torch.get_num_threads()
+    # Ranks that wait for each other would wait for each other's teams, too.
+    torch.set_num_threads(1)
+    try:
+        with (
+            patch.object(factory, "ProcessLauncher", ThreadLauncher),
+            LLM(str(model), replace(config, partition=options)) as llm,
+        ):
+            yield llm
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def told_logits(told: Told) -> Iterator[None]:
+    """Keep the logits of every pass of the engines in this block."""
+    compute = ModelRunner._logits
+
+    def kept(runner: ModelRunner, step: Any, last: Any) -> Any:
+        found = compute(runner, step, last)
+        told.logits.append(found[0].clone())
+        return found
+
+    with patch.object(ModelRunner, "_logits", kept):
+        yield
+
+
+def answers(
+    model: Path,
+    options: PartitionOptions,
+    adapters: Mapping[str, Path] | None = None,
+    asked: Sequence[str | None] = (None, None, None),
+    sampling: SamplingParams = SHORT,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    then: Callable[[LLM], object] = lambda llm: None,
+    before: Callable[[LLM], object] = lambda llm: None,
+    **engine: Any,
+) -> Told:
+    """What a replica answers to the prompts.
+
+    Args:
+        then, before: are given the engine, afterwards and at first.
+    """
+    told = Told()
+    with replica(model, options, **engine) as llm, told_logits(told):
+        before(llm)
+        for name, folder in (adapters or {}).items():
+            llm.add_adapter(name, folder)
+        told.tokens = [answer.token_ids for answer in llm.generate(prompts, sampling, asked)]
+        llm.engine.check_integrity()
+        then(llm)
+    return told
+
+
+def assert_same(told: Told, alone: Told) -> None:
+    """The same tokens, and the same logits to the bit."""
+    assert told.tokens == alone.tokens
+    assert len(told.logits) == len(alone.logits)
+    assert all(map(torch.equal, told.logits, alone.logits))
