@@ -13,6 +13,7 @@ from api.cli.common.formatting import (
     DefaultsOption,
     DirectoryArgument,
     DriftOption,
+    NoTokenizerOption,
     PartialOption,
     StoredOption,
     _count,
@@ -77,9 +78,7 @@ def upload(
     stored: StoredOption = None,
     allow_drift: DriftOption = False,
     defaults: DefaultsOption = None,
-    no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="Ignore the folder's tokenizer.json and the tokens that it adds.")
-    ] = False,
+    no_tokenizer: NoTokenizerOption = False,
     every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
     slugify: Annotated[

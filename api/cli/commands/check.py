@@ -13,6 +13,7 @@ from api.cli.common.formatting import (
     ClosedStoreOption,
     DirectoryArgument,
     DriftOption,
+    NoTokenizerOption,
     PartialOption,
     StoredOption,
     found_facts,
@@ -34,6 +35,7 @@ def check(
     allow_partial: PartialOption = False,
     stored: StoredOption = None,
     allow_drift: DriftOption = False,
+    no_tokenizer: NoTokenizerOption = False,
     store: ClosedStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,7 +52,7 @@ def check(
     versions = _versions(store.expanduser(), base) if store is not None else None
     try:
         with open_adapter_dir(directory) as found:
-            peft = with_own_tokens(found, partial(read_tokenizer, model))
+            peft = found if no_tokenizer else with_own_tokens(found, partial(read_tokenizer, model))
             terms = {"allow_partial": allow_partial, "stored": stored or BF16, "allow_drift": allow_drift}
             checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, **terms)
     except AdapterInvalid as error:

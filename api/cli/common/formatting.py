@@ -108,6 +108,9 @@ StoredOption = Annotated[
         show_default=False,
     ),
 ]
+NoTokenizerOption = Annotated[
+    bool, typer.Option("--no-tokenizer", help="Ignore the folder's tokenizer.json and the tokens that it adds.")
+]
 DriftOption = Annotated[
     bool, typer.Option("--allow-drift", help="Accept int8 although it changes the adapter by more than 10 %.")
 ]

@@ -179,6 +179,9 @@ def test_the_command_takes_the_tokenizer_or_leaves_it_out(
     done = cli("upload", tmp_path, "--id", "bare", "--no-tokenizer", *to)
     assert (done.code, "not used: " in done.err) == (0, True)
     assert max(ids(served, "bare")) < 384
+    here = ("check", tmp_path, "--model", served.model)
+    assert "names token 384" in cli(*here).err
+    assert cli(*here, "--no-tokenizer").code == 0
 
     tree = tmp_path / "tree"
     (tree / "some").mkdir(parents=True)
