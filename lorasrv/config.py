@@ -298,6 +298,9 @@ class SpeculationOptions:
         return self.speculation != "off" and drafter in self.drafters
 
 
+TP_EXCHANGES = ("columns", "sums")
+
+
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
     """Divide a replica among processes; `lorasrv.distributed.partition` reads it.
@@ -307,16 +310,20 @@ class PartitionOptions:
         tp: columns; parts of the outputs of every linear.
         pp: stages; layers one after another.
         cp: parts of the rows of a step, in place of the other two.
+        tp_exchange: what ranks side by side bring together: "columns", or "sums", which are fewer.
     """
 
     partition: str | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    tp_exchange: str = "columns"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp"):
             _positive(f"--{name}", getattr(self, name))
+        if self.tp_exchange not in TP_EXCHANGES:
+            raise ConfigError(f"--tp-exchange must be {' or '.join(TP_EXCHANGES)}, not {self.tp_exchange!r:.40}")
 
 
 @dataclass(frozen=True, slots=True)

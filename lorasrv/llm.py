@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -81,15 +82,15 @@ class LLM:
     ) -> None:
         config = config or EngineConfig()
         self._config = replace(config, model=replace(config.model, model=model))
-        self._folder = None if store else tempfile.TemporaryDirectory(prefix="lorasrv-")
-        checkpoint = open_checkpoint(model, config.model.load_format, config.model.quantized_weights)
-        try:
-            root = store or Path(self._folder.name if self._folder else "")
-            shapes = base_shapes(checkpoint.spec, checkpoint.name, checkpoint_name(model))
-            self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
-            built = build(checkpoint, self._config, self.store)
-        finally:
-            checkpoint.close()
+        with ExitStack() as opened:
+            root = store or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="lorasrv-")))
+            options = config.model
+            with closing(open_checkpoint(model, options.load_format, options.quantized_weights)) as checkpoint:
+                shapes = base_shapes(checkpoint.spec, checkpoint.name, checkpoint_name(model))
+                self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
+                opened.callback(self.store.close)
+                built = build(checkpoint, self._config, self.store)
+            self._opened = opened.pop_all()
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
         self._own_tokenizers = built.own_tokenizers
@@ -201,9 +202,7 @@ class LLM:
     def close(self) -> None:
         """Close the store; a temporary one is removed."""
         self.engine.close()
-        self.store.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._opened.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -1,7 +1,7 @@
 """Declare the options of `serve` that divide a replica among processes; `ServerSettings` has them with all others."""
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -27,6 +27,13 @@ class PartitionSettings(BaseModel):
     ] = _DEFAULTS.partition
     tp: Annotated[_Ranks, _partition("Processes that divide every layer's outputs (columns)")] = _DEFAULTS.tp
     pp: Annotated[_Ranks, _partition("Processes that divide the layers (stages)")] = _DEFAULTS.pp
+    tp_exchange: Annotated[
+        Literal["columns", "sums"],
+        _partition(
+            "What ranks side by side bring together: columns of outputs, for the same bits as one process, or partial "
+            "sums, half as often"
+        ),
+    ] = "columns"
     cp: Annotated[_Ranks, _partition("Processes that divide the tokens of a step (rows); each has the whole model")] = (
         _DEFAULTS.cp
     )

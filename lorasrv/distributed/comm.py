@@ -46,6 +46,14 @@ class Comm(ABC):
         """Return the columns of all peers side by side: [T, own width] -> [T, sum of widths]."""
         return torch.cat(self.gather(part, [(len(part), width) for width in widths], peers), dim=1)
 
+    def gather_sum(self, part: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """Return the sum of the parts of all peers, which are of one shape: added in their order, so that it is the
+        same bits at all of them."""
+        total, *others = self.gather(part, [part.shape] * len(peers), peers)
+        for other in others:
+            total += other
+        return total
+
     def gather_rows(self, part: Tensor, counts: Sequence[int], peers: tuple[int, ...]) -> Tensor:
         """Return the rows of all peers one after another: [own count, W] -> [sum of counts, W]."""
         return torch.cat(self.gather(part, [(count, part.shape[1]) for count in counts], peers))

@@ -1,26 +1,40 @@
-"""A checkpoint as one rank reads it: its layers, and its part of the outputs of every linear."""
+"""A checkpoint as one rank reads it: its layers, and its part of the outputs or inputs of every linear."""
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorasrv.distributed.rank_spec import RankSpec
+from lorasrv.errors import ConfigError
 from lorasrv.models.families import split_layer
 from lorasrv.models.loader import Checkpoint, StoredPacking
 from lorasrv.models.spec import LLAMA_LAYERS
 from lorasrv.text.tokenizer import TokenizerSource
+from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.ops import GroupQuantizedWeight
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
+class _Cut(NamedTuple):
+    """Say which outputs of a tensor are taken, and of a weight which inputs."""
+
+    outputs: Tensor | slice
+    inputs: slice = slice(None)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        rows = tensor[self.outputs]
+        return (rows if rows.dim() == 1 else rows[:, self.inputs]).clone(memory_format=torch.contiguous_format)
+
+
 class PartCheckpoint:
     """Read a rank's part of an open checkpoint; see `Checkpoint`. `close` leaves that open.
 
-    Weights are cut along their outputs, where quantized ones have a row of codes and factors each: codes are taken, not
-    rounded again.
+    Codes of quantized weights are taken, not rounded again: an output has a row of codes and factors of its own, and
+    inputs are cut between groups.
     """
 
     def __init__(self, whole: Checkpoint, spec: RankSpec) -> None:
@@ -32,17 +46,22 @@ class PartCheckpoint:
         return self._whole.packing
 
     def names(self) -> Iterable[str]:
-        return list(self._rows)
+        return list(self._cuts)
 
     def tensor(self, name: str) -> Tensor:
-        rows = self._rows[name]
+        cut = self._cuts[name]
         tensor = self._whole.tensor(self._name_in_whole(name))
-        return tensor if rows is None else tensor[rows].clone()
+        return tensor if cut is None else cut.of(tensor)
 
     def codes(self, name: str) -> GroupQuantizedWeight | None:
-        rows = self._rows[name]
+        cut = self._cuts[name]
         codes = self._whole.codes(self._name_in_whole(name))
-        return codes if codes is None or rows is None else codes[rows]
+        if codes is None or cut is None:
+            return codes
+        try:
+            return codes[cut.outputs].of_inputs(cut.inputs)
+        except KernelArgumentError as error:
+            raise ConfigError(f"--tp-exchange sums: {name}: {error}; use --tp-exchange columns") from error
 
     def tokenizer_source(self) -> TokenizerSource:
         return self._whole.tokenizer_source()
@@ -51,28 +70,28 @@ class PartCheckpoint:
         """Do nothing: the whole checkpoint has its own owner."""
 
     @cached_property
-    def _rows(self) -> dict[str, Tensor | slice | None]:
-        """Return the outputs that the rank takes of each tensor that it reads; None for all."""
+    def _cuts(self) -> dict[str, _Cut | None]:
+        """Return what the rank takes of each tensor that it reads; None for all."""
         spec, share = self.spec, self.spec.share
-        vocab = slice(*share.vocab)
-        found: dict[str, Tensor | slice | None] = {NORM: None}
+        found: dict[str, _Cut | None] = {NORM: None}
         if share.is_first:
             found[EMBEDDING] = None
         if share.is_last and not spec.tied_head:
-            found[HEAD] = vocab
+            found[HEAD] = _Cut(slice(*share.vocab))
         for layer in range(spec.num_layers):
-            found |= {f"{LLAMA_LAYERS}{layer}.{name}": rows for name, rows in self._of_layer(layer)}
-        return {name: rows for name, rows in found.items() if self._name_in_whole(name) in self._all}
+            found |= {f"{LLAMA_LAYERS}{layer}.{name}": cut for name, cut in self._of_layer(layer)}
+        return {name: cut for name, cut in found.items() if self._name_in_whole(name) in self._all}
 
-    def _of_layer(self, layer: int) -> Iterator[tuple[str, Tensor | None]]:
+    def _of_layer(self, layer: int) -> Iterator[tuple[str, _Cut | None]]:
         spec = self.spec
         for path, _ in spec.norms(layer).values():
             yield f"{path}.weight", None
         for index, site in zip(spec.site_indices(layer), spec.sites_of(layer), strict=True):
             for i, module in enumerate(site.modules):
                 rows = torch.from_numpy(spec.own_outputs(index, i))
-                yield f"{module}.weight", rows
-                yield f"{module}.bias", rows
+                yield f"{module}.weight", _Cut(rows, spec.own_inputs(index))
+                if spec.adds_biases(index):
+                    yield f"{module}.bias", _Cut(rows)
 
     @cached_property
     def _all(self) -> frozenset[str]:

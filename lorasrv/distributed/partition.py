@@ -16,6 +16,10 @@ from lorasrv.config import PartitionOptions
 from lorasrv.errors import ConfigError
 from lorasrv.models.spec import ModelSpec
 
+SUM_BLOCK = 128
+"""Inputs of `down` are cut at multiples of this where only sums over them are exchanged: the largest common groups of
+quantized files. Of small models at multiples of `BLOCK`.
+"""
 TILE = 16
 """Outputs are cut at multiples of this, the tiles that kernels pack weights in."""
 BLOCK = 32
@@ -55,6 +59,8 @@ class Share:
     vocab: Span
     # Ranks that divide the rows of a step, in order; nothing where each computes all rows.
     row_peers: tuple[int, ...] = ()
+    # Whether o and down have a part of the inputs and all outputs, whose sums the peers exchange.
+    has_sums: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -75,11 +81,13 @@ class Partition:
         stages: in the order of their layers.
         rows: ranks that divide the rows of a step among them; then there is one stage of one column.
         text: as it was given, for messages.
+        has_sums: whether columns exchange sums.
     """
 
     stages: tuple[Stage, ...]
     rows: int = 1
     text: str = "0"
+    has_sums: bool = False
 
     @classmethod
     def of(cls, options: PartitionOptions) -> "Partition":
@@ -88,6 +96,15 @@ class Partition:
         Raises:
             ConfigError: they describe none; the message names the option and the numbers.
         """
+        divided = cls._divided(options)
+        if options.tp_exchange != "sums":
+            return divided
+        if not divided.has_columns:
+            raise ConfigError(f"--tp-exchange sums needs ranks side by side: --tp, or & in --partition; {divided.text}")
+        return replace(divided, has_sums=True, text=f"{divided.text} --tp-exchange sums")
+
+    @classmethod
+    def _divided(cls, options: PartitionOptions) -> "Partition":
         if options.partition is not None:
             if other := next((name for name in ("tp", "pp", "cp") if getattr(options, name) != 1), None):
                 raise ConfigError(f"--partition and --{other} exclude each other: give one of them")
@@ -145,16 +162,23 @@ class Partition:
                 f"{where}, but the model has {spec.num_kv_heads} key head{'s' * (spec.num_kv_heads > 1)}, and a rank "
                 "needs one of its own; use fewer columns, or stages (--pp) or rows (--cp)"
             )
-        cuts = [
+        heads, hidden, inner, vocab = (
             _cut(spec.num_kv_heads, count, 1, f"{where}: key heads"),
             _cut(spec.hidden_size, count, TILE, f"{where}: hidden size"),
-            _cut(spec.intermediate_size, count, BLOCK, f"{where}: intermediate size"),
+            _cut(spec.intermediate_size, count, self._inner_step(spec, count), f"{where}: intermediate size"),
             _cut(spec.vocab_size, count, TILE, f"{where}: vocabulary"),
-        ]
+        )
         return [
-            Share(rank, index, column, stage.ranks, len(self.stages), layers, *(cut[column] for cut in cuts))
+            Share(
+                *(rank, index, column, stage.ranks, len(self.stages), layers),
+                *(heads[column], hidden[column], inner[column], vocab[column]),
+                has_sums=self.has_sums and count > 1,
+            )
             for column, rank in enumerate(stage.ranks)
         ]
+
+    def _inner_step(self, spec: ModelSpec, count: int) -> int:
+        return SUM_BLOCK if self.has_sums and spec.intermediate_size >= count * SUM_BLOCK else BLOCK
 
     def _layers(self, spec: ModelSpec) -> list[Span]:
         """Return the layers of each stage."""

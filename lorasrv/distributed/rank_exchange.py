@@ -1,5 +1,5 @@
-"""Exchanges of ranks. Columns and stages: gather columns within a stage, pass rows on to the next one, bring logits to
-rank 0. Rows: gather keys and values of all rows, bring last states to rank 0.
+"""Exchanges of ranks. Columns and stages: gather columns or sums within a stage, pass rows on to the next one, bring
+logits to rank 0. Rows: gather keys and values of all rows, bring last states to rank 0.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class PartExchange(RankExchange):
         own = specs[comm.rank]
         share, self._spec = own.share, own
         self.is_first, self.is_last = share.is_first, share.is_last
-        self._peers, self._leads = share.peers, share.column == 0
+        self._peers, self._leads, self._has_sums = share.peers, share.column == 0, share.has_sums
         peers = [specs[peer] for peer in share.peers]
         hidden = [width(peer.share.hidden) for peer in peers]
         self._widths = {
@@ -83,9 +83,12 @@ class PartExchange(RankExchange):
     def arrive(self, num_rows: int) -> Tensor:
         return self._comm.receive((num_rows, self._spec.hidden_size), self._dtype, self._before)
 
-    def columns(self, part: Tensor, place: SplitOutput) -> Tensor:
+    def whole(self, part: Tensor, place: SplitOutput) -> Tensor:
         if len(self._peers) == 1:
             return part
+        if self._has_sums:
+            is_sum = place in (SplitOutput.OUT, SplitOutput.DOWN)
+            return self._comm.gather_sum(part, self._peers) if is_sum else part
         return self._comm.gather_columns(part, self._widths[place], self._peers)
 
     def leave(self, x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The model of one rank: the spec that its decoder, pool and adapters are built from. Imports no torch.
 
-A rank's layers count from 0. Linears have all inputs and a part of the outputs; norms, and what follows from the hidden
-size, are whole.
+A rank's layers count from 0. Linears have all inputs and a part of the outputs; where peers exchange sums, o and down
+have a part of the inputs and all outputs. Norms, and what follows from the hidden size, are whole.
 """
 
 import itertools
@@ -62,15 +62,29 @@ class RankSpec(ModelSpec):
         found = []
         for index, site in enumerate(self.whole.sites()):
             widths = tuple(len(self.own_outputs(index, i)) for i in range(len(site.modules)))
-            found.append(replace(site, out_features=widths))
+            inputs = range(site.in_features)[self.own_inputs(index)]
+            found.append(replace(site, in_features=len(inputs), out_features=widths))
         return tuple(found)
+
+    def own_inputs(self, site: int) -> slice:
+        if not self._is_summed(site):
+            return slice(None)
+        is_out = self.whole.sites()[site].name == "o"
+        return slice(*(_scaled(self.query_heads, self.head_dim) if is_out else self.share.inner))
+
+    def adds_biases(self, site: int) -> bool:
+        return self.share.column == 0 or not self._is_summed(site)
+
+    def _is_summed(self, site: int) -> bool:
+        """Return whether the rank has a part of the sums of a site, and not of its outputs."""
+        return self.share.has_sums and self.whole.sites()[site].name in ("o", "down")
 
     def own_outputs(self, site: int, module: int) -> Rows:
         inner, kv = self.share.inner, _scaled(self.share.kv_heads, self.head_dim)
         q = _scaled(self.query_heads, self.head_dim)
         shape = self.whole.sites()[site]
         if shape.name in ("o", "down"):
-            return _rows([(0, self.share.hidden)])
+            return _rows([(0, (0, self.hidden_size) if self.share.has_sums else self.share.hidden)])
         if shape.name == "qkv":
             spans = [(0, q), (self.whole.q_width, kv), (self.whole.q_width + self.whole.kv_width, kv)]
         else:
@@ -103,6 +117,7 @@ def pool_widths(specs: Sequence[RankSpec]) -> ModelSpec:
         hidden=_widest(spec.share.hidden for spec in specs),
         inner=_widest(spec.share.inner for spec in specs),
         vocab=(0, specs[0].whole.vocab_size),
+        has_sums=any(spec.share.has_sums for spec in specs),
     )
     return RankSpec.of(specs[0].whole, widest)
 

@@ -170,6 +170,16 @@ class ModelSpec:
         del site, module
         return slice(None)
 
+    def own_inputs(self, site: int) -> slice:
+        """Return which inputs of a site are here."""
+        del site
+        return slice(None)
+
+    def adds_biases(self, site: int) -> bool:
+        """Return whether biases of a site's outputs are added here, and not where another part of its sums is."""
+        del site
+        return True
+
     def alibi_slopes(self) -> tuple[float, ...]:
         """Return what each head's scores lose for a token of distance, as MPT has it; empty without ALiBi."""
         if not self.alibi_max:

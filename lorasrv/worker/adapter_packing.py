@@ -45,7 +45,7 @@ def pack_adapter(
 ) -> PackedAdapter:
     """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`, or to int8 if it is so stored.
 
-    Of a base that is a rank's part, the panels have its layers and outputs only; `weights` are whole.
+    Of a base that is a rank's part, the panels have its layers, inputs and outputs only; `weights` are whole.
 
     In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
     interpreter. Gains and shifts (`adapter_vectors`) are computed from the base's weights.
@@ -63,7 +63,7 @@ def pack_adapter(
                 modules = [weights.get((spec.first_layer + layer, module)) for module in site.modules]
                 packed = [None if tensors is None else pack(tensors, weights.dtype) for tensors in modules]
                 outputs = [spec.own_outputs(index, i) for i in range(len(modules))]
-                _pack_site(data[slab], offsets, panels, packed, outputs)
+                _pack_site(data[slab], offsets, panels, packed, spec.own_inputs(index), outputs)
         if layout.vectors and any(layout.vectors[layer]):
             found = dict(output_vectors(base, weights, layer))
             for place, indices in zip(spec.places(), layout.vector_panels[layer].tolist(), strict=True):
@@ -102,6 +102,7 @@ def _pack_site(
     offsets: list[int],
     panels: SitePanels,
     modules: list[_Module | None],
+    inputs: slice,
     outputs: list[slice | npt.NDArray[np.int64]],
 ) -> None:
     scales = _target(row, offsets[panels.scale], (panels.total_rank,), np.dtype("<f4"))
@@ -110,7 +111,7 @@ def _pack_site(
         if module is not None:
             last = first + module.rank
             scales[first:last] = module.factors
-            _write_panels(row, offsets, panels.a, first, module.a)
+            _write_panels(row, offsets, panels.a, first, module.a[:, inputs])
             _write_panels(row, offsets, slice_panels, 0, module.b[:, own])
             first = last
 

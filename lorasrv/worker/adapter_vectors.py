@@ -82,7 +82,7 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
         own = adapter.saved.get((at, module))
         if bias is not None:
             shift[rows] = (bias[rows] if own is None else _tensor(own[outputs], device)) - gain[rows] * bias[rows]
-        if lora is not None and lora.b_bias is not None:
+        if lora is not None and lora.b_bias is not None and base.spec.adds_biases(place):
             shift[rows] += _tensor(lora.b_bias[outputs], device)
         start += out
     return gain, shift

@@ -338,14 +338,14 @@ class Decoder:
             self._slopes,
             tables.masses,
         )
-        whole = self._exchange.columns(attended.flatten(1), SplitOutput.ATTENDED)
-        return self._exchange.columns(self._linear(weights.o, whole, layer, OUT, tables), SplitOutput.OUT)
+        read = self._exchange.whole(attended.flatten(1), SplitOutput.ATTENDED)
+        return self._exchange.whole(self._linear(weights.o, read, layer, OUT, tables), SplitOutput.OUT)
 
     def _mlp(self, x: Tensor, layer: int, tables: StepTables) -> Tensor:
         weights = self._weights.layers[layer]
         gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, tables))
-        whole = self._exchange.columns(gated, SplitOutput.GATED)
-        return self._exchange.columns(self._linear(weights.down, whole, layer, DOWN, tables), SplitOutput.DOWN)
+        read = self._exchange.whole(gated, SplitOutput.GATED)
+        return self._exchange.whole(self._linear(weights.down, read, layer, DOWN, tables), SplitOutput.DOWN)
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, place: int, tables: StepTables) -> Tensor:
         slab, site = self._memory.slab(layer), self._sites[layer][place]

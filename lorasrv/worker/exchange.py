@@ -1,7 +1,7 @@
 """Exchange: what a decoder needs of the processes that compute other parts of the same pass. Here: of nobody.
 
 `lorasrv.distributed` has the exchanges of a partition. A pass calls in this order: `divide`, `arrive` or nothing, in
-each layer `all_rows`, `own_rows`, and `columns` after each part; then `states` and `logits`, or `leave`.
+each layer `all_rows`, `own_rows`, and `whole` after each part; then `states` and `logits`, or `leave`.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,10 @@ class Exchange:
         """Return the rows [T, H] as the layers before this process's have left them."""
         raise AssertionError("no process computes layers before these")
 
-    def columns(self, part: Tensor, place: SplitOutput) -> Tensor:
-        """Return all columns of an output, of which this process has computed a part: [T, own] -> [T, all]."""
+    def whole(self, part: Tensor, place: SplitOutput) -> Tensor:
+        """Return what the next linear reads of an output, of which this process has computed a part, of its columns or
+        of its sums: [T, own] -> [T, inputs].
+        """
         del place
         return part
 

@@ -126,6 +126,25 @@ class GroupQuantizedWeight:
         """Return the codes of some outputs."""
         return self._with({name: held[rows] for name, held in self._held(*_BY_OUTPUT)})
 
+    def of_inputs(self, inputs: slice) -> "GroupQuantizedWeight":
+        """Return the codes of a span of inputs.
+
+        Raises:
+            KernelArgumentError: it cuts a group, or a run of groups that share a step, or columns have another order.
+        """
+        first, end, _ = inputs.indices(self.in_features)
+        if (first, end) == (0, self.in_features):
+            return self
+        unit = self.group if self.steps is None else self.group * STEP_GROUPS
+        if self.order is not None:
+            raise KernelArgumentError("inputs are in an order of the file's own (desc_act), which cannot be cut")
+        if first % unit or end % unit:
+            raise KernelArgumentError(f"inputs {first} to {end - 1} are no whole groups of {unit}")
+        groups = slice(first // self.group, end // self.group)
+        cuts = dict.fromkeys(("scales", "minima", "zeros"), groups)
+        cuts |= {"codes": slice(first, end), "steps": slice(first // unit, end // unit)}
+        return self._with({name: held[:, cuts[name]].contiguous() for name, held in self._held(*_BY_OUTPUT)})
+
     def in_groups_of(self, group: int) -> "GroupQuantizedWeight":
         """Return the same weight, which has no steps, in smaller groups, whose size divides that of these: factors are
         repeated.

@@ -201,6 +201,19 @@ def test_smaller_groups_are_the_same_weight() -> None:
     assert codes.in_groups_of(32).group == 32
 
 
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_parts_of_the_inputs_are_the_same_weight(kind: str) -> None:
+    """Cut between groups, or between runs of groups that share a step."""
+    codes = random_file_codes(kind, 8, 1536)
+    parts = [codes.of_inputs(slice(first, end)) for first, end in ((0, 512), (512, 1536))]
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], dim=1), codes.dequantize())
+    assert codes.of_inputs(slice(None)) is codes
+    with pytest.raises(KernelArgumentError, match="are no whole groups of"):
+        codes.of_inputs(slice(0, 48))
+    with pytest.raises(KernelArgumentError, match="order of the file's own"):
+        random_packed(INT4_LEVELS, 32, 8, 64, dtype=torch.float16, ordered=True).of_inputs(slice(0, 32))
+
+
 def test_an_order_that_is_none_is_refused() -> None:
     codes = random_packed(INT4_LEVELS, 32, 8, 64, dtype=torch.float16, ordered=True)
     for wrong in (torch.zeros(64, dtype=torch.int32), torch.arange(1, 65, dtype=torch.int32)):

@@ -24,10 +24,10 @@ SHORT = replace(GREEDY, max_tokens=6)
 PROMPTS = [LONG[:45], LONG[:20], LONG[5:33]]
 
 
-def ranks(text: str) -> PartitionOptions:
+def ranks(text: str, tp_exchange: str = "columns") -> PartitionOptions:
     """Return the options that "0&1;2" or "cp=2" describe."""
     name, _, count = text.partition("=")
-    return PartitionOptions(**{name: int(count)}) if count else PartitionOptions(partition=text)
+    return PartitionOptions(**{name: int(count)}) if count else PartitionOptions(text, tp_exchange=tp_exchange)
 
 
 @dataclass

@@ -130,6 +130,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "partition": ("0&1;2", "0&1;2", "partition.partition"),
     "tp": ("2", 2, "partition.tp"),
     "pp": ("3", 3, "partition.pp"),
+    "tp_exchange": ("sums", "sums", "partition.tp_exchange"),
     "cp": ("4", 4, "partition.cp"),
     "registry": ("http://registry:8000", "http://registry:8000", ""),
     "registry_key": ("of-a-follower", "of-a-follower", ""),

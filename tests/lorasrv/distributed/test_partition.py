@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +87,8 @@ def test_a_layer_stays_with_the_one_whose_keys_it_reads() -> None:
         ({"partition": "0&1", "tp": 2}, "--partition and --tp exclude each other"),
         ({"partition": ";".join(map(str, range(65)))}, "65 ranks are more than the 64"),
         ({"cp": 2, "tp": 2}, "--tp 2 --cp 2: --cp divides the rows .* so it goes with neither --tp nor --pp"),
+        ({"pp": 2, "tp_exchange": "sums"}, "--tp-exchange sums needs ranks side by side: .*; --pp 2"),
+        ({"tp": 2, "tp_exchange": "all"}, "--tp-exchange must be columns or sums, not 'all'"),
         ({"tp": 0}, "--tp must be positive, not 0"),
         ({"tp": 9, "pp": 9}, "81 ranks are more than the 64"),
     ],
@@ -103,6 +106,7 @@ def test_texts_that_are_no_partition(options: dict[str, object], message: str) -
         ({"partition": "0;1&2"}, {"num_kv_heads": 1}, "--partition 0;1&2: 2 ranks side by side"),
         ({"tp": 3}, {"hidden_size": 32}, "hidden size 32 gives 2 pieces of 16, fewer than 3"),
         ({"tp": 3}, {"intermediate_size": 64}, "intermediate size 64 gives 2 pieces of 32, fewer than 3"),
+        ({"tp": 3, "tp_exchange": "sums"}, {"intermediate_size": 64}, "--tp 3 --tp-exchange sums: 3 .* gives 2 pieces"),
         ({"pp": 7}, {}, "7 stages, but the model has 6 layers"),
         ({"partition": "0@0-2;1"}, {}, "give the layers of every stage, or of none"),
         ({"partition": "0@0-2;1@3-4"}, {}, "stages must have layers 0 to 5 in order, each once, as in 0@0-2;1@3-5"),
@@ -123,18 +127,20 @@ def test_models_that_cannot_be_divided_so(options: dict[str, object], changes: d
     sizes=st.tuples(st.integers(6, 40), st.integers(3, 20), st.integers(60, 900)),
     fused=st.booleans(),
     gated=st.booleans(),
+    sums=st.booleans(),
 )
-def test_every_output_has_one_rank(
-    stages: list[int], layers: int, heads: int, sizes: tuple[int, int, int], fused: bool, gated: bool
+def test_every_weight_has_one_rank(
+    stages: list[int], layers: int, heads: int, sizes: tuple[int, int, int], fused: bool, gated: bool, sums: bool
 ) -> None:
-    """Outputs of every linear, in every layer, are those of its stage's ranks together, once each."""
+    """Weights of every linear, in every layer, are those of its stage's ranks together, once each; so are biases."""
     hidden, inner, vocab = sizes
     spec = ModelSpec(
         "x", layers, 8 * hidden, 32 * inner, 2 * heads, heads, 8, vocab, 64, 1e-5, fused=fused, gated=gated
     )
     numbers = iter(range(99))
     text = ";".join("&".join(str(next(numbers)) for _ in range(count)) for count in stages)
-    specs = [RankSpec.of(spec, share) for share in of(partition=text).shares(spec)]
+    exchange = "sums" if sums and max(stages) > 1 else "columns"
+    specs = [RankSpec.of(spec, share) for share in of(partition=text, tp_exchange=exchange).shares(spec)]
     covered = []
     for stage in range(len(stages)):
         ranks = [own for own in specs if own.share.stage == stage]
@@ -142,13 +148,23 @@ def test_every_output_has_one_rank(
         covered += range(*ranks[0].share.layers)
         for index, site in enumerate(spec.sites()):
             for i, out in enumerate(site.out_features):
-                rows = sorted(row for own in ranks for row in own.own_outputs(index, i).tolist())
-                assert rows == list(range(out))
+                held, biased = np.zeros((out, site.in_features), int), np.zeros(out, int)
+                for own in ranks:
+                    rows = own.own_outputs(index, i)
+                    held[rows, own.own_inputs(index)] += 1
+                    biased[rows] += own.adds_biases(index)
+                assert (held == 1).all()
+                assert (biased == 1).all()
         planned = pool_widths(specs).sites()
         assert all(
             own_out <= out
             for own in ranks
             for own_site, site in zip(own.sites(), planned, strict=True)
             for own_out, out in zip(own_site.out_features, site.out_features, strict=True)
+        )
+        assert all(
+            own_site.in_features <= site.in_features
+            for own in ranks
+            for own_site, site in zip(own.sites(), planned, strict=True)
         )
     assert covered == list(range(layers))

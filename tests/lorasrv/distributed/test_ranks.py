@@ -17,6 +17,7 @@ from tiny_checkpoints import VOCAB, TinyCheckpoint
 from tiny_engine import BLOCK, GREEDY, LONG, engine_config
 
 from lorasrv.distributed import rank_exchange
+from lorasrv.distributed.comm import MemoryComm
 from lorasrv.distributed.rank_exchange import RankExchange
 from lorasrv.engine import factory
 from lorasrv.engine.factory import build
@@ -87,6 +88,55 @@ def test_every_format(
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     else:
         assert_same(told, expected)
+
+
+SUMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("0&1&2", THREE_HEADS | {"attention_bias": True, "mlp_bias": True}),
+    "gemma3": ("0;1&2", WIDE),
+    "mpt": ("0&1", {"n_heads": 6, "d_model": 96}),
+    "phi3": ("0&1;2", THREE_HEADS),
+}
+
+
+@pytest.mark.parametrize("family", SUMS)
+def test_sums(family: str, tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path) -> None:
+    """Partial sums of o and down, biases and shifts once, with half of the exchanges; in floats, as rounded inputs of a
+    linear may fall to the other side."""
+    text, changes = SUMS[family]
+    model = tiny_hf_checkpoints[family](**changes)
+    adapters = adapters_of(model, tmp_path, lora_bias=True)
+    gathered: list[int] = []
+    gather = MemoryComm.gather
+
+    def counted(own: MemoryComm, *args: Any) -> list[torch.Tensor]:
+        gathered[-1] += own.rank == 1
+        return gather(own, *args)
+
+    told = []
+    with patch.object(MemoryComm, "gather", counted):
+        for exchange in ("sums", "columns"):
+            gathered.append(0)
+            told.append(answers(model, ranks(text, exchange), adapters, ASKED, quantization="none", dtype="float32"))
+    assert 2 * gathered[0] == gathered[1] > 0
+    assert told[0].tokens == told[1].tokens
+    for got, wanted in zip(told[0].logits, told[1].logits, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert len({tuple(tokens) for tokens in told[0].tokens}) == 3
+
+
+def test_sums_of_a_file_of_codes(
+    tiny_hf_checkpoints: dict[str, TinyCheckpoint], write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Codes are cut between groups, not rounded again; where they cannot be, the start is refused."""
+    source = tiny_hf_checkpoints["llama"]()
+    file = write_gguf(source, tmp_path / "tiny.gguf", {"ffn_down": "Q8_0", "": "Q4_0"})
+    options = {"quantization": "auto", "dtype": "bfloat16"}
+    told, expected = (answers(file, ranks("0&1", kind), **options) for kind in ("sums", "columns"))
+    torch.testing.assert_close(told.logits[0], expected.logits[0], rtol=1e-3, atol=1e-3)
+    changes = THREE_HEADS | {"num_key_value_heads": 6}
+    narrow = write_gguf(tiny_hf_checkpoints["llama"](**changes), tmp_path / "narrow.gguf", {"": "Q4_0"})
+    with pytest.raises(ConfigError, match=r"--tp-exchange sums: .*o_proj.* no whole groups of 32"):
+        answers(narrow, ranks("0&1", "sums"), **options)
 
 
 @pytest.mark.parametrize("text", ["0;1", "0&1", "cp=3"])
