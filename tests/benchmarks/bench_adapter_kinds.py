@@ -19,15 +19,18 @@ import torch
 from harness import arguments, environment, shapes_of, table
 from safetensors.torch import save_file
 
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import AddedToken, BaseShapes
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
+from lorasrv.text.tokenizer import Tokenizer
 
 RANK = 16
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADDED = [*range(49152, 49156)]
+"""Ids behind those of the built-in base."""
 KINDS = {
     "plain": {},
     "norms": {"modules_to_save": ["norm"]},
@@ -37,6 +40,8 @@ KINDS = {
     "head": {"target_modules": [*LINEARS, "lm_head"]},
     "embedding": {"target_modules": [*LINEARS, "embed_tokens"]},
     "12 tokens": {"trainable_token_indices": {"embed_tokens": [*range(90, 102)], "lm_head": [*range(91, 103)]}},
+    "4 tokens": {"trainable_token_indices": {"embed_tokens": [*range(90, 94)], "lm_head": [*range(90, 94)]}},
+    "4 added tokens": {"trainable_token_indices": {"embed_tokens": ADDED, "lm_head": ADDED}},
     "embedding's copy": {"modules_to_save": ["embed_tokens"]},
     "head's copy": {"modules_to_save": ["lm_head"]},
 }
@@ -66,7 +71,7 @@ def own_rows(kind: str, base: BaseShapes, random: torch.Generator) -> dict[str, 
     }
 
 
-def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
+def write_adapter(folder: Path, base: BaseShapes, tokenizer: Tokenizer, seed: int, kind: str) -> None:
     """A PEFT folder of random weights."""
     random, tensors = torch.Generator().manual_seed(seed), {}
     for layer in range(base.num_layers):
@@ -93,6 +98,9 @@ def write_adapter(folder: Path, base: BaseShapes, seed: int, kind: str) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "target_modules": LINEARS}
     (folder / "adapter_config.json").write_text(json.dumps(config | KINDS[kind]))
+    if ADDED in KINDS[kind].get("trainable_token_indices", {}).values():
+        own = tokenizer.extended([AddedToken(token, f"<added {token}>") for token in ADDED])
+        own._backend.save(str(folder / "tokenizer.json"))
 
 
 def step_seconds(llm: LLM, names: list[str], tokens: int, clock: Callable[[], float]) -> float:
@@ -129,7 +137,7 @@ def main() -> None:
         for kind in a.kinds:
             for seed in range(max(a.rows)):
                 folder = Path(name) / f"{slug(kind)}-{seed}"
-                write_adapter(folder, base, seed, kind)
+                write_adapter(folder, base, llm.tokenizer, seed, kind)
                 llm.add_adapter(folder.name, folder)
             source, times = llm.input_processor._source, []
             for seed in range(max(a.rows)):

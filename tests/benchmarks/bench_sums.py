@@ -59,7 +59,7 @@ def main() -> None:
             bench_adapter_kinds.RANK = rank
             for seed in range(max(ROWS)):
                 folder = Path(name) / f"r{rank}-{seed}"
-                write_adapter(folder, base, seed, "plain")
+                write_adapter(folder, base, llm.tokenizer, seed, "plain")
                 llm.add_adapter(folder.name, folder)
         source, loads, sizes = llm.input_processor._source, {}, {}
         for kind in KINDS:
