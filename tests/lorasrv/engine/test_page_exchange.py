@@ -57,10 +57,12 @@ Pair = tuple[AsyncEngine, AsyncEngine, Link]
 
 @contextlib.asynccontextmanager
 async def linked(model: Path, store: AdapterStore, **options: Any) -> AsyncIterator[Pair]:
-    giver = AsyncEngine.build(engine_config(model, **options), store)
+    # Codes: the bits of products of floats may depend on the number of rows, which pages that are there change.
+    config = engine_config(model, quantization="int8", **options)
+    giver = AsyncEngine.build(config, store)
     async with running(giver):
         link = Link(giver)
-        taker = AsyncEngine.build(engine_config(model, **options), store, fetch=link)
+        taker = AsyncEngine.build(config, store, fetch=link)
         async with running(taker):
             yield giver, taker, link
 
