@@ -27,7 +27,12 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(
-    scope="module", params=["numba", *(pytest.param(name, marks=pytest.mark.long) for name in ("all", "torch"))]
+    scope="module",
+    params=[
+        "numba",
+        pytest.param("torch", marks=pytest.mark.long),
+        pytest.param("all", marks=pytest.mark.exhaustive),
+    ],
 )
 def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)

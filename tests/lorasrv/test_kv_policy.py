@@ -141,9 +141,12 @@ def test_full_attention_bit_for_bit_until_something_is_dropped(roomy: Drafted) -
 @pytest.mark.parametrize(
     "given",
     [
-        {"max_num_batched_tokens": 32},
+        pytest.param({"max_num_batched_tokens": 32}, marks=pytest.mark.long),
         {"pages": 34, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "swap"},
-        {"pages": 34, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "recompute"},
+        pytest.param(
+            {"pages": 34, "adapter_floor": 0.0, "max_num_batched_tokens": 48, "preemption_mode": "recompute"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["chunks", "swap", "recompute"],
 )

@@ -16,7 +16,7 @@ from server import server
 pytestmark = pytest.mark.slow
 
 SECRET = "secret-of-the-cluster"
-CUTS = 4
+CUTS = 2
 GREEDY = {"temperature": 0, "max_tokens": 24, "speculation": False}
 SEEDED = {"temperature": 1.3, "seed": 7, "max_tokens": 24, "speculation": False}
 TURNS = [{"role": "user", "content": "tell me of the sea"}]

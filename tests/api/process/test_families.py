@@ -27,7 +27,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     ("family", "changes"),
     [
         ("mpt", {}),
-        ("gemma", {}),
+        pytest.param("gemma", {}, marks=pytest.mark.exhaustive),
         pytest.param("gemma", {"num_key_value_heads": 4}, marks=pytest.mark.exhaustive),
     ],
     ids=str,

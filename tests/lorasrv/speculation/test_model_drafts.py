@@ -82,8 +82,13 @@ def test_answers_are_those_of_no_drafts(plain: Drafted, drafting: Drafted) -> No
 @pytest.mark.parametrize(
     ("name", "preemption", "kind"),
     [
-        *itertools.product(("model", "layers"), ("recompute", "swap"), ("auto",)),
-        *itertools.product(("model",), ("swap",), CODES),
+        ("model", "swap", "auto"),
+        ("layers", "recompute", "auto"),
+        ("model", "swap", CODES[0]),
+        *(
+            pytest.param(*given, marks=pytest.mark.exhaustive)
+            for given in (("model", "recompute", "auto"), ("layers", "swap", "auto"), ("model", "swap", CODES[1]))
+        ),
     ],
 )
 def test_preempted_answers_too(

@@ -196,7 +196,10 @@ DRAFTS: list[list[Share]] = [
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("kv_format", "step_of_a_code"),
-    [("float32", 1e-5), pytest.param("int8", 0.03, marks=pytest.mark.exhaustive), ("k8v4", 0.4)],
+    [
+        ("float32", 1e-5),
+        *(pytest.param(*code, marks=pytest.mark.exhaustive) for code in (("int8", 0.03), ("k8v4", 0.4))),
+    ],
 )
 def test_steps_replayed_from_graphs_are_those_computed_without(
     folder: Path, gpu: FakeGpu, kv_format: str, step_of_a_code: float

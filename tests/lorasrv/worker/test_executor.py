@@ -117,7 +117,7 @@ def test_answers_are_the_same(
     plain_engine: Drafted, late_engine: Drafted, late: LateExecutor | LaunchedAtOnce, name: str | None
 ) -> None:
     rng = random.Random(name or "no drafts")
-    for _ in range(15):
+    for _ in range(8):
         _agree(plain_engine, late_engine, _asks(rng), None if name is None else SCRIPTS[name])
     assert late.most_under_way == 2
 

@@ -71,7 +71,12 @@ def spec(folder: Path) -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("kernels", "weights"),
-    [("torch", "none"), ("numba", "none"), ("torch", "int8"), pytest.param("triton", "none", marks=pytest.mark.long)],
+    [
+        ("torch", "none"),
+        ("numba", "none"),
+        ("torch", "int8"),
+        pytest.param("triton", "none", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_chunks_and_tokens_of_a_mixed_batch(
     folder: Path, adapters: dict[str, Path], tmp_path: Path, kernels: str, weights: str
