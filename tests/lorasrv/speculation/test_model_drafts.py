@@ -1,6 +1,5 @@
 """Models that draft: answers do not depend on them, and a model that is the served one is nearly always right."""
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
