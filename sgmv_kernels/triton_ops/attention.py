@@ -97,9 +97,12 @@ def attention(
     if is_paired:
         # Of two tokens at once: copies into shared memory have at least four bytes.
         value_scales, value_minima = value_scales.view(torch.int32), value_minima.view(torch.int32)
-    for items, items_at, block_m, block_n, warps, stages in (
-        (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
-        (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
+    has_trees = most.tree_rows > 0
+    decode = (decode_m, config.decode_n, config.decode_warps, config.decode_stages, has_trees)
+    prefill = (prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages, False)
+    for items, items_at, (block_m, block_n, warps, stages, trees) in (
+        (most.max_decode, work.decode_at, decode),
+        (most.max_prefill, work.prefill_at, prefill),
     ):
         if items:
             _attention_kernel[(items, kv.num_heads)](
@@ -136,7 +139,7 @@ def attention(
                 WINDOW=window is not None,
                 SOFTCAP=softcap is not None,
                 SLOPES=slopes is not None,
-                TREES=most.tree_rows > 0,
+                TREES=trees,
                 CODES=is_coded,
                 PAIRED=is_paired,
                 PAIRS=padded_pairs(dim),

@@ -7,10 +7,11 @@
     trees     [B]     first slot of the draft tree; rows [T, 3] position, low and high half of the word. Only in steps
                       with trees, which have no graph
 
-A sequence with few query rows is cut into small tiles, and its keys into parts of `split_tokens`, so that a long
-context keeps many programs busy; a reduce adds the parts. How a sequence is cut depends on its own lengths only, never
-on the batch: a row has the same bits whatever runs beside it. (A partial result is 1 to 2 % of the bytes of the keys
-that it stands for, by arithmetic, so cutting costs little where a batch would not need it.)
+A sequence with few query rows, or with a draft tree, is cut into small tiles, and its keys into parts of
+`split_tokens`, so that a long context keeps many programs busy; a reduce adds the parts. How a sequence is cut depends
+on itself only, never on the batch: a row has the same bits whatever runs beside it. (A partial result is 1 to 2 % of
+the bytes of the keys that it stands for, by arithmetic, so cutting costs little where a batch would not need it.) Long
+tiles know no trees: what their rows see would take registers that they do not have.
 
 Two forms, as in `sgmv_metadata`: exact, and a fixed capacity that graphs replay with. Work that a step does not use has
 no keys (`first key = end`), or no slots, and its programs end after one load.
@@ -37,7 +38,7 @@ TREE_INTS = 3
 MAX_SPLITS = 64
 """Most parts of a sequence; longer contexts have longer parts."""
 FEW_ROWS = 64
-"""Most query rows, times the heads that share a key head, of a sequence that is cut into small tiles."""
+"""Most query rows, times the heads that share a key head, of a sequence without a tree that is cut into small tiles."""
 NO_SLOT = -1
 PADDING_INTS = 256
 """Room behind the page tables: a tile of keys reads the table without a mask, at most two tiles past its end."""
@@ -169,9 +170,11 @@ class AttentionTables:
 
 
 def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
-    """Cut every sequence into tiles and parts by its own lengths, all sequences in one pass."""
+    """Cut every sequence into tiles and parts by what it is alone, all sequences in one pass."""
     query_lens = np.diff(plan.query_starts)
     few = _is_few(query_lens, shape, group)
+    if plan.trees is not None:
+        few |= plan.trees.starts < plan.kv_lens
     small, long = np.flatnonzero(few).astype(np.int32), np.flatnonzero(~few).astype(np.int32)
     lens = plan.kv_lens[small]
     part = split_of(lens, shape.split_tokens)

@@ -126,8 +126,9 @@ def test_slopes_count_depths(ops: Ops, short_parts: None, window: int | None) ->
 @pytest.mark.parametrize("window", [None, 5, 40])
 @exact_backends
 def test_a_chain_has_the_bits_of_a_chain(ops: Ops, short_parts: None, window: int | None) -> None:
-    """Main branches too, beside others; and sequences without a tree those of a step without one."""
-    case = make_case([66, 1, 20, 12], [130, 57, 20, 70], 4, 2, 32, BF16)
+    """Main branches too, beside others; and sequences without a tree those of a step without one. A GPU cuts the keys
+    of many rows into parts only where they are a tree."""
+    case = make_case([66 if ops.name == "numba" else 32, 1, 20, 12], [130, 57, 20, 70], 4, 2, 32, BF16)
     plain = case.attend(ops, window=window).split(case.query_lens)
     case.parents = [CHAIN, (), (), [*CHAIN[:8], -1, 8, 0]]
     got = case.attend(ops, window=window).split(case.query_lens)

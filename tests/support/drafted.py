@@ -139,7 +139,7 @@ class Drafted:
     """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked every step.
     `late`: its executor, with two steps under way, of which the second computes the tokens that the first samples
     unless there are drafters. `drafters`: in place of one that is scripted. `pages`: the pool's size, in pages of
-    float32."""
+    float32. Triton's `kernels` need its interpreter."""
 
     def __init__(
         self,
@@ -149,6 +149,7 @@ class Drafted:
         pages: int = 600,
         quantization: str = "int4",
         kv_cache_dtype: str = "auto",
+        kernels: str = "numba",
         adapter_floor: float = ADAPTER_FLOOR,
         late: type[LateExecutor | LaunchedAtOnce] | None = None,
         drafters: Sequence[Drafter] | None = None,
@@ -157,7 +158,7 @@ class Drafted:
     ) -> None:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "scheduling_policy": "fcfs", **scheduler}
         config = EngineConfig(
-            model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
+            model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels=kernels),
             memory=MemoryOptions(pool_bytes=pages * BLOCK, kv_cache_dtype=kv_cache_dtype),
             scheduler=SchedulerOptions(**given),
             speculation=speculation or SpeculationOptions(draft_head_bytes=0),

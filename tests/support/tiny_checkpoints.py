@@ -307,7 +307,8 @@ def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return folders
 
 
-def _filled(path: Path, model: Path, adapters: dict[str, Path]) -> Iterator[AdapterStore]:
+def filled_store(path: Path, model: Path, adapters: dict[str, Path]) -> Iterator[AdapterStore]:
+    """Yield a store of a model that holds these adapters."""
     with AdapterStore(path, base_shapes(read_model_shape(str(model)).spec)) as store:
         for name, folder in adapters.items():
             peft = read_peft_dir(folder)
@@ -318,7 +319,7 @@ def _filled(path: Path, model: Path, adapters: dict[str, Path]) -> Iterator[Adap
 @pytest.fixture
 def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
     """A store of the tiny llama that holds them."""
-    yield from _filled(tmp_path / "store", model, adapter_dirs)
+    yield from filled_store(tmp_path / "store", model, adapter_dirs)
 
 
 @pytest.fixture(scope="module")
@@ -326,4 +327,4 @@ def library(
     model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AdapterStore]:
     """The same for all tests of a module, which do not change it."""
-    yield from _filled(tmp_path_factory.mktemp("library") / "store", model, adapter_dirs)
+    yield from filled_store(tmp_path_factory.mktemp("library") / "store", model, adapter_dirs)
