@@ -114,6 +114,10 @@ class Request:
 
     message: "EngineCoreRequest"
     arrival_s: float = 0.0
+    # Of the message, whatever is replaced in it.
+    request_id: RequestId = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     adapter_key: AdapterKey | None = None
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
@@ -176,6 +180,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.request_id, self.sampling = self.message.request_id, self.message.sampling
+        self.num_prompt_tokens = len(self.message.prompt_token_ids)
         if self.sampling.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)
         self.token_ids = [*self.message.prompt_token_ids, *self.message.resumed_token_ids]
@@ -185,16 +191,6 @@ class Request:
         if self.constraint_state is not None:
             for token in self.message.resumed_token_ids:
                 self.constraint_state.advance(token)
-
-    @property
-    def request_id(self) -> RequestId:
-        """Return the engine's id of the request."""
-        return self.message.request_id
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Return its sampling parameters."""
-        return self.message.sampling
 
     @property
     def num_tokens(self) -> int:
@@ -210,11 +206,6 @@ class Request:
     def num_scheduled_tokens(self) -> int:
         """Return how many tokens are computed, or will be when the steps in flight are done."""
         return self.num_computed_tokens + self.num_in_flight_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the number of prompt tokens."""
-        return len(self.message.prompt_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:

@@ -272,7 +272,8 @@ class ScheduledRequest:
     @property
     def num_guessed_tokens(self) -> int:
         """Return the number of draft tokens and probes."""
-        return len(self.draft_token_ids) + len(self.drafts.probes.token_ids)
+        drafts = self.drafts
+        return 0 if drafts is NO_DRAFTS else len(drafts.token_ids) + len(drafts.probes.token_ids)
 
     @property
     def num_known_tokens(self) -> int:

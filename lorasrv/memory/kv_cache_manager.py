@@ -123,7 +123,9 @@ class KVCacheManager:
             The copies to be made before the step writes; None, and nothing changed, if the pool has too few free pages.
         """
         table = self._tables[request_id]
-        shared = self._shared(table, num_computed)
+        shared, new = self._shared(table, num_computed), range(len(table.pages), self.pages_for(num_tokens))
+        if not shared and not new:
+            return ()
         taken = self._pool.allocate_singles(self.missing_pages(request_id, num_computed, num_tokens))
         if taken is None:
             return None
@@ -133,7 +135,7 @@ class KVCacheManager:
             self._release_page(table.pages[place])
             table.pages[place] = copies[-1].target
         if table.holes:
-            rest, new = iter(taken), range(len(table.pages), self.pages_for(num_tokens))
+            rest = iter(taken)
             taken = [HOLE if place in table.holes else next(rest) for place in new]
         table.pages += taken
         self.num_copies += len(copies)

@@ -61,7 +61,7 @@ def probed_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[Re
         logits: [at least S, V] fp32, as of `choose_tokens`.
     """
     found, first = dict[RequestId, tuple[int, ...]](), 0
-    for share in shares:
+    for share in shares if any(share.drafts.probes.token_ids for share in shares) else ():
         first += share.num_logit_rows
         if count := len(share.drafts.probes.token_ids):
             tokens = [token for token in likeliest_finite(logits[first - count : first]) if token is not None]

@@ -222,7 +222,9 @@ class Quotas:
     def rate_blocker(self, request: Request) -> tuple[Blocker, float] | None:
         """Return which rate forbids that a request has tokens now, and until when; None if none does."""
         waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in self._accounts(request) if a.tokens is not None]
-        wait_s, *blocker = max(waits, default=(0.0, "", ""))
+        if not waits:
+            return None
+        wait_s, *blocker = max(waits)
         return (Blocker(*blocker), self._clock() + wait_s) if wait_s > 0 else None
 
     def take_relieved(self) -> set[Blocker]:

@@ -269,12 +269,7 @@ class StepPlanner:
             self._queue.mark_throttled(request, blocker[0])
             state.wake_s = blocker[1] if state.wake_s is None else min(state.wake_s, blocker[1])
         elif state.budget.may_take(request) and self._make_room(request, state):
-            state.budget.take(request, self._share_of_prompt(request, state))
-
-    def _share_of_prompt(self, request: Request, state: _PlanState) -> int:
-        if num_unscheduled_tokens(request) <= state.budget.chunk or not self._queue.lanes.has_ready:
-            return 1
-        return LONG_PROMPT_SHARE
+            state.budget.take(request, LONG_PROMPT_SHARE if self._queue.lanes.has_ready else 1)
 
     def _make_room(self, request: Request, state: _PlanState) -> bool:
         """Take pages for all tokens of a running request, preempting others if need be.

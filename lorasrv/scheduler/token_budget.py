@@ -87,11 +87,15 @@ class TokenBudget:
         return not self.prompt_rows and request.num_reusable_tokens < request.num_tokens
 
     def take(self, request: Request, share: int = 1) -> None:
-        """Give a request its tokens; of a prompt at most one `share`th of what is left of the chunk."""
-        count = self._most(request)
+        """Give a request its tokens; of a prompt that is longer than the chunk at most one `share`th of what is left of
+        it."""
         self.reserved.discard(request.request_id)
-        if not is_decoding(request):
-            count = min(count, max(MIN_CHUNK, self.chunk // share))
+        if is_decoding(request):
+            count = min(1, self.tokens)
+        else:
+            count = self._most_of_prompt(request)
+            if num_unscheduled_tokens(request) > self.chunk:
+                count = min(count, max(MIN_CHUNK, self.chunk // share))
             self.chunk -= count
             self.prompt_rows -= len(_prompt_rows(request, count))
         self.tokens -= count
@@ -120,8 +124,9 @@ class TokenBudget:
             # Its prompt rows stay spent in this step: which they were is not known any more.
 
     def _most(self, request: Request) -> int:
-        if is_decoding(request):
-            return min(1, self.tokens)
+        return min(1, self.tokens) if is_decoding(request) else self._most_of_prompt(request)
+
+    def _most_of_prompt(self, request: Request) -> int:
         count = min(num_unscheduled_tokens(request), self.chunk, self.tokens - len(self.reserved))
         return self._with_rows(request, count, self.prompt_rows)
 

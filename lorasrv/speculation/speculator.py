@@ -178,12 +178,13 @@ class Speculator:
         """
         if num_drafts:
             self.accounts.observe(self._proposed[request.request_id].first(num_drafts), new_token_ids)
-        trails = self._trails.get(request.request_id, {})
-        for name, trail in list(trails.items()):
-            if not self._follow(trail, name, request, new_token_ids):
-                del trails[name]
+        if trails := self._trails.get(request.request_id):
+            for name, trail in list(trails.items()):
+                if not self._follow(trail, name, request, new_token_ids):
+                    del trails[name]
         for drafter in tuple(self._drafters):
-            self._guard(drafter, partial(drafter.observe, request, new_token_ids))
+            if type(drafter).observe is not Drafter.observe:  # every token of every answer comes here
+                self._guard(drafter, partial(drafter.observe, request, new_token_ids))
 
     def forget(self, request: Request) -> None:
         """Tell the drafters that a request has finished."""

@@ -16,7 +16,7 @@ from sgmv_kernels.formats.kv_format import (
     rotated_block,
 )
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.triton_ops.common import cast, dot, kernel, power_of_two
+from sgmv_kernels.triton_ops.common import MOST_REGISTERS, cast, dot, kernel, power_of_two
 
 ROWS = 16
 """Token rows of a program, the fewest that `tl.dot` takes."""
@@ -66,6 +66,7 @@ def rope_write_codes(
             ROTATED=rotated_block(dim),
             BLOCK_T=ROWS,
             num_warps=4,
+            maxnreg=MOST_REGISTERS,
         )
     return q
 

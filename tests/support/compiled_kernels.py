@@ -6,7 +6,7 @@ Under `compiling(arch)`, launches compile instead of running; the wheel of trito
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,9 @@ class Facts:
     kernel: str
     label: str
     registers: int
-    # Instructions that write to, or read from, local memory.
+    # Instructions that write to, or read from, local memory; those of them in the longest loop.
     spills: int
+    loop_spills: int
     shared: int
     # Instructions of the longest loop, and those of them that wait for the other warps.
     loop: int
@@ -54,7 +55,8 @@ class Facts:
 
     def __str__(self) -> str:
         return (
-            f"{self.label} {self.kernel}: {self.registers} registers, {self.spills} spills, {self.shared} B shared, "
+            f"{self.label} {self.kernel}: {self.registers} registers, {self.spills} spills, "
+            f"{self.loop_spills} of them in its loop, {self.shared} B shared, "
             f"copies of {self.copy_bytes} B; in its loop of {self.loop} {self.barriers} barriers, {self.waits} waits"
         )
 
@@ -118,13 +120,19 @@ def facts_of(kernel: str, label: str, made: Any) -> Facts:
         kernel,
         label,
         int(re.search(r"REG:(\d+)", used)[1]),
-        sum(bool(re.search(r"\b(LDL|STL)\b", text)) for _, text in code),
+        num_spills(text for _, text in code),
+        num_spills(loop),
         made.metadata.shared,
         len(loop),
         sum("BAR.SYNC" in text for text in loop),
         min(copies, default=None),
         waits_of(loop),
     )
+
+
+def num_spills(code: Iterable[str]) -> int:
+    """Return the instructions that write to, or read from, local memory."""
+    return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in code)
 
 
 def longest_loop(code: list[tuple[int, str]]) -> list[str]:

@@ -48,7 +48,7 @@ class Bounds:
     kernels: int
     copy_bytes: int = 8
     waits: int = 0
-    # Of older devices alone.
+    # Of older devices, and there of prompts over pages of codes with heads of 256 alone (docs/kernels.md).
     spills: int = 0
     # In a loop: two for each stage of copies, others where warps share the weights of attention.
     barriers: int = 9
@@ -74,6 +74,7 @@ COMMON_FILES = 6
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 1, 80))
 """Query heads, key heads and their numbers, the commonest first."""
 COMMON_HEADS = 2
+SPILLING = "pages, heads of 256"
 SITES = {
     "qkv": SiteDims(4096, (4096, 1024, 1024)),
     "gate_up": SiteDims(4096, (14336, 14336)),
@@ -220,7 +221,7 @@ def compile_pages(compiler: Compiler, *, full: bool) -> None:
         compile_attention(BF16, name, heads, kv_heads, dim)
         compile_writes(BF16, name, heads, kv_heads, dim)
     for name, (heads, kv_heads, dim) in itertools.product(("bfloat16", "int8", "k8v4"), shapes):
-        compiler.label = f"masses of {name} pages, heads of {dim}"
+        compiler.label = f"masses of pages in {name}, heads of {dim}"
         compile_page_mass(BF16, name, heads, kv_heads, dim)
 
 
@@ -242,11 +243,11 @@ def compile_others(compiler: Compiler, *, full: bool) -> None:
 
 KINDS = {"served": compile_served, "files": compile_files, "pages": compile_pages, "others": compile_others}
 # Scales of pages are copied four bytes at a time, and some loads of a loop are not ahead of its products; most in heads
-# of 256. What spills on older devices are prompts (docs/kernels.md).
+# of 256.
 BOUNDS = {
     "served": Bounds(80),
     "files": Bounds(15),
-    "pages": Bounds(70, copy_bytes=4, waits=10, barriers=10, spills=46),
+    "pages": Bounds(70, copy_bytes=4, waits=10, barriers=10, spills=34),
 }
 
 
@@ -269,7 +270,7 @@ def check(kind: str, arch: int, *options: str) -> None:
     wrong = [
         str(one)
         for one in facts
-        if one.spills > (0 if arch == 90 else bounds.spills)
+        if one.spills > (bounds.spills if arch < 90 and one.label.endswith(SPILLING) else 0)
         or one.shared > SHARED_BYTES[arch]
         or one.barriers > bounds.barriers
         or one.waits > bounds.waits
