@@ -245,7 +245,7 @@ KINDS = {"served": compile_served, "files": compile_files, "pages": compile_page
 # Scales of pages are copied four bytes at a time, and some loads of a loop are not ahead of its products; most in heads
 # of 256.
 BOUNDS = {
-    "served": Bounds(65),
+    "served": Bounds(100),
     "files": Bounds(15),
     "pages": Bounds(60, copy_bytes=4, waits=10, barriers=10, spills=34),
 }
