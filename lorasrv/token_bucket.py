@@ -16,10 +16,12 @@ class TokenBucket:
         clock: monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_filled_s", "_level", "capacity", "rate")
+    __slots__ = ("_clock", "_filled_s", "_level", "capacity", "lent", "rate")
 
     def __init__(self, rate: float, capacity: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.capacity = rate, capacity
+        # Tokens that were taken for others, who may still use them: they and the level are the capacity at most.
+        self.lent = 0
         self._clock = clock
         self._level = capacity
         self._filled_s = clock()
@@ -28,7 +30,7 @@ class TokenBucket:
     def level(self) -> float:
         """Return the tokens that may be taken now; below 0 they are owed."""
         now_s = self._clock()
-        self._level = min(self.capacity, self._level + self.rate * max(0.0, now_s - self._filled_s))
+        self._level = min(self.capacity - self.lent, self._level + self.rate * max(0.0, now_s - self._filled_s))
         self._filled_s = now_s
         return self._level
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 """Response headers with a key's rates, named as OpenAI's."""
+Kind = Literal["requests", "tokens", "answers"]
+"""What limits of keys count."""
 USUAL_ANSWER_S = 1.0
 NEWEST_WEIGHT = 0.2
 """Weight of the newest answer in the moving average of their durations."""
@@ -39,20 +41,54 @@ MAX_ACCOUNTS = 4096
 _EPSILON = 1e-6
 
 
+class Bucket(Protocol):
+    """Declare what accounts use of a `TokenBucket`."""
+
+    rate: float
+    capacity: float
+
+    @property
+    def level(self) -> float: ...
+    @property
+    def is_full(self) -> bool: ...
+    def take(self, amount: float) -> None: ...
+    def give_back(self, amount: float) -> None: ...
+    def wait_s(self, amount: float) -> float: ...
+    def resize(self, rate: float, capacity: float) -> None: ...
+
+
 @dataclass(slots=True)
-class _KeyAccount:
+class KeyAccount:
     """Hold the usage of one key."""
 
-    requests: TokenBucket | None = None
-    tokens: TokenBucket | None = None
+    clock: Callable[[], float]
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
     # Start of each unfinished answer, oldest first.
     begun_s: list[float] = field(default_factory=list)
     answer_s: float = USUAL_ANSWER_S
 
-    def set_limits(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
+    def set_limits(self, limits: KeyLimits) -> None:
         """Apply limits that may have changed."""
-        self.requests = _bucket(self.requests, limits.requests_per_min, clock)
-        self.tokens = _bucket(self.tokens, limits.tokens_per_min, clock)
+        self.requests = self._adjusted(self.requests, "requests", limits.requests_per_min)
+        self.tokens = self._adjusted(self.tokens, "tokens", limits.tokens_per_min)
+
+    def new_bucket(self, kind: Kind, per_min: int) -> Bucket:
+        """Return the bucket of a rate, `requests` or `tokens`, which the account did not have yet."""
+        return TokenBucket(per_min / 60, per_min, self.clock)
+
+    def slots(self, most: int) -> int:
+        """Return how many answers may run here at a time, if all servers together may have `most`."""
+        return most
+
+    def _adjusted(self, bucket: Bucket | None, kind: Kind, per_min: int | None) -> Bucket | None:
+        if per_min is None:
+            return None
+        if bucket is None:
+            return self.new_bucket(kind, per_min)
+        if bucket.capacity != per_min:
+            bucket.resize(per_min / 60, per_min)
+        return bucket
 
     def check(self, limits: KeyLimits, prompts: int, answers: int, now_s: float) -> None:
         """Check that so many prompts and answers fit the limits.
@@ -70,9 +106,9 @@ class _KeyAccount:
         if most is not None:
             param = "prompt" if prompts == answers else "n"
             _refuse_impossible(answers, "concurrent answers", most, "max_concurrent", param)
-            over = len(self.begun_s) + answers - most
+            over = len(self.begun_s) + answers - self.slots(most)
             if over > 0:
-                ends_s = self.begun_s[over - 1] + self.answer_s
+                ends_s = self.begun_s[over - 1] + self.answer_s if over <= len(self.begun_s) else now_s
                 _refuse(max(USUAL_ANSWER_S, ends_s - now_s), f"{most} concurrent answers (max_concurrent)")
 
     def check_requests(self, number: int) -> None:
@@ -94,7 +130,7 @@ class _KeyAccount:
 class Reservation:
     """Hold what one request has taken of its key's limits, until its last answer ends."""
 
-    def __init__(self, account: _KeyAccount, prompts: int, answers: int, clock: Callable[[], float]) -> None:
+    def __init__(self, account: KeyAccount, prompts: int, answers: int, clock: Callable[[], float]) -> None:
         self.account = account
         self._clock = clock
         self._begun_s = clock()
@@ -191,7 +227,14 @@ class RateLimiter:
     ) -> None:
         self._clock = clock
         self._on_refused = on_refused
-        self._accounts: dict[str, _KeyAccount] = {}
+        self._accounts: dict[str, KeyAccount] = {}
+
+    async def ready(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
+        """Prepare to decide about a request: here everything that is needed for that is known.
+
+        Args:
+            prompts, answers: as of `reserve`; 0 answers: as of `spend`.
+        """
 
     def check(self, caller: Caller) -> None:
         """Check that one more request could be accepted now, before any work is done for it.
@@ -238,14 +281,17 @@ class RateLimiter:
             found |= _headers(account.tokens, "tokens")
         return found
 
-    def _check(self, account: _KeyAccount, limits: KeyLimits, prompts: int, answers: int) -> None:
+    def _check(self, account: KeyAccount, limits: KeyLimits, prompts: int, answers: int) -> None:
         try:
             account.check(limits, prompts, answers, self._clock())
         except (LimitExceeded, InvalidRequest) as error:
             self._on_refused(error)
             raise
 
-    def _account(self, caller: Caller) -> _KeyAccount | None:
+    def _new_account(self, principal: str) -> KeyAccount:
+        return KeyAccount(self._clock)
+
+    def _account(self, caller: Caller) -> KeyAccount | None:
         """Return the account of the key with its current limits; None without limits."""
         limits = caller.limits
         if limits.requests_per_min is None and limits.tokens_per_min is None and limits.max_concurrent is None:
@@ -254,8 +300,8 @@ class RateLimiter:
         if account is None:
             if len(self._accounts) >= MAX_ACCOUNTS:
                 self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle()}
-            account = self._accounts[caller.principal] = _KeyAccount()
-        account.set_limits(limits, self._clock)
+            account = self._accounts[caller.principal] = self._new_account(caller.principal)
+        account.set_limits(limits)
         return account
 
 
@@ -275,6 +321,7 @@ class RateLimitMiddleware:
             return
         refusal: LimitExceeded | None = None
         if is_counted(scope["method"], scope["path"]):
+            await self._rate_limiter.ready(caller, 1, 0)
             try:
                 self._rate_limiter.spend(caller)
             except LimitExceeded as error:
@@ -298,21 +345,11 @@ def duration(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
 
 
-def _bucket(bucket: TokenBucket | None, per_min: int | None, clock: Callable[[], float]) -> TokenBucket | None:
-    if per_min is None:
-        return None
-    if bucket is None:
-        return TokenBucket(per_min / 60, per_min, clock)
-    if bucket.capacity != per_min:
-        bucket.resize(per_min / 60, per_min)
-    return bucket
-
-
-def _headers(bucket: TokenBucket, of: str) -> dict[str, str]:
+def _headers(bucket: Bucket, of: str) -> dict[str, str]:
     return {
         f"x-ratelimit-limit-{of}": f"{bucket.capacity:.0f}",
         f"x-ratelimit-remaining-{of}": str(max(0, math.floor(bucket.level + _EPSILON))),
-        f"x-ratelimit-reset-{of}": duration(bucket.wait_s(bucket.capacity)),
+        f"x-ratelimit-reset-{of}": duration((bucket.capacity - bucket.level) / bucket.rate),
     }
 
 

@@ -1,4 +1,4 @@
-"""Follow a registry: names and keys by its feed, and a lease that says how long they may be trusted.
+"""Follow a registry: names and keys by its feed, a lease that says how long they may be trusted, and loans with it.
 
 A lease is extended when the registry has said which revision it has, and this server has that revision and those keys;
 it counts from the moment before the question. A server without one is not ready and answers 503, so that a deleted
@@ -22,6 +22,7 @@ from adapter_store.errors import AdapterError, OriginUnreachable, StoreUnusable
 from adapter_store.registry.feed import FeedPage, Position
 from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
+from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
 from api.replication.key_feed import KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
@@ -31,6 +32,10 @@ PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Time before the registry is tried again after a failure; doubled with each."""
 ASK_AGAIN_S = 1.0
 """Least time between two questions for names that are not known here."""
+RENEWED_S = 1.0
+"""Longest time that a request waits for what its key may use."""
+BETWEEN_S = 0.02
+"""Least time between two questions for a lease."""
 OnChanged = Callable[[Followed], Awaitable[None]]
 """Called when names have changed."""
 
@@ -81,7 +86,7 @@ class Follower:
         replica: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._origin, self._clock = store, origin, clock
+        self._store, self._origin, self.clock = store, origin, clock
         self.client = client
         self.replica = replica
         self._lease_until_s = -1.0
@@ -92,6 +97,10 @@ class Follower:
         self._asked_s = -ASK_AGAIN_S
         self._asking: asyncio.Task[None] | None = None
         self._renew_now = asyncio.Event()
+        self._renewed = asyncio.Event()
+        self._renewed_s = 0.0
+        self._is_cut_off = False
+        self._limiter = BorrowingLimiter(self.renewed, clock)
         self._on_changed: OnChanged | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._was_leased = False
@@ -104,7 +113,12 @@ class Follower:
     @property
     def has_lease(self) -> bool:
         """Return whether this server may answer."""
-        return self._clock() < self._lease_until_s
+        return self.clock() < self._lease_until_s
+
+    def limiter(self, on_refused: Callable[[Exception], object]) -> BorrowingLimiter:
+        """Return a new limiter of keys, whose questions go with those for leases from now on."""
+        self._limiter = BorrowingLimiter(self.renewed, self.clock, on_refused)
+        return self._limiter
 
     async def start(self, on_changed: OnChanged) -> None:
         """Begin to follow."""
@@ -124,11 +138,25 @@ class Follower:
         await self.client.close()
         self._origin.close()
 
+    async def renewed(self) -> None:
+        """Renew the lease at once; return when that is done or has failed, or takes `RENEWED_S`.
+
+        All who wait share one question. While the registry cannot be reached, nobody waits.
+        """
+        asked_s = self.clock()
+        self._renew_now.set()
+        try:
+            async with asyncio.timeout(RENEWED_S):
+                while self._renewed_s < asked_s and not self._is_cut_off:
+                    await self._renewed.wait()
+        except TimeoutError:
+            pass
+
     async def until_revision(self, revision: int, timeout_s: float) -> bool:
         """Wait until the names show at least a revision; return whether they do."""
-        ends_s = self._clock() + timeout_s
+        ends_s = self.clock() + timeout_s
         while self._store.feed.revision < revision:
-            if (left_s := ends_s - self._clock()) <= 0:
+            if (left_s := ends_s - self.clock()) <= 0:
                 return False
             await self._until_applied(left_s)
         return True
@@ -156,8 +184,8 @@ class Follower:
 
     async def _ask(self) -> None:
         try:
-            await asyncio.sleep(max(0.0, self._asked_s + ASK_AGAIN_S - self._clock()))
-            self._asked_s = self._clock()
+            await asyncio.sleep(max(0.0, self._asked_s + ASK_AGAIN_S - self.clock()))
+            self._asked_s = self.clock()
             await self._catch_up()
         finally:
             self._asking = None
@@ -220,6 +248,7 @@ class Follower:
                     await self._catch_up()
             except AdapterError as error:
                 self._tell_lost(error)
+            await asyncio.sleep(BETWEEN_S)
             try:
                 async with asyncio.timeout(RENEW_S):
                     await self._renew_now.wait()
@@ -227,12 +256,21 @@ class Follower:
                 pass
 
     async def _ask_for_lease(self) -> bool:
-        """Ask for a lease; return whether it counts already."""
-        begun_s = self._clock()
+        """Ask for a lease, and for permits of keys; return whether it counts already."""
+        begun_s = self.clock()
         said = {"replica": self.replica, "history": self._history, "revision": self._store.feed.revision}
-        answer = json.loads(await self.client.post(LEASE, said))
+        is_cut_off = True
+        try:
+            answer = json.loads(await self.client.post(LEASE, said | {"loans": self._limiter.question()}))
+            until_s = begun_s + float(answer["lease_s"])
+            self._limiter.answered(answer["loans"], until_s)
+            is_cut_off = False
+        finally:
+            self._is_cut_off, self._renewed_s = is_cut_off, begun_s
+            self._renewed.set()
+            self._renewed = asyncio.Event()
         position = Position(str(answer["history"]), int(answer["revision"]))
-        self._promise = _Promise(begun_s + float(answer["lease_s"]), position, str(answer["keys"]))
+        self._promise = _Promise(until_s, position, str(answer["keys"]))
         return self._settle()
 
     def _settle(self) -> bool:

@@ -1,11 +1,21 @@
 """Leases of followers, at the registry: who may still be answering, and which revision each has taken over."""
 
 import asyncio
+import json
+import logging
+import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
 
 from api.replication.headers import LEASE_S
+
+FILE_NAME = "followers.json"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +31,58 @@ class Leases:
     """Keep the leases of followers. For the event loop's thread.
 
     A follower counts its lease from before it asked, so that by its clock it always ends first: no two machines' clocks
-    are compared. What was leased before this process began is not known; it has ended `lease_s` after the start.
+    are compared. The folder has the names of followers, so that the next process knows for whom to wait: until each has
+    asked again, or its lease is over, `lease_s` after the start.
+
+    Args:
+        folder: of the store.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, lease_s: float = LEASE_S) -> None:
-        self._clock = clock
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, lease_s: float = LEASE_S) -> None:
+        self._file, self._clock = folder / FILE_NAME, clock
         self.lease_s = lease_s
         self._all_known_s = clock() + lease_s
+        # Followers of the process before that have not asked this one yet.
+        self._unknown = _read(self._file)
+        self._kept = self._unknown
+        self._keeping = asyncio.Lock()
         self._leases: dict[str, _Lease] = {}
         self._news = asyncio.Event()
 
-    def renew(self, replica: str, revision: int) -> None:
-        """Note that a follower has taken over a revision, and extend its lease."""
+    @property
+    def are_all_known(self) -> bool:
+        """Return whether nobody has a lease that this process does not know."""
+        return not self._unknown or self._clock() >= self._all_known_s
+
+    async def renew(self, replica: str, revision: int) -> None:
+        """Note that a follower has taken over a revision, and extend its lease.
+
+        Raises:
+            OSError: the disk failed; there is no lease.
+        """
+        if replica not in self._kept:
+            await self._keep(replica)
         self._leases[replica] = _Lease(revision, self._clock() + self.lease_s)
+        self._unknown -= {replica}
+        self._tell()
+
+    async def end(self, replica: str) -> None:
+        """Forget a follower that has ended."""
+        self._leases.pop(replica, None)
+        self._unknown -= {replica}
+        self._tell()
+        await self._keep()
+
+    def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
-    def end(self, replica: str) -> None:
-        """Forget a follower that has ended."""
-        self._leases.pop(replica, None)
-        self._news.set()
-        self._news = asyncio.Event()
+    async def _keep(self, *more: str) -> None:
+        """Write the names of followers, with those of `more`."""
+        async with self._keeping:
+            names = frozenset([*self.replicas(), *more, *(() if self.are_all_known else self._unknown)])
+            await run_in_threadpool(_write, self._file, names)
+            self._kept = names
 
     def replicas(self) -> list[str]:
         """Return the followers whose leases last."""
@@ -66,4 +107,23 @@ class Leases:
     def _left_s(self, revision: int) -> float:
         """Return the seconds until every lease of an older revision is over."""
         ends = [lease.ends_s for lease in self._leases.values() if lease.revision < revision]
-        return max([self._all_known_s, *ends]) - self._clock()
+        return max([-math.inf if self.are_all_known else self._all_known_s, *ends]) - self._clock()
+
+
+def _read(file: Path) -> frozenset[str]:
+    try:
+        return frozenset(map(str, json.loads(file.read_bytes())))
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError, TypeError) as error:
+        _LOG.warning("cannot read the names of followers (%s): waiting until all leases are over", error)
+        return frozenset({"?"})
+
+
+def _write(file: Path, names: frozenset[str]) -> None:
+    part = file.with_suffix(".part")
+    with part.open("w") as opened:
+        json.dump(sorted(names), opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    part.replace(file)

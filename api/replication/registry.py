@@ -1,6 +1,9 @@
 """The registry's side: what its followers ask of it."""
 
 import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,11 @@ from adapter_store.errors import StoreFollows
 from adapter_store.registry.feed import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
+from api.auth.principal import KeyLimits
 from api.replication.key_feed import KeyFeed
 from api.replication.leases import Leases
+from api.replication.lending import LendingLimiter
+from api.replication.loans import LoanQuestion
 
 KEYS_EVERY_S = 0.1
 """Time between two looks at the keys, which commands change beside the server; a look takes some microseconds."""
@@ -22,15 +28,20 @@ class Registry:
 
     Args:
         draining: who waits for changes is sent away when it begins.
+        on_refused: as of `RateLimiter`.
 
     Raises:
         StoreUnusable, StoreFull: the keys cannot be read.
     """
 
-    def __init__(self, store: AdapterStore, draining: Draining) -> None:
+    def __init__(
+        self, store: AdapterStore, draining: Draining, on_refused: Callable[[Exception], object] = lambda _: None
+    ) -> None:
         self._store, self._draining = store, draining
         self._keys = KeyFeed(store.root)
-        self.leases = Leases()
+        self.leases = Leases(store.root)
+        self.limiter = LendingLimiter(self.leases, time.monotonic, on_refused)
+        self._limits: tuple[str | None, Mapping[str, KeyLimits]] = None, {}
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_listening = store.feed.listen(self._tell)
@@ -78,16 +89,24 @@ class Registry:
             except TimeoutError:
                 continue
 
-    async def lease(self, replica: str, history: str, revision: int) -> dict[str, Any]:
-        """Extend a follower's lease, and say what it must have for it to count."""
+    async def lease(self, replica: str, history: str, revision: int, loans: LoanQuestion) -> dict[str, Any]:
+        """Extend a follower's lease, say what it must have for it to count, and lend it what keys may use.
+
+        Raises:
+            OSError: the disk failed.
+        """
         self.check_is_owner()
         now = await run_in_threadpool(self._store.feed.head)
-        self.leases.renew(replica, revision if history == now.history else -1)
+        await self.leases.renew(replica, revision if history == now.history else -1)
+        tag, keys = self._keys.current()
+        if self._limits[0] != tag:
+            self._limits = tag, {key["name"]: KeyLimits(**json.loads(key["limits"])) for key in keys}
         return {
             "lease_s": self.leases.lease_s,
             "history": now.history,
             "revision": now.revision,
-            "keys": self._keys.current()[0],
+            "keys": tag,
+            "loans": self.limiter.lend(replica, loans, self._limits[1]),
         }
 
     def blob(self, digest: str) -> Path:

@@ -14,6 +14,11 @@ from api.replication.headers import BLOBS
 CONNECT_S, ANSWER_S = 2.0, 10.0
 CHUNK_BYTES = 1 << 20
 _DENIED = frozenset({401, 403})
+_INVALID = frozenset({400, 413, 422})
+
+
+class RequestRefused(StoreUnusable):
+    """Report that the registry cannot do what a request says, now or later."""
 
 
 class HttpOrigin:
@@ -28,10 +33,11 @@ class HttpOrigin:
         if self._why is not None:
             raise OriginUnreachable(self._why)
 
-    def check_answer(self, status: int) -> None:
+    def check_answer(self, status: int, body: bytes = b"") -> None:
         """Note that there was an answer, and raise what its status means, unless it is a success.
 
         Raises:
+            RequestRefused: what was asked is invalid there; others may be answered.
             StoreUnusable: the key is refused, or the server has no such route; waiting does not help.
             OriginUnreachable: it cannot answer now.
         """
@@ -42,6 +48,10 @@ class HttpOrigin:
             )
         if status >= 500 or status == 429:
             raise self.failed(f"it answers {status} now")
+        if status in _INVALID:
+            self._why = None
+            why = body.decode(errors="replace")
+            raise RequestRefused(f"the registry at {self.address} answers {status}: {why:.300}")
         if status >= 400:
             raise StoreUnusable(
                 f"the server at {self.address} is no registry for this version of lorasrv: it answers {status}"
@@ -114,7 +124,7 @@ class RegistryClient:
             answer = await self._client.request(method, path, timeout=timeout, **what)
         except httpx2.HTTPError as error:
             raise self._origin.failed(error) from None
-        self._origin.check_answer(answer.status_code)
+        self._origin.check_answer(answer.status_code, answer.content)
         return answer.content
 
     async def close(self) -> None:

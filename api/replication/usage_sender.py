@@ -7,7 +7,8 @@ import sqlite3
 
 from adapter_store.errors import AdapterError
 from api.replication.headers import USAGE
-from api.replication.registry_client import ANSWER_S, CONNECT_S, RegistryClient
+from api.replication.registry_client import ANSWER_S, CONNECT_S, RegistryClient, RequestRefused
+from lorasrv.metrics.usage_batch import UsageBatch
 from lorasrv.metrics.usage_ledger import Ledger
 
 _LOG = logging.getLogger(__name__)
@@ -18,7 +19,9 @@ _FAILURES = (AdapterError, sqlite3.Error, OSError)
 class UsageSender:
     """Send a ledger's batches in order, one at a time. For the event loop's thread.
 
-    A batch whose answer was lost is sent again, with the same number: the registry counts it once.
+    A batch whose answer was lost is sent again, with the same number: the registry counts it once. One that the
+    registry refuses waits until a later one is counted, and is set aside then; a registry that refuses every batch, as
+    an older version may, is tried again until it counts them.
     """
 
     def __init__(self, ledger: Ledger, client: RegistryClient) -> None:
@@ -53,6 +56,19 @@ class UsageSender:
                 self._ledger.written.set()
 
     async def _send(self, timeout_s: float) -> None:
-        while (batch := await self._ledger.next_batch()) is not None:
-            await self._client.post(USAGE, batch.to_dict(), timeout_s)
+        refused: tuple[UsageBatch, RequestRefused] | None = None
+        while (batch := await self._ledger.next_batch(refused and refused[0])) is not None:
+            try:
+                await self._client.post(USAGE, batch.to_dict(), timeout_s)
+            except RequestRefused as error:
+                if refused is not None:
+                    raise
+                refused = batch, error
+                continue
             await self._ledger.sent(batch)
+            if refused is not None:
+                await self._ledger.refused(refused[0], str(refused[1]))
+                _LOG.error("the registry will never count a batch of usage, which is set aside: %s", refused[1])
+                refused = None
+        if refused is not None:
+            raise refused[1]

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from adapter_store.registry.feed import Position
 from api.asgi.json_body import JsonRoute
 from api.errors import ApiError
+from api.replication.loans import LoanQuestion
 from api.routes.adapter_stats import unusable_ledger
 from api.serving.services import ServicesDep
 from lorasrv.metrics.usage_batch import MAX_NUMBER, from_rows
@@ -34,6 +35,7 @@ class LeaseBody(BaseModel):
     revision: Annotated[int, Field(ge=-1)] = -1
     # Whether it ends now.
     ends: bool = False
+    loans: LoanQuestion = LoanQuestion(number=0)
 
 
 class UsageBody(BaseModel):
@@ -81,9 +83,9 @@ async def blob(digest: str, services: ServicesDep) -> FileResponse:
 async def lease(body: LeaseBody, services: ServicesDep) -> dict[str, Any]:
     """Extend a follower's lease; what it has taken over counts as acknowledged."""
     if body.ends:
-        services.registry.leases.end(body.replica)
+        await services.registry.leases.end(body.replica)
         return {"lease_s": 0.0}
-    return await services.registry.lease(body.replica, body.history, body.revision)
+    return await services.registry.lease(body.replica, body.history, body.revision, body.loans)
 
 
 @router.post("/v1/registry/usage")

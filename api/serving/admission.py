@@ -28,12 +28,13 @@ class AdmissionController:
     engine: "AsyncEngine"
     rate_limiter: RateLimiter
 
-    def check(self, caller: Caller) -> None:
+    async def check(self, caller: Caller) -> None:
         """Check that one more request could be admitted now.
 
         Raises: EngineOverloaded, LimitExceeded.
         """
         self.engine.check_admission(caller.principal)
+        await self.rate_limiter.ready(caller)
         self.rate_limiter.check(caller)
 
     async def admit(
@@ -55,6 +56,7 @@ class AdmissionController:
             InvalidRequest: the request exceeds the key's limits or the context, so it can never be admitted.
             LorasrvError, AdapterError: from `begin` or the engine.
         """
+        await self.rate_limiter.ready(caller, len(prompts), len(prompts) * width)
         reservation = self.rate_limiter.reserve(caller, len(prompts), len(prompts) * width)
         streams: list[OutputStream] = []
         try:

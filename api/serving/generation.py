@@ -140,7 +140,7 @@ async def generate(
     Raises:
         LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
-    services.admission.check(caller)
+    await services.admission.check(caller)
     if resumption is not None and resumption.goes_on:
         fields = fields.model_copy(update=seeded(resumption))
     view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)

@@ -20,7 +20,6 @@ from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.asgi.limits import no_cuts
 from api.auth.principal import Caller, CallerDep
-from api.auth.rate_limits import RateLimiter
 from api.config.settings import ServerSettings
 from api.errors import ModelNotFound
 from api.replication.follower import Follower
@@ -124,6 +123,9 @@ class Services:
         """Create the services of a server that starts now."""
         started_s, draining = int(time.time()), Draining()
         personas = Personas(store)
+        on_refused = engine.observers.on_refused
+        registry = Registry(store, draining, on_refused)
+        limiter = registry.limiter if follower is None else follower.limiter(on_refused)
         base = base_card(
             settings.served_model_name or engine.model_name,
             started_s,
@@ -140,14 +142,14 @@ class Services:
             started_s,
             draining,
             no_cuts(),
-            AdmissionController(engine, RateLimiter(on_refused=engine.observers.on_refused)),
+            AdmissionController(engine, limiter),
             StoreProbe(store),
             Ledger(engine, store, store.root, sends=follower is not None),
             ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
             personas,
             FixedPrefixes(engine, personas),
             FairLock("long texts", MAX_LONG_TEXTS),
-            Registry(store, draining),
+            registry,
             follower,
         )
 

@@ -26,7 +26,7 @@ async def kept_snapshot(services: Services, ref: AdapterRef, found: PrefixTokens
     if (status := await engine.find_snapshot(*known)) is not None:
         return status
 
-    services.admission.check(caller)
+    await services.admission.check(caller)
     options: RequestOptions = {
         "principal": caller.principal,
         "adapter": ref.key,

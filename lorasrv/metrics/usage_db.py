@@ -2,10 +2,11 @@
 
 Less durable than the store's index on purpose: a crash of the machine loses some seconds of statistics.
 
-A server that follows a registry also keeps what the registry has not counted yet: `unsent`, and in `sending` the batch
-that is on its way. A batch has a number under its source, a start of a server; the registry keeps the last number of
-each source, in the same transaction as the counts, so that a batch may come any number of times. Sources stay for ever,
-at some 60 bytes: no time is long enough for a repetition to be ruled out.
+A server that follows a registry also keeps what the registry has not counted yet: `unsent`, and in `sending` the
+batches that are on their way, the oldest first. One that the registry refuses although it counts later ones goes to
+`refused`, where it stays. A batch has a number under its source, a start of a server; the registry keeps the last
+number of each source, in the same transaction as the counts, so that a batch may come any number of times. Sources stay
+for ever, at some 60 bytes: no time is long enough for a repetition to be ruled out.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from lorasrv.metrics.usage_batch import UsageBatch, to_rows
 from lorasrv.request import Account
 
 _LOG = logging.getLogger(__name__)
-LAYOUT = 3
+LAYOUT = 4
 BUSY_TIMEOUT_S = 5.0
 BATCH_ACCOUNTS = 1000
 """Most accounts in a batch: some 500 KB of JSON."""
@@ -35,7 +36,9 @@ _ACCOUNTS = f"""(
     hot TEXT NOT NULL, cold TEXT NOT NULL,
     PRIMARY KEY (adapter_id, digest)
 ) STRICT, WITHOUT ROWID"""
-_SENDING = "CREATE TABLE sending (source TEXT NOT NULL, sequence INTEGER NOT NULL, body TEXT NOT NULL) STRICT"
+_BATCH = "source TEXT NOT NULL, sequence INTEGER NOT NULL, body TEXT NOT NULL"
+_SENDING = f"CREATE TABLE sending ({_BATCH}) STRICT"
+_REFUSED = f"CREATE TABLE refused ({_BATCH}, why TEXT NOT NULL) STRICT"
 _SOURCES = "CREATE TABLE sources (source TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID"
 
 
@@ -62,12 +65,16 @@ class LedgerFile:
             with self._open() as db:
                 _add(db, usages, self._tables)
 
-    def next_batch(self) -> UsageBatch | None:
-        """Return the batch to send now: the same one until it was `sent`. None: everything was."""
+    def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
+        """Return the batch to send now: the same one until it was `sent`. None: everything was.
+
+        Args:
+            behind: a batch that waits; return the one after it.
+        """
         with self._open(is_lasting=True) as db:
-            rows = db.execute("SELECT source, sequence, body FROM sending").fetchall()
-            if rows:
-                return UsageBatch(*rows[0])
+            rows = db.execute("SELECT source, sequence, body FROM sending ORDER BY rowid").fetchall()
+            if waiting := [batch for row in rows if (batch := UsageBatch(*row)) != behind]:
+                return waiting[0]
             found: dict[Account, Usage] = {
                 (name, key): usage for name, key, usage in _accounts(db, "unsent", BATCH_ACCOUNTS)
             }
@@ -83,6 +90,12 @@ class LedgerFile:
         """Note that the registry has counted a batch."""
         with self._open() as db:
             db.execute("DELETE FROM sending WHERE source = ? AND sequence = ?", (batch.source, batch.sequence))
+
+    def refuse(self, batch: UsageBatch, why: str) -> None:
+        """Set a batch aside that the registry will never count."""
+        with self._open(is_lasting=True) as db:
+            db.execute("DELETE FROM sending WHERE source = ? AND sequence = ?", (batch.source, batch.sequence))
+            db.execute("INSERT INTO refused VALUES (?, ?, ?, ?)", (batch.source, batch.sequence, batch.body, why))
 
     def receive(self, source: str, sequence: int, usages: Mapping[Account, Usage]) -> bool:
         """Add a follower's batch, unless it was added before; return whether it was added now."""
@@ -166,6 +179,9 @@ class LedgerFile:
 
 def _migrate(db: sqlite3.Connection, layout: int) -> None:
     """Create the tables, with the rows of the older layout, which lacks the columns that have come since."""
+    db.execute(_REFUSED)
+    if layout == 3:
+        return
     if layout:
         db.execute("ALTER TABLE usage RENAME TO old_usage")
     for text in (f"CREATE TABLE usage {_ACCOUNTS}", f"CREATE TABLE unsent {_ACCOUNTS}", _SENDING, _SOURCES):

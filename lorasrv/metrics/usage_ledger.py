@@ -146,14 +146,14 @@ class Ledger:
             except (sqlite3.Error, OSError) as error:
                 _LOG.error("the ledger cannot be read: %s", error)
 
-    async def next_batch(self) -> UsageBatch | None:
-        """Return what to send now; the same until it was `sent`.
+    async def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
+        """Return what to send now, or after a batch that waits; the same until it was `sent`.
 
         Raises:
             sqlite3.Error, OSError: the disk failed.
         """
         async with self._turn:
-            return await asyncio.to_thread(self._file.next_batch)
+            return await asyncio.to_thread(self._file.next_batch, behind)
 
     async def sent(self, batch: UsageBatch) -> None:
         """Note that a batch was counted by the origin.
@@ -163,6 +163,15 @@ class Ledger:
         """
         async with self._turn:
             await asyncio.to_thread(self._file.sent, batch)
+
+    async def refused(self, batch: UsageBatch, why: str) -> None:
+        """Set a batch aside that the origin will never count.
+
+        Raises:
+            sqlite3.Error, OSError: the disk failed; it may be sent again.
+        """
+        async with self._turn:
+            await asyncio.to_thread(self._file.refuse, batch, why)
 
     async def receive(self, source: str, sequence: int, usages: Mapping[Account, Usage]) -> bool:
         """Count a follower's batch once; return whether it was counted now.

@@ -2,25 +2,30 @@
 
 import hashlib
 import json
+import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from cluster_kit import SECRET, Cluster, Node, clustered
+from fake_engine import HANG
 from server import eventually
 from tiny_adapter import BASE
 
 from api.auth.key_store import KeyStore
-from api.auth.principal import Scope
+from api.auth.principal import KeyLimits, Scope
 from api.replication import usage_sender
 from api.replication.headers import LEASE_S, MIN_REVISION, REVISION, USAGE
+from api.routes import registry as routes
 from lorasrv.metrics import usage_ledger
 from lorasrv.metrics.usage import Usage
+from lorasrv.metrics.usage_batch import MAX_NUMBER, UsageBatch, from_rows
 from lorasrv.metrics.usage_db import LedgerFile
 
 
@@ -268,6 +273,59 @@ def test_a_revoked_key_is_not_honoured_longer_than_the_lease(cluster: Cluster) -
     eventually(lambda: node.ask(BASE, **bearer).status_code == 401)
 
 
+def test_all_servers_together_keep_a_keys_rate(cluster: Cluster) -> None:
+    """From the first request on; without the registry, what followers have is all there is."""
+    most = 60
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        _, ann = book.create("ann", frozenset({Scope.INFER}), limits=KeyLimits(requests_per_min=most))
+    nodes, bearer = [cluster.follow(name) for name in ("a", "bb")], {"authorization": f"Bearer {ann}"}
+    for node in nodes:
+        eventually(lambda node=node: node.ask(BASE).status_code == 401)
+    begun_s = time.monotonic()
+    assert [nodes[number % 2].ask(BASE, **bearer).status_code for number in range(10)] == [200] * 10
+    statuses = Counter({200: 10})
+
+    def use_up(*nodes: Node) -> bool:
+        answers = [node.ask(BASE, **bearer) for node in nodes]
+        statuses.update(answer.status_code for answer in answers)
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
+        return all(answer.status_code == 429 for answer in answers)
+
+    eventually(lambda: use_up(*nodes))
+    # What the other does not use comes within seconds.
+    eventually(lambda: use_up(nodes[0]) and statuses[200] >= most)
+    cluster.registry.line.is_broken = True
+    eventually(lambda: use_up(*nodes))
+    assert statuses.keys() == {200, 429}
+    assert statuses[200] <= most * (1 + (time.monotonic() - begun_s) / 60)
+
+
+def test_all_servers_together_keep_a_keys_answers(cluster: Cluster) -> None:
+    """The one that is in use gets them all, and a server that has ended keeps none."""
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        _, ann = book.create("ann", frozenset({Scope.INFER}), limits=KeyLimits(max_concurrent=3))
+    nodes, bearer = [cluster.follow(name) for name in ("a", "bb")], {"authorization": f"Bearer {ann}"}
+    for node in nodes:
+        node.engine.breaks(2, HANG)
+        eventually(lambda node=node: node.ask(BASE).status_code == 401)
+    body = {"model": BASE, "prompt": "hi", "stream": True}
+
+    def begins(node: Node, opened: ExitStack) -> bool:
+        with ExitStack() as refused:
+            stream = node.http.stream("POST", "/v1/completions", json=body, headers=bearer)
+            begun = refused.enter_context(stream).status_code == 200
+            if begun:
+                opened.push(refused.pop_all())
+            return begun
+
+    for node in (*nodes, nodes[0]):
+        with ExitStack() as opened:
+            for _ in range(3):
+                eventually(lambda node=node, opened=opened: begins(node, opened))
+            for other in nodes:
+                assert other.ask(BASE, **bearer).status_code == 429
+
+
 def stats(node: Node, name: str) -> dict[str, Any]:
     found: dict[str, Any] = node.http.get(f"/v1/adapters/{name}/stats").raise_for_status().json()
     return found
@@ -313,6 +371,35 @@ def test_the_registry_counts_what_its_followers_have_served_once(
         eventually(lambda node=node: stats(node, "mia")["requests"] == 0)
     nodes[1].ask("mia")
     eventually(lambda: stats(registry, "mia")["requests"] == stats(nodes[1], "mia")["requests"] == 1)
+
+
+def test_a_batch_that_the_registry_refuses_holds_up_no_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is set aside with its counts. While the registry refuses all, they wait: it may be an older version."""
+    for module, name in ((usage_ledger, "WRITE_EVERY_S"), (usage_sender, "TRY_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    registry = cluster.registry
+    file = LedgerFile(cluster.folder / "a" / usage_ledger.FILE_NAME, sends=True)
+    file.path.parent.mkdir()
+    file.add({("", None): Usage(requests=MAX_NUMBER)})
+    refused = file.next_batch()
+    file.add({("", None): Usage(requests=20)})
+
+    with monkeypatch.context() as older:
+        older.setattr(routes, "from_rows", lambda _: from_rows([None]))
+        node = cluster.follow("a")
+        eventually(lambda: registry.line.passed.count(USAGE) > 6)
+        assert "never count" not in caplog.text
+    eventually(lambda: stats(registry, "base")["requests"] == 20)
+    node.ask(BASE)
+    eventually(lambda: stats(registry, "base")["requests"] == 21)
+    assert file.next_batch() is None
+    with closing(sqlite3.connect(file.path)) as db:
+        ((*kept, why),) = db.execute("SELECT source, sequence, body, why FROM refused").fetchall()
+    assert UsageBatch(*kept) == refused
+    assert "requests is a number from 0 on" in why
+    assert caplog.text.count("never count") == 1
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ async def test_queue_and_key_are_checked_twice_and_each_refusal_counts_once(tmp_
 
     async def refused(error: type[Exception], match: str | None = None) -> None:
         with pytest.raises(error, match=match):
-            admission.check(ANN)
+            await admission.check(ANN)
         with pytest.raises(error, match=match):
             await admit(ANN)
 

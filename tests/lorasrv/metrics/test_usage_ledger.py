@@ -307,24 +307,24 @@ async def test_after_a_surprise_it_is_written_the_next_time(
     assert await world.restarted().requests() == 4
 
 
-@pytest.mark.parametrize("layout", [1, 2])
+@pytest.mark.parametrize("layout", [1, 2, 3])
 async def test_a_ledger_of_an_older_layout_goes_on(world: World, layout: int) -> None:
-    """The first lacks the columns of speculation, the second what is sent and received."""
+    """The first lacks the columns of speculation, the second what is sent and received, the third what was refused."""
     world.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
     before = await world.usage()
     with contextlib.closing(sqlite3.connect(world.folder / "ledger.db")) as db:
-        for name in ("unsent", "sending", "sources"):
+        for name in ("unsent", "sending", "sources", "refused") if layout < 3 else ("refused",):
             db.execute(f"DROP TABLE {name}")
         for name in ("answer_steps", "draft_tokens", "accepted_draft_tokens") if layout == 1 else ():
             db.execute(f"ALTER TABLE usage DROP COLUMN {name}")
         db.execute(f"PRAGMA user_version = {layout}")
         db.commit()
-    kept = before if layout == 2 else replace(before, answer_steps=0, draft_tokens=0, accepted_draft_tokens=0)
+    kept = before if layout > 1 else replace(before, answer_steps=0, draft_tokens=0, accepted_draft_tokens=0)
     later = world.restarted()
     assert (await later.usage()).to_dict() == kept.to_dict()
     later.ended(steps=3, draft_tokens=4, accepted_draft_tokens=2)
     shown = (await later.usage()).to_dict()
-    assert (shown["requests"], shown["speculation"]["drafted"]) == (2, 4 * layout)
+    assert (shown["requests"], shown["speculation"]["drafted"]) == (2, 4 if layout == 1 else 8)
     assert await later.ledger.receive("0" * 32, 1, {("mia", MIA): Usage(requests=5)})
     assert await later.requests() == 7
     assert not (world.folder / "ledger.db.unreadable").exists()
