@@ -252,7 +252,7 @@ BOUNDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("kind", ["served", "files", pytest.param("pages", marks=pytest.mark.exhaustive)])
 def test_kernels_keep_registers_barriers_and_copies_in_bounds(kind: str) -> None:
     check(kind, 90)
 
@@ -280,7 +280,7 @@ def check(kind: str, arch: int, *options: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_other_kernels_compile() -> None:
     facts = compiled(90, "others")
     assert len(facts) > 10
