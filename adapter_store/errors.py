@@ -281,3 +281,7 @@ class CacheFull(AdapterError):
 
 class StoreUnusable(AdapterError):
     """Report a store that cannot be read or written, or that belongs to another base."""
+
+
+class OriginRefused(StoreUnusable):
+    """Report that the registry will not do what this server asked, now or later."""

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from adapter_store.errors import BlobNotFound, OriginUnreachable, StoreUnusable
+from adapter_store.errors import BlobNotFound, OriginRefused, OriginUnreachable, StoreUnusable
 from api.asgi.address import is_loopback
 from api.replication.headers import BLOBS
 
@@ -15,10 +15,6 @@ CONNECT_S, ANSWER_S = 2.0, 10.0
 CHUNK_BYTES = 1 << 20
 _DENIED = frozenset({401, 403})
 _INVALID = frozenset({400, 413, 422})
-
-
-class RequestRefused(StoreUnusable):
-    """Report that the registry cannot do what a request says, now or later."""
 
 
 class HttpOrigin:
@@ -37,7 +33,7 @@ class HttpOrigin:
         """Note that there was an answer, and raise what its status means, unless it is a success.
 
         Raises:
-            RequestRefused: what was asked is invalid there; others may be answered.
+            OriginRefused: what was asked is invalid there; others may be answered.
             StoreUnusable: the key is refused, or the server has no such route; waiting does not help.
             OriginUnreachable: it cannot answer now.
         """
@@ -51,7 +47,7 @@ class HttpOrigin:
         if status in _INVALID:
             self._why = None
             why = body.decode(errors="replace")
-            raise RequestRefused(f"the registry at {self.address} answers {status}: {why:.300}")
+            raise OriginRefused(f"the registry at {self.address} answers {status}: {why:.300}")
         if status >= 400:
             raise StoreUnusable(
                 f"the server at {self.address} is no registry for this version of lorasrv: it answers {status}"

@@ -5,9 +5,9 @@ import contextlib
 import logging
 import sqlite3
 
-from adapter_store.errors import AdapterError
+from adapter_store.errors import AdapterError, OriginRefused
 from api.replication.headers import USAGE
-from api.replication.registry_client import ANSWER_S, CONNECT_S, RegistryClient, RequestRefused
+from api.replication.registry_client import ANSWER_S, CONNECT_S, RegistryClient
 from lorasrv.metrics.usage_batch import UsageBatch
 from lorasrv.metrics.usage_ledger import Ledger
 
@@ -56,11 +56,11 @@ class UsageSender:
                 self._ledger.written.set()
 
     async def _send(self, timeout_s: float) -> None:
-        refused: tuple[UsageBatch, RequestRefused] | None = None
+        refused: tuple[UsageBatch, OriginRefused] | None = None
         while (batch := await self._ledger.next_batch(refused and refused[0])) is not None:
             try:
                 await self._client.post(USAGE, batch.to_dict(), timeout_s)
-            except RequestRefused as error:
+            except OriginRefused as error:
                 if refused is not None:
                     raise
                 refused = batch, error
