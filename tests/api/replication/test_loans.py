@@ -195,6 +195,9 @@ class Shared(RuleBasedStateMachine):
         self.questions.clear()
         self.forgiven += self.owed(self.servers[0])
         self.servers[0] = self.registry()
+        if self.leases.are_all_known:
+            # Nobody has borrowed anything: as when any server starts, counting begins anew.
+            self.begun_s, self.requests, self.tokens, self.forgiven = self.clock.now, 0, 0, 0.0
 
     def settle(self) -> None:
         """Check what holds."""
