@@ -45,11 +45,12 @@ class Link:
         assert page_bytes == self._giver.pages.page_bytes
         lease = asyncio.run_coroutine_threadsafe(self._giver.pages.offer(wanted.digests), self._loop).result()
         count = len(lease.pages) if self.most is None else min(self.most, len(lease.pages))
-        if not count:
-            raise PeerFailed("missing", "it has none")
-        data = np.frombuffer(self._giver.pages.read(lease.lease_id, 0, count), np.uint8)
-        asyncio.run_coroutine_threadsafe(self._giver.pages.end(lease.lease_id), self._loop).result()
-        return data
+        try:
+            if not count:
+                raise PeerFailed("missing", "it has none")
+            return np.frombuffer(self._giver.pages.read(lease.lease_id, 0, count), np.uint8)
+        finally:
+            asyncio.run_coroutine_threadsafe(self._giver.pages.end(lease.lease_id), self._loop).result()
 
 
 Pair = tuple[AsyncEngine, AsyncEngine, Link]
