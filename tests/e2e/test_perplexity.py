@@ -350,6 +350,7 @@ USELESS = ("GPTQ, 2 bits", "GPTQ, 3 bits")
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
 def test_what_holding_a_quantized_file_costs(
     tmp_path: Path,
     personas: Mapping[str, Path],
