@@ -62,9 +62,9 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 _LOG = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.5
 """Largest share of the adapter pool that pinned adapters may take."""
-_NOBODY = ScheduledRequest(RequestId("first step"), (0,) * 2, 0, (0,), None, True, SamplingParams(seed=0), 0)
+_NOBODY = ScheduledRequest(RequestId("first step"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
 FIRST_STEP = SchedulerOutput((_NOBODY,), {}, (), AdapterOrders(), 0)
-"""Two tokens on the pool's first page, before any request has it."""
+"""A token on the pool's first page, before any request has it."""
 
 
 @dataclass(frozen=True)
