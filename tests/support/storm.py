@@ -65,14 +65,19 @@ def config(
 
 class UnreliableDrafter(Drafter):
     """Guesses that a text repeats what followed the same token before, else anything; every other time it lies from
-    some token on: it says what another adapter would, about any topic."""
+    some token on: it says what another adapter would, about any topic. Now and then it is silent for several steps,
+    which then are planned ahead."""
 
     name = "unreliable"
 
     def __init__(self) -> None:
         self._rng = random.Random(0)
+        self._asked = 0
 
     def draft(self, ask: DraftAsk) -> Draft:
+        self._asked += 1
+        if self._asked % 256 < 32:
+            return scripted([])
         ids, most = ask.request.token_ids, min(MAX_DRAFT, ask.max_tokens)
         before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
         found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
