@@ -30,8 +30,8 @@ class PartitionSettings(BaseModel):
     tp_exchange: Annotated[
         Literal["columns", "sums"],
         _partition(
-            "What ranks side by side bring together: columns of outputs, for the same bits as one process, or partial "
-            "sums, half as often"
+            "What the processes of --tp exchange: columns of outputs, with the same answers to the bit, or partial "
+            "sums, half as often, whose last bits differ"
         ),
     ] = "columns"
     cp: Annotated[_Ranks, _partition("Processes that divide the tokens of a step (rows); each has the whole model")] = (

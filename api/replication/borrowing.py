@@ -18,7 +18,7 @@ SOON_S = 1.0
 
 
 @dataclass(slots=True)
-class _Purse:
+class _OpenLoans:
     """Hold the loans that the registry has to hear of."""
 
     clock: Callable[[], float]
@@ -33,11 +33,11 @@ class Borrowed:
         begun: the answers that run now, for a loan of answers.
     """
 
-    def __init__(self, purse: _Purse, key: str, kind: Kind, per_min: int, begun: list[float]) -> None:
+    def __init__(self, open_loans: _OpenLoans, key: str, kind: Kind, per_min: int, begun: list[float]) -> None:
         self.rate, self.capacity = per_min / 60, float(per_min)
-        self._purse, self._name, self._begun = purse, (key, kind), begun
+        self._open_loans, self._name, self._begun = open_loans, (key, kind), begun
         self._loan = Loan(0)
-        self._used, self._used_before, self._turned_s = 0, 0, purse.clock()
+        self._used, self._used_before, self._turned_s = 0, 0, open_loans.clock()
         # Permits that requests wait for.
         self.pending = 0
         # What the registry has said last.
@@ -58,13 +58,13 @@ class Borrowed:
     @property
     def level(self) -> float:
         """Return what is left, as far as this server knows."""
-        filled = self._left + self.rate * min(60.0, self._purse.clock() - self._told_s)
+        filled = self._left + self.rate * min(60.0, self._open_loans.clock() - self._told_s)
         return self.free + max(0.0, min(self.capacity - self.held, filled))
 
     @property
     def is_full(self) -> bool:
         """Return whether there is no loan."""
-        return self._name not in self._purse.open
+        return self._name not in self._open_loans.open
 
     def take(self, amount: float) -> None:
         """Use permits, even more than there are."""
@@ -90,17 +90,17 @@ class Borrowed:
 
     def may_get(self, amount: int) -> bool:
         """Return whether the registry may lend so much, by what it has said last."""
-        return self.level >= amount or self._purse.clock() - self._told_s >= RENEW_S
+        return self.level >= amount or self._open_loans.clock() - self._told_s >= RENEW_S
 
     def open(self) -> None:
         """Begin a loan if there is none."""
         if self.is_full:
-            self._purse.open[self._name] = self
-            self._loan = Loan(next(self._purse.numbers))
+            self._open_loans.open[self._name] = self
+            self._loan = Loan(next(self._open_loans.numbers))
 
     def begin_again(self) -> None:
         """Begin another loan, as the lease is over: what is owed and the answers that run are all that goes on."""
-        self._loan = Loan(next(self._purse.numbers), granted=len(self._begun), spent=max(0, -self._loan.held))
+        self._loan = Loan(next(self._open_loans.numbers), granted=len(self._begun), spent=max(0, -self._loan.held))
 
     def report(self) -> LoanReport | None:
         """Return what to tell the registry, after giving up what is not wanted; None: there is no loan any more."""
@@ -111,7 +111,7 @@ class Borrowed:
             loan.returned += surplus
         state = loan.number, loan.returned
         if not wanted and not loan.held and self._told == state:
-            del self._purse.open[self._name]
+            del self._open_loans.open[self._name]
             return None
         self._reported = state
         return LoanReport(*self._name, loan.number, loan.granted, loan.spent, loan.returned, wanted)
@@ -124,10 +124,10 @@ class Borrowed:
         """Take over what the registry has granted, unless it was another loan."""
         if answer.number == self._loan.number:
             self._loan.granted = answer.granted
-            self._target, self._left, self._told_s = answer.target, answer.left, self._purse.clock()
+            self._target, self._left, self._told_s = answer.target, answer.left, self._open_loans.clock()
 
     def _wanted(self) -> int:
-        now_s = self._purse.clock()
+        now_s = self._open_loans.clock()
         if now_s - self._turned_s >= WINDOW_S:
             self._used_before, self._used, self._turned_s = self._used, 0, now_s
         if self._name[1] == "answers":
@@ -140,7 +140,7 @@ class _BorrowingAccount(KeyAccount):
     """Hold the usage of one key at a follower."""
 
     key: str = ""
-    purse: _Purse = field(default_factory=lambda: _Purse(lambda: 0.0))
+    open_loans: _OpenLoans = field(default_factory=lambda: _OpenLoans(lambda: 0.0))
     answers: Borrowed | None = None
 
     def set_limits(self, limits: KeyLimits) -> None:
@@ -148,7 +148,7 @@ class _BorrowingAccount(KeyAccount):
         self.answers = cast(Borrowed | None, self._adjusted(self.answers, "answers", limits.max_concurrent))
 
     def new_bucket(self, kind: Kind, per_min: int) -> Borrowed:
-        return Borrowed(self.purse, self.key, kind, per_min, self.begun_s if kind == "answers" else [])
+        return Borrowed(self.open_loans, self.key, kind, per_min, self.begun_s if kind == "answers" else [])
 
     def slots(self, most: int) -> int:
         return 0 if self.answers is None else min(most, self.answers.held)
@@ -180,7 +180,7 @@ class BorrowingLimiter(RateLimiter):
     ) -> None:
         super().__init__(clock, on_refused)
         self._ask = ask
-        self._purse = _Purse(clock)
+        self._open_loans = _OpenLoans(clock)
         self._until_s = math.inf
         self._asked = 0
 
@@ -202,7 +202,7 @@ class BorrowingLimiter(RateLimiter):
         """Return what the registry is asked with the next lease, as JSON."""
         self._end_loans()
         self._asked += 1
-        reports = [borrowed.report() for borrowed in list(self._purse.open.values())]
+        reports = [borrowed.report() for borrowed in list(self._open_loans.open.values())]
         return {"number": self._asked, "loans": [report for report in reports if report is not None]}
 
     def answered(self, answer: Any, until_s: float) -> None:
@@ -218,10 +218,10 @@ class BorrowingLimiter(RateLimiter):
         if number != self._asked:
             return
         self._until_s = until_s
-        for borrowed in self._purse.open.values():
+        for borrowed in self._open_loans.open.values():
             borrowed.told()
         for one in answers:
-            if (found := self._purse.open.get((one.key, one.kind))) is not None:
+            if (found := self._open_loans.open.get((one.key, one.kind))) is not None:
                 found.answered(one)
 
     def _account(self, caller: Caller) -> _BorrowingAccount | None:
@@ -229,11 +229,11 @@ class BorrowingLimiter(RateLimiter):
         return cast(_BorrowingAccount | None, super()._account(caller))
 
     def _new_account(self, principal: str) -> KeyAccount:
-        return _BorrowingAccount(self._clock, key=principal, purse=self._purse)
+        return _BorrowingAccount(self._clock, key=principal, open_loans=self._open_loans)
 
     def _end_loans(self) -> None:
         """End all loans if the lease is over."""
         if self._clock() >= self._until_s:
             self._until_s = math.inf
-            for borrowed in self._purse.open.values():
+            for borrowed in self._open_loans.open.values():
                 borrowed.begin_again()

@@ -49,7 +49,7 @@ class LoanReport(NamedTuple):
     granted: _Count
     spent: _Count
     returned: _Count
-    # Permits that it would have a use for now, those that it holds included.
+    # Permits that the follower could use now, those that it holds included.
     wanted: _Count
 
 

@@ -62,8 +62,8 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 _LOG = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.5
 """Largest share of the adapter pool that pinned adapters may take."""
-_NOBODY = ScheduledRequest(RequestId("first step"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
-FIRST_STEP = SchedulerOutput((_NOBODY,), {}, (), AdapterOrders(), 0)
+_WARM_UP = ScheduledRequest(RequestId("warm-up"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
+WARM_UP_STEP = SchedulerOutput((_WARM_UP,), {}, (), AdapterOrders(), 0)
 """A token on the pool's first page, before any request has it."""
 
 
@@ -162,13 +162,13 @@ class EngineCore:
         return self._executor.profile
 
     def bind_thread(self) -> None:
-        """Prepare the calling thread, which will call `step`, and compute a step of nobody's.
+        """Prepare the calling thread, which will call `step`, and compute a warm-up step, which belongs to no request.
 
         The first step after a start takes a quarter of a second longer: the system gives memory to weights and pages
         when they are first used, and kernels are recorded. No request should wait for that.
         """
         self._executor.bind_thread()
-        self._executor.collect(self._executor.submit(FIRST_STEP))
+        self._executor.collect(self._executor.submit(WARM_UP_STEP))
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made."""

@@ -28,7 +28,7 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import POLICIES, Limits
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.engine.core import FIRST_STEP
+from lorasrv.engine.core import WARM_UP_STEP
 from lorasrv.engine.output_processor import RequestStream
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.memory.cost_model import StepCosts
@@ -53,8 +53,8 @@ class Gate:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.steps: list[SchedulerOutput] = []
-        # Computed for nobody.
-        self.num_first = 0
+        # Warm-up steps, which belong to no request.
+        self.num_warm_up = 0
         self._run = runner.run
         self._changed = threading.Condition()
         self._allowed: int | None = None
@@ -62,8 +62,8 @@ class Gate:
         runner.run = self.run  # type: ignore[method-assign]
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        if step is FIRST_STEP:
-            self.num_first += 1
+        if step is WARM_UP_STEP:
+            self.num_warm_up += 1
         elif step.scheduled:
             with self._changed:
                 self._is_held = True
@@ -183,10 +183,10 @@ async def world(
 
 async def test_a_step_is_computed_before_the_first_request(world: World, alone) -> None:
     """What the first step after a start costs, no request waits for; it leaves nothing behind."""
-    await until(lambda: world.gate.num_first)
+    await until(lambda: world.gate.num_warm_up)
     await world.add("one", LONG[:20], 8)
     assert await world.tokens("one") == alone(LONG[:20], 8)
-    assert (world.gate.num_first, world.gate.named()[0]) == (1, ["one"])
+    assert (world.gate.num_warm_up, world.gate.named()[0]) == (1, ["one"])
 
 
 @pytest.mark.parametrize("scheduling_policy", POLICIES)
