@@ -130,7 +130,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels", ["all"], indirect=True)
+@pytest.mark.parametrize("kernels", ["numba", pytest.param("all", marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
     oracle, prompts, personas, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 META = torch.device("meta")
-OTHERS = ("int8", "q3h", "bf16")
+OTHERS = ("int8", "bf16")
 SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
@@ -29,10 +29,11 @@ SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
     ("quantization", "kv_format", "max_rank"),
     [
         ("int4", "bfloat16", MAX_RANK),
-        *(pytest.param(of, "bfloat16", MAX_RANK, marks=pytest.mark.long) for of in OTHERS),
-        *(pytest.param("int4", of, MAX_RANK, marks=pytest.mark.long) for of in ("int8", "k8v4")),
+        pytest.param("q3h", "k8v4", MAX_RANK, marks=pytest.mark.long),
+        *(pytest.param(of, "bfloat16", MAX_RANK, marks=pytest.mark.exhaustive) for of in OTHERS),
+        pytest.param("int4", "int8", MAX_RANK, marks=pytest.mark.exhaustive),
         # A model that only drafts.
-        pytest.param("int8", "int8", 0, marks=pytest.mark.long),
+        pytest.param("int8", "int8", 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_day_of_mixed_steps_needs_no_other_kernel(
