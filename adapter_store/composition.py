@@ -1,8 +1,10 @@
 """Compositions: sums of adapters with weights, as PEFT computes them with several active adapters.
 
 y = W x + sum over j of weight_j * scaling_j * B_j A_j x: all A_j below each other and all B_j side by side are one
-adapter of the summed rank, without cross terms and without rounding A or B. A composition is known by its contents and
-weights, never by names, so that nothing computed with other contents is ever taken for it.
+adapter of the summed rank, without cross terms and without rounding A or B. A stored sum is served as that one adapter;
+a sum that a request names, term by term from its contents: weights that change with every request load nothing new. A
+composition is known by its contents and weights, never by names, so that nothing computed with other contents is ever
+taken for it, nor what was added up in another order.
 """
 
 import hashlib
@@ -24,7 +26,7 @@ NUM_NEWEST = 4096
 MAX_WEIGHT = 4.0
 """Largest size of a weight."""
 SUM_RULE = "a sum reads mia+0.5*style: up to 4 adapters, each with a weight from -4 to 4 before a *, or without for 1"
-_DOMAIN = b"lorasrv composition 1\n"
+_STORED, _NAMED = b"lorasrv composition 1\n", b"lorasrv composition 1 term by term\n"
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?|-?\.[0-9]{1,20}")
 
 
@@ -45,9 +47,11 @@ class Composition:
 
     key: AdapterKey | None
     weights: tuple[tuple[AdapterKey, float], ...]
+    # Whether it is served as one adapter.
+    is_stored: bool = False
 
     @classmethod
-    def of(cls, components: Iterable[tuple[AdapterKey | None, float]]) -> "Composition":
+    def of(cls, components: Iterable[tuple[AdapterKey | None, float]], *, is_stored: bool = False) -> "Composition":
         """Build the normal form: weights of one content are added up; None is the base, which adds nothing."""
         sums: dict[AdapterKey, float] = {}
         for key, weight in components:
@@ -55,7 +59,12 @@ class Composition:
                 sums[key] = sums.get(key, 0.0) + weight
         rounded = ((key, _float32(weight)) for key, weight in sorted(sums.items()))
         weights = tuple((key, weight) for key, weight in rounded if weight)
-        return cls(_key_of(weights), weights)
+        return cls(_key_of(weights, _STORED if is_stored else _NAMED), weights, is_stored)
+
+    @property
+    def terms(self) -> tuple[tuple[AdapterKey, float], ...]:
+        """Return what is loaded to serve it, each with its weight: a stored sum is one content."""
+        return ((self.key, 1.0),) if self.is_stored and self.key is not None else self.weights
 
     @property
     def is_sum(self) -> bool:
@@ -69,13 +78,13 @@ def _float32(weight: float) -> float:
     return float(rounded)
 
 
-def _key_of(weights: Sequence[tuple[AdapterKey, float]]) -> AdapterKey | None:
+def _key_of(weights: Sequence[tuple[AdapterKey, float]], domain: bytes) -> AdapterKey | None:
     if not weights:
         return None
     if len(weights) == 1 and weights[0][1] == 1.0:
         return weights[0][0]
     text = "".join(f"{key} {weight.hex()}\n" for key, weight in weights)
-    return AdapterKey(hashlib.sha256(_DOMAIN + text.encode()).hexdigest())
+    return AdapterKey(hashlib.sha256(domain + text.encode()).hexdigest())
 
 
 class Compositions:

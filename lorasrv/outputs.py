@@ -1,6 +1,6 @@
 """Outputs: what the engine emits for a request, and how a refusal becomes an exception."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -51,6 +51,12 @@ class AdapterTier(StrEnum):
     RESIDENT = "resident"
     HOST = "host"
     DISK = "disk"
+
+
+def slowest(tiers: Iterable[AdapterTier]) -> AdapterTier:
+    """Return the tier from which several adapters that are needed together have to come."""
+    order = list(AdapterTier)
+    return max(tiers, key=order.index, default=AdapterTier.RESIDENT)
 
 
 class Refusal(StrEnum):

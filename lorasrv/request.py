@@ -10,7 +10,7 @@ request. Each choice follows it with its own `ConstraintState`, which only the e
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,15 @@ class RequestStatus(IntEnum):
         return self >= RequestStatus.FINISHED_STOPPED
 
 
+class AdapterTerm(NamedTuple):
+    """Name a content that a request needs in the pool: its adapter, or one of several that are added up for it."""
+
+    key: AdapterKey
+    # Factor of what it adds.
+    weight: float
+    layout: AdapterLayout
+
+
 Account = tuple[str, AdapterKey | None]
 """An adapter id and the content it named; ("", None) is the base."""
 
@@ -119,6 +128,10 @@ class Request:
     sampling: SamplingParams = field(init=False)
     num_prompt_tokens: int = field(init=False)
     adapter_key: AdapterKey | None = None
+    # What it needs in the pool; () for the base.
+    terms: tuple[AdapterTerm, ...] = ()
+    # The keys of these.
+    term_keys: tuple[AdapterKey, ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     # Tokens with keys and values; chases `num_tokens`, without prefill and decode phases.
@@ -185,12 +198,23 @@ class Request:
         if self.sampling.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)
         self.token_ids = [*self.message.prompt_token_ids, *self.message.resumed_token_ids]
-        self.adapter_key = self.message.adapter_key
+        self.adapter_key, self.terms = self.message.adapter_key, self.message.terms
+        self.term_keys = tuple(term.key for term in self.terms)
+        assert (self.adapter_key is None) == (not self.terms), "an adapter's layout is known when it is asked for"
         constraint = self.message.constraint
         self.constraint_state = constraint.begin() if constraint is not None else None
         if self.constraint_state is not None:
             for token in self.message.resumed_token_ids:
                 self.constraint_state.advance(token)
+
+    def fall_back(self) -> None:
+        """Go on with the base model in place of the adapter."""
+        self.adapter_key, self.terms, self.term_keys, self.fell_back = None, (), (), True
+
+    @property
+    def home_key(self) -> AdapterKey | None:
+        """Return the adapter with whose eviction cached pages of the request become useless; of a sum its first."""
+        return self.term_keys[0] if self.term_keys else None
 
     @property
     def num_tokens(self) -> int:
@@ -399,8 +423,10 @@ class EngineCoreRequest:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
+    # Content, or sum of contents, that answers: what cached pages belong to.
     adapter_key: AdapterKey | None = None
-    layout: AdapterLayout | None = None
+    # What has to be in the pool for it.
+    terms: tuple[AdapterTerm, ...] = ()
     # Tier of the adapter on arrival, before any work for this request.
     found: AdapterTier | None = None
     principal: str = "anonymous"
@@ -447,6 +473,11 @@ class EngineCoreRequest:
     peer: Peer | None = None
     # Whether its pages alone are wanted, by a peer that counts the request.
     is_for_peer: bool = False
+
+    @property
+    def adapter_bytes(self) -> int | None:
+        """Return the bytes of what has to be in the pool; None for the base."""
+        return sum(term.layout.nbytes for term in self.terms) if self.terms else None
 
     @property
     def account(self) -> Account:

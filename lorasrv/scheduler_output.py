@@ -181,6 +181,12 @@ class PlannedDrafts(NamedTuple):
 NO_DRAFTS = PlannedDrafts()
 
 
+def _summed(request: Request) -> tuple[tuple[AdapterKey, float], ...]:
+    if request.term_keys == (request.adapter_key,):
+        return ()
+    return tuple((term.key, term.weight) for term in request.terms)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """Describe one request's share of a step."""
@@ -213,6 +219,8 @@ class ScheduledRequest:
     kv_policy: KvPolicy | None = None
     # Last tokens whose attention to each page is wanted.
     num_observed: int = 0
+    # (content, weight) of each term, where the adapter is a sum whose terms are apart in the pool.
+    summed: tuple[tuple[AdapterKey, float], ...] = ()
 
     @classmethod
     def of(
@@ -243,7 +251,13 @@ class ScheduledRequest:
             vocab_size=request.message.vocab_size,
             kv_policy=policy,
             num_observed=observed or 0,
+            summed=_summed(request),
         )
+
+    @property
+    def terms(self) -> tuple[tuple[AdapterKey, float], ...]:
+        """Return the content and weight of each adapter that is added to the base for the tokens."""
+        return self.summed or (() if self.adapter_key is None else ((self.adapter_key, 1.0),))
 
     @property
     def is_pending(self) -> bool:

@@ -5,7 +5,7 @@ arguments.
 import importlib
 import logging
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
@@ -38,7 +38,10 @@ class KernelsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SgmvPlan:
-    """Hold the rows and adapters of a step, checked once for all layers and sites."""
+    """Hold the rows and adapters of a step, checked once for all layers and sites.
+
+    Rows whose adapters are sums of several have further passes, with their second terms, their third and so on.
+    """
 
     tables: SgmvTables
     # Of the stored panels that are not int8 codes.
@@ -47,25 +50,46 @@ class SgmvPlan:
     num_rows: int
     # The backend's own form of the tables.
     prepared: Any
+    # The next pass; None behind the last.
+    next: "SgmvPlan | None" = None
+
+    def passes(self) -> Iterator["SgmvPlan"]:
+        """Yield this pass and those behind it."""
+        plan: SgmvPlan | None = self
+        while plan is not None:
+            yield plan
+            plan = plan.next
+
+    @property
+    def num_passes(self) -> int:
+        """Return how many passes have adapters: 0 for rows of the base alone."""
+        return sum(1 for own in self.passes() if own.tables.num_segments)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSgmv:
     """Remember what a plan was made of."""
 
-    segments: Segments
+    passes: tuple[Segments, ...]
     adapters: tuple[PlacedAdapter, ...]
+    weights: tuple[float, ...]
     plan: SgmvPlan
 
-    def serves(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> bool:
+    def serves(
+        self,
+        passes: Sequence[Segments],
+        adapters: Sequence[PlacedAdapter],
+        weights: tuple[float, ...],
+        dtype: torch.dtype,
+    ) -> bool:
         """Return whether a plan of these would be the same; placed adapters do not change, moved ones are others."""
         return (
             dtype == self.plan.dtype
             and len(adapters) == len(self.adapters)
+            and len(passes) == len(self.passes)
             and all(map(operator.is_, adapters, self.adapters))
-            and np.array_equal(segments.permutation, self.segments.permutation)
-            and np.array_equal(segments.indptr, self.segments.indptr)
-            and np.array_equal(segments.adapters, self.segments.adapters)
+            and weights == self.weights
+            and all(map(Segments.equals, passes, self.passes))
         )
 
 

@@ -60,7 +60,7 @@ from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import Parents, build_trees
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
-from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables, places_of
 from sgmv_kernels.pointwise_ops import PointwiseOps
 from sgmv_kernels.torch_ops.columns import columns_torch
 from sgmv_kernels.torch_ops.vocab_rows import own_embeddings_torch_, own_logits_
@@ -155,7 +155,14 @@ class Ops(PointwiseOps):
             logger.warning("kernels %r cannot run here: %s; using plain torch, which is slower", self.name, error)
             self._backend = load_backend("torch")
 
-    def plan_sgmv(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> SgmvPlan:
+    def plan_sgmv(
+        self,
+        segments: Segments,
+        adapters: Sequence[PlacedAdapter],
+        dtype: torch.dtype,
+        weights: Sequence[float] | None = None,
+        more: Sequence[Segments] = (),
+    ) -> SgmvPlan:
         """Check what is the same for every `sgmv_` of a step, and lay it out for the kernels.
 
         While the same rows stay with the same placed adapters, which is most of the time, the last plan is returned.
@@ -164,30 +171,41 @@ class Ops(PointwiseOps):
             segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
             adapters: the placed adapters of this step, of any ranks.
             dtype: of stored panels that are not int8 codes.
-        Returns: the plan of all layers and sites.
+            weights: factor of what each adapter adds; None: 1.
+            more: the same rows by the second term of their adapters that are sums, by the third and so on.
+        Returns: the plan of all layers and sites, with a pass for each of `segments` and `more`.
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
-        known = next((last for last in self._last_sgmv if last.serves(segments, adapters, dtype)), None)
+        factors = (1.0,) * len(adapters) if weights is None else tuple(weights)
+        passes = (segments, *(own for own in more if (own.adapters != BASE).any()))
+        known = next((last for last in self._last_sgmv if last.serves(passes, adapters, factors, dtype)), None)
         if known is None:
             require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
-            check_segments(segments)
-            highest = int(segments.adapters.max(initial=BASE))
-            require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
+            require(len(factors) == len(adapters), f"weights must have one entry for each of {len(adapters)} adapters")
+            for own in passes:
+                require(own.num_rows == segments.num_rows, "more must hold the rows of segments")
+                check_segments(own)
+                highest = int(own.adapters.max(initial=BASE))
+                require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
             for adapter in adapters:
                 check_adapter(adapter, adapters[0], dtype)
-            plan = self.plan_tables(build_tables(segments, adapters), dtype)
-            known = PlannedSgmv(segments, tuple(adapters), plan)
+            plan, places = None, places_of(adapters)
+            for turn, own in reversed(list(enumerate(passes))):
+                tables = build_tables(own, adapters, factors, places=places, turn=turn)
+                plan = replace(self.plan_tables(tables, dtype), next=plan)
+            assert plan is not None
+            known = PlannedSgmv(passes, tuple(adapters), factors, plan)
             self._last_sgmv.append(known)
         return known.plan
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
-        """Lay tables out as `plan_sgmv` does, without checks."""
+        """Lay tables of one pass out as `plan_sgmv` does, without checks."""
         prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
         return SgmvPlan(tables, dtype, len(tables.permutation), prepared)
 
     def shrink(self, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-        """Project every row to the rank of its own adapter: the first half of `sgmv_`.
+        """Project every row to the rank of its own adapter: the first half of `sgmv_`, of the plan's first pass.
 
         Semantics: sum over planes of v[:, p, :r] = x[t] @ A^T; p the place of row t in the permutation, A [r, in] the
         stacked lora_a of row t's adapter, unscaled. Rows and columns that no adapter owns are undefined.
@@ -203,10 +221,11 @@ class Ops(PointwiseOps):
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-        """Project every row from the rank of its own adapter and add it to y: the second half of `sgmv_`.
+        """Project every row from the rank of its own adapter and add it to y: the second half of `sgmv_`, of the
+        plan's first pass.
 
-        Semantics: y[t, slice] += (scale * sum over planes of v[:, p])[slice's ranks] @ B[slice]; p the place of row t
-        in the permutation, scale [R] = alpha / r (or alpha / sqrt r) of every rank row
+        Semantics: y[t, slice] += (weight * scale * sum over planes of v[:, p])[slice's ranks] @ B[slice]; p the place
+        of row t in the permutation, scale [R] = alpha / r (or alpha / sqrt r) of every rank row
 
         Args:
             y: as in `sgmv_`, or columns of wider rows.
@@ -304,7 +323,8 @@ class Ops(PointwiseOps):
 
         Sums are fp32, and a row's result does not depend on the rows beside it.
 
-        Semantics: y[t, slice] += (scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter, if any
+        Semantics: y[t, slice] += (weight * scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter,
+        if any; of a sum term by term, in the order of the plan's passes
 
         Args:
             y: [T, sum of slice widths], the base linear's output, contiguous; written in place.
@@ -317,17 +337,20 @@ class Ops(PointwiseOps):
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
         """
         inputs, outputs = site_dims(plan, layer, site)
-        check_slab(slab, plan, self.device)
         self._check_rows(x, "x", plan, inputs)
         self._check_rows(y, "y", plan, outputs)
         require(x.dtype == y.dtype, "x and y must have the same dtype")
-        if plan.tables.num_segments:
-            self._backend.sgmv_(y, x, slab, plan, layer, site)
+        for own in plan.passes():
+            check_slab(slab, own, self.device)
+        for own in plan.passes():
+            if own.tables.num_segments:
+                self._backend.sgmv_(y, x, slab, own, layer, site)
 
     def affine_(self, y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
         """Multiply every row of an output by its own adapter's gain and add its shift, in place, where it has them.
 
-        Semantics: y[t] = gain * y[t] + shift, of row t's adapter at this place; 1 and 0 where it has none
+        Semantics: y[t] = gain * y[t] + weight * shift, of row t's adapter at this place; 1 and 0 where it has none;
+        of a sum, whose adapters have no gains, term by term
 
         Args:
             y: [T, width of the place], contiguous; written in place. fp32 on the CPU, fp32, bf16 or fp16 on a GPU.
@@ -343,7 +366,8 @@ class Ops(PointwiseOps):
             inside = 0 <= layer < len(plan.tables.vectors) and 0 <= place < len(plan.tables.places)
             require(inside, f"layer {layer}, place {place}: the adapters have none such")
             self._check_rows(y, "y", plan, plan.tables.places[place])
-            self._backend.affine_(y, slab, plan, layer, place)
+            for own in plan.passes():
+                self._backend.affine_(y, slab, own, layer, place)
 
     def plan_attention(
         self,

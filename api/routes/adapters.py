@@ -189,7 +189,7 @@ async def warm_adapter(
 ) -> dict[str, Any]:
     """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
     ref = await services.looking_up(partial(view.resolve_one, reference))
-    composition = view.compose(await services.personas.parts(ref) or [Component(ref, 1.0)])
+    composition = view.compose(await services.personas.parts(ref) or [Component(ref, 1.0)], is_stored=True)
     if composition.key is None:
         raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
     # Held until it is loaded; an adapter known to be damaged is refused here.

@@ -60,7 +60,7 @@ class ResolvedModel:
     def summed(self, parts: tuple[Component, ...], view: ScopedStore) -> "ResolvedModel":
         """Return this version with the weights of its stored sum."""
         assert self.ref is not None
-        composition = view.compose(parts)
+        composition = view.compose(parts, is_stored=True)
         ref = replace(self.ref, key=composition.key)
         return replace(self, ref=ref, components=parts, composition=composition, is_stored=True)
 

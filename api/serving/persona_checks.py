@@ -121,7 +121,7 @@ class _Check:
                 self.problems.add(INVALID, f"adapters[{number}]", f"{ref.adapter_id}@{ref.version} {why}")
             found.append(Component(ref, each.weight))
         if not len(self.problems):
-            composition = view.compose(found)
+            composition = view.compose(found, is_stored=True)
             if composition.key is None:
                 self.problems.add(INVALID, "adapters", "the sum is nothing: the base would answer")
             try:

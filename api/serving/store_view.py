@@ -76,9 +76,14 @@ class ScopedStore:
             raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights of its own", param="id")
         return ref, ref.key
 
-    def compose(self, components: Iterable[Component]) -> Composition:
-        """Return the sum of versions that were resolved; known to the store while somebody refers to it."""
-        return self._store.compositions.add(Composition.of((c.ref.key, c.weight) for c in components))
+    def compose(self, components: Iterable[Component], *, is_stored: bool = False) -> Composition:
+        """Return the sum of versions that were resolved; known to the store while somebody refers to it.
+
+        Args:
+            is_stored: whether it is a version, which is served as one adapter.
+        """
+        composition = Composition.of(((c.ref.key, c.weight) for c in components), is_stored=is_stored)
+        return self._store.compositions.add(composition)
 
     def check_composable(self, composition: Composition) -> None:
         """Check that a sum can be served. Reads headers of files.

@@ -31,7 +31,6 @@ from lorasrv.scheduler_output import (
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
 STEP, PAGES, SLOTS = "step", "pages", "slots"
-_NO_ADAPTER = -1
 _DEFAULTS = SamplingParams()
 Places = Callable[[int, tuple[Run, ...]], PlacedAdapter]
 """Return where an adapter lies, from the number of its layout and its runs of pages."""
@@ -44,12 +43,12 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
         number_of: gives layouts the numbers by which the ranks know them.
     """
     shares = sorted(step.scheduled, key=lambda share: share.adapter_key or "")
-    keys = sorted({share.adapter_key for share in shares if share.adapter_key is not None})
-    index: dict[AdapterKey | None, int] = {key: i for i, key in enumerate(keys)} | {None: _NO_ADAPTER}
+    keys = sorted({key for share in shares for key, _ in share.terms})
+    index = {key: i for i, key in enumerate(keys)}
     placed = [step.placements[key] for key in keys]
     facts = [
         (
-            *(len(share.token_ids), len(share.page_table), share.start, index[share.adapter_key], share.samples),
+            *(len(share.token_ids), len(share.page_table), share.start, len(share.terms), share.samples),
             *(share.prompt_rows.start, share.prompt_rows.stop),
             *(len(share.drafts.token_ids), len(share.drafts.parents), len(share.drafts.probes.token_ids)),
         )
@@ -63,13 +62,15 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
         np.array(parents, dtype=np.int32),
         np.array([(number_of(place.layout), len(place.runs)) for place in placed], dtype=np.int64).reshape(-1, 2),
         np.array([run for place in placed for run in place.runs], dtype=np.int64).reshape(-1, 2),
+        np.array([index[key] for share in shares for key, _ in share.terms], dtype=np.int64),
+        np.array([weight for share in shares for _, weight in share.terms], dtype=np.float64),
     )
     return Frame(STEP, {}, arrays)
 
 
 def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
-    """Return a step with what a forward pass needs; adapters have keys that sort as those of rank 0."""
-    facts, tokens, pages, parents, adapters, runs = frame.arrays
+    """Return a step with what a forward pass needs; keys of adapters and of shares sort as those of rank 0."""
+    facts, tokens, pages, parents, adapters, runs, owners, weights = frame.arrays
     keys = [AdapterKey(f"{i:08}") for i in range(len(adapters))]
     of_adapters = _split(runs, adapters[:, 1].tolist())
     placements = {
@@ -77,14 +78,17 @@ def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
         for key, number, own in zip(keys, adapters[:, 0].tolist(), of_adapters, strict=True)
     }
     lengths = facts.T.tolist()
+    terms = [(keys[owner], weight) for owner, weight in zip(owners.tolist(), weights.tolist(), strict=True)]
     num_parents = [own + probes for own, probes in zip(lengths[8], lengths[9], strict=True)]
     shares = [
-        _share(known, own_tokens.tolist(), own_pages.tolist(), own_parents.tolist(), keys)
-        for known, own_tokens, own_pages, own_parents in zip(
+        _share(number, known, own_tokens.tolist(), own_pages.tolist(), own_parents.tolist(), tuple(own_terms))
+        for number, known, own_tokens, own_pages, own_parents, own_terms in zip(
+            range(len(facts)),
             facts.tolist(),
             _split(tokens, lengths[0]),
             _split(pages, lengths[1]),
             _split(parents, num_parents),
+            _split(terms, lengths[3]),
             strict=True,
         )
     ]
@@ -92,9 +96,14 @@ def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
 
 
 def _share(
-    facts: Sequence[int], tokens: Sequence[int], pages: Sequence[int], parents: Sequence[int], keys: list[AdapterKey]
+    number: int,
+    facts: Sequence[int],
+    tokens: Sequence[int],
+    pages: Sequence[int],
+    parents: Sequence[int],
+    terms: tuple[tuple[AdapterKey, float], ...],
 ) -> ScheduledRequest:
-    _, _, start, adapter, samples, asked, asked_end, num_drafts, num_parents, num_probes = facts
+    _, _, start, _, samples, asked, asked_end, num_drafts, num_parents, num_probes = facts
     drafts, known = NO_DRAFTS, len(tokens) - num_drafts - num_probes
     if num_drafts or num_probes:
         probes = ProbeTree(tuple(tokens[known + num_drafts :]), tuple(parents[num_parents:]))
@@ -106,12 +115,13 @@ def _share(
         token_ids=tuple(tokens),
         start=start,
         page_table=tuple(pages),
-        adapter_key=None if adapter == _NO_ADAPTER else keys[adapter],
+        adapter_key=AdapterKey(f"{number:08}") if terms else None,
         samples=bool(samples),
         sampling=_DEFAULTS,
         num_generated=0,
         prompt_rows=range(asked, asked_end),
         drafts=drafts,
+        summed=terms,
     )
 
 
@@ -165,6 +175,6 @@ def _ints(values: Iterable[int]) -> Array:
     return np.array(list(values), dtype=np.int64)
 
 
-def _split(array: Array, lengths: Sequence[int]) -> list[Any]:
+def _split(array: Array | Sequence[Any], lengths: Sequence[int]) -> list[Any]:
     """Return parts of these lengths of an array, one after another."""
     return [array[first:end] for first, end in pairwise([0, *accumulate(lengths)])]

@@ -426,10 +426,11 @@ class AsyncEngine:
         streams = [self._stream(request) for request in requests]
         try:
             self._streams.update((stream.request_id, stream) for stream in streams)
-            key = requests[0].adapter_key
-            if self._loader is not None and key is not None and requests[0].found is AdapterTier.DISK:
-                # The engine orders the load after its current step; start to read at once.
-                self._loader.prefetch(key)
+            if self._loader is not None and requests[0].found is AdapterTier.DISK:
+                # The engine orders the loads after its current step; start to read at once.
+                for term in requests[0].terms:
+                    if self.input_processor.tier(term.key) is AdapterTier.DISK:
+                        self._loader.prefetch(term.key)
             self._inbox.put(AddRequests(tuple(requests)))
             # The engine's outputs reach this thread later, so the observers are told in order.
             self.observers.on_accepted(requests, arrived_s)

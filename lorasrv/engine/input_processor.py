@@ -21,8 +21,8 @@ from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
-from lorasrv.outputs import AdapterTier, RequestId
-from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
+from lorasrv.outputs import AdapterTier, RequestId, slowest
+from lorasrv.request import AdapterTerm, EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
 from lorasrv.speculation_params import (
     ANY_SPECULATION,
@@ -75,6 +75,8 @@ class AdapterFacts(Protocol):
     def max_host_bytes(self) -> int: ...
 
     def hold(self, key: AdapterKey, /) -> object: ...
+
+    def terms(self, key: AdapterKey, /) -> Sequence[tuple[AdapterKey, float]]: ...
 
     def layout(self, key: AdapterKey, /) -> AdapterLayout: ...
 
@@ -187,7 +189,7 @@ class InputProcessor:
         if constraint is not None:
             _check_constrained(sampling)
         hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
-        layout = self.layout(adapter) if adapter is not None else None
+        terms = self._terms(adapter)
         words = self._words(adapter)
         _check_on_cold(on_cold, words)
         token_ids = self._prompt_token_ids(prompt, words)
@@ -199,8 +201,8 @@ class InputProcessor:
         if kv_policy is not None:
             kv_policy = self._placed(kv_policy, sampling, beams)
         width = 1 if beams is None else beams.width
-        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width, kv_policy)
-        self._check_fits(len(token_ids), max_tokens, layout, width, kv_policy)
+        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), terms, width, kv_policy)
+        self._check_fits(len(token_ids), max_tokens, terms, width, kv_policy)
         _check_resumed(resumed_token_ids, max_tokens, words.vocab_size)
         request = EngineCoreRequest(
             request_id=request_id,
@@ -208,8 +210,8 @@ class InputProcessor:
             max_tokens=max_tokens,
             sampling=self._completed(sampling, max_tokens),
             adapter_key=adapter,
-            layout=layout,
-            found=self._tier(adapter) if adapter is not None else None,
+            terms=terms,
+            found=slowest(self.tier(term.key) for term in terms) if terms else None,
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
@@ -307,14 +309,31 @@ class InputProcessor:
                 f"{self._source.max_host_bytes}; start the server with a larger --host-cache-bytes",
                 param="adapter_id",
             )
-        pages, room = self._memory.adapters.pages_for(layout), self._memory.adapter_pool.num_pages
+        self._check_room([layout])
+        return layout
+
+    def _terms(self, adapter: AdapterKey | None) -> tuple[AdapterTerm, ...]:
+        """Return what has to be in the pool for an adapter, or a sum of several. May read headers of files.
+
+        Raises:
+            InvalidRequest, AdapterError: as `layout`.
+            NotComposable: the sum cannot be served.
+        """
+        if adapter is None:
+            return ()
+        parts = ((adapter, 1.0),) if self._source is None else self._source.terms(adapter)
+        terms = tuple(AdapterTerm(key, weight, self.layout(key)) for key, weight in parts)
+        self._check_room([term.layout for term in terms])
+        return terms
+
+    def _check_room(self, layouts: Sequence[AdapterLayout]) -> None:
+        pages, room = sum(map(self._memory.adapters.pages_for, layouts)), self._memory.adapter_pool.num_pages
         if pages > room:
             raise InvalidRequest(
                 f"the adapter takes {pages} pages, but the pool has {room} for adapters; "
                 "start the server with a larger --pool-bytes",
                 param="adapter_id",
             )
-        return layout
 
     async def _in_time(
         self, reading: Awaitable[list[EngineCoreRequest]], timeout_s: float | None
@@ -425,7 +444,7 @@ class InputProcessor:
             )
         return policy.placed(self._memory.kv.page_size, self._step_tokens)
 
-    def _tier(self, adapter: AdapterKey) -> AdapterTier:
+    def tier(self, adapter: AdapterKey) -> AdapterTier:
         """Return where an adapter is; the answer may be outdated at once."""
         if self._memory.adapter_manager.is_resident(adapter):
             return AdapterTier.RESIDENT
@@ -433,19 +452,22 @@ class InputProcessor:
         return AdapterTier.HOST if on_host else AdapterTier.DISK
 
     def _max_new_tokens(
-        self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int, policy: KvPolicy | None
+        self, num_prompt_tokens: int, terms: Sequence[AdapterTerm], width: int, policy: KvPolicy | None
     ) -> int:
         """Return the rest of the context, or of the pool if that is smaller; at least one."""
-        room = self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size
+        room = self._max_kv_pages(terms) // width * self._memory.kv.page_size
         if policy is not None and policy.most_tokens(num_prompt_tokens, self._max_model_len) <= room:
             room = self._max_model_len
         return max(1, min(self._max_model_len, room) - num_prompt_tokens)
+
+    def _max_kv_pages(self, terms: Sequence[AdapterTerm]) -> int:
+        return self._memory.max_kv_pages(term.layout for term in terms)
 
     def _check_fits(
         self,
         num_prompt_tokens: int,
         max_tokens: int,
-        layout: AdapterLayout | None,
+        terms: Sequence[AdapterTerm],
         width: int,
         policy: KvPolicy | None,
     ) -> None:
@@ -459,7 +481,7 @@ class InputProcessor:
                 param=param,
             )
         total = total if policy is None else policy.most_tokens(num_prompt_tokens, total)
-        kv_pages, most = width * self._memory.kv.pages_for(total), self._memory.max_kv_pages(layout)
+        kv_pages, most = width * self._memory.kv.pages_for(total), self._max_kv_pages(terms)
         if kv_pages > most:
             of_adapter = self._memory.kv_pool.num_pages - most
             raise ContextLengthExceeded(

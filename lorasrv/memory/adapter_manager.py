@@ -91,6 +91,16 @@ TRANSITIONS = MappingProxyType(
 """State after a method of `AdapterManager`, for every state in which that may be called."""
 
 
+_ORDER = (
+    AdapterState.ON_HOST,
+    AdapterState.ON_DISK,
+    AdapterState.LOADING,
+    AdapterState.COPYING,
+    AdapterState.RESIDENT,
+)
+"""What can be moved, before what is on its way."""
+
+
 @dataclass(slots=True)
 class _Reservation:
     """Keep an adapter in the pool until a time or, pinned, until it is unpinned."""
@@ -151,6 +161,17 @@ class AdapterManager:
     def is_resident(self, key: AdapterKey) -> bool:
         """Return whether a step may read the adapter. Any thread may ask."""
         return self._states.get(key) is AdapterState.RESIDENT
+
+    def are_resident(self, keys: Iterable[AdapterKey]) -> bool:
+        """Return whether a step may read all of several adapters. Any thread may ask."""
+        return all(map(self.is_resident, keys))
+
+    def next_to_move(self, keys: Iterable[AdapterKey]) -> tuple[AdapterState, AdapterKey | None]:
+        """Return which of several adapters that are needed together is to be moved next, or waited for, and its state;
+        RESIDENT if all are."""
+        found = [(_ORDER.index(self.state(key)), key) for key in keys]
+        order, key = min(found, default=(-1, None))
+        return _ORDER[order], key
 
     @property
     def host_bytes(self) -> int:

@@ -18,7 +18,7 @@ steps, after every read of the old places and before any of the new ones.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -170,12 +170,19 @@ class Evictor:
         return self._available_pages(self._pool, level, ahead, self._kv_floor()) >= pages
 
     def place_adapter(
-        self, key: AdapterKey, keep_free: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()
+        self,
+        key: AdapterKey,
+        keep_free: int,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey] = frozenset(),
+        beside: Set[AdapterKey] = frozenset(),
     ) -> PlacedAdapter | None:
         """Find pages for an adapter in host memory and order its copy, evicting and compacting as needed.
 
         Args:
             keep_free: pages to be left free for keys and values.
+            ahead: adapters that requests further ahead in the queue wait for.
+            beside: adapters that stay, at any level.
         Returns:
             The place; None if this level cannot free so many pages.
         """
@@ -183,19 +190,19 @@ class Evictor:
         if pool is not self._pool:
             keep_free = 0
         pages = self._adapters.pages_for(layout)
-        if not self._make_room(pool, pages + keep_free, level, ahead, floor=0):
+        if not self._make_room(pool, pages + keep_free, level, ahead, 0, beside):
             return None
         placed = self._manager.place(key, keep_free=keep_free)
         if placed is None and self._compact(pages, keep_free):
             placed = self._manager.place(key, keep_free=keep_free)
-        while placed is None and self._evict_one(pool, level, ahead, floor=0):
+        while placed is None and self._evict_one(pool, level, ahead, 0, beside):
             placed = self._manager.place(key, keep_free=keep_free)
         return placed
 
-    def can_place(self, layout: AdapterLayout, keep_free: int, level: EvictionLevel) -> bool:
-        """Return whether an adapter would have pages enough after evictions. Evicts nothing."""
+    def can_place(self, layouts: Iterable[AdapterLayout], keep_free: int, level: EvictionLevel) -> bool:
+        """Return whether adapters would have pages enough after evictions. Evicts nothing."""
         pool = self._adapters.pool
-        pages = self._adapters.pages_for(layout) + (keep_free if pool is self._pool else 0)
+        pages = sum(map(self._adapters.pages_for, layouts)) + (keep_free if pool is self._pool else 0)
         return pool.num_free >= pages or self._available_pages(pool, level, frozenset(), floor=0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
@@ -206,17 +213,32 @@ class Evictor:
     def _kv_floor(self) -> int:
         return self._floor_pages if self._adapters.pool is self._pool else 0
 
-    def _make_room(self, pool: PagePool, pages: int, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> bool:
+    def _make_room(
+        self,
+        pool: PagePool,
+        pages: int,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey],
+        floor: int,
+        beside: Set[AdapterKey] = frozenset(),
+    ) -> bool:
         if pool.num_free >= pages:
             return True
-        if self._available_pages(pool, level, ahead, floor) < pages:
+        if self._available_pages(pool, level, ahead, floor, beside) < pages:
             return False
         while pool.num_free < pages:
-            if not self._evict_one(pool, level, ahead, floor):
+            if not self._evict_one(pool, level, ahead, floor, beside):
                 return False
         return True
 
-    def _available_pages(self, pool: PagePool, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> int:
+    def _available_pages(
+        self,
+        pool: PagePool,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey],
+        floor: int,
+        beside: Set[AdapterKey] = frozenset(),
+    ) -> int:
         """Return the number of pages that are free or that this level may evict."""
         pages = pool.num_free
         if self._prefixes is not None and pool is self._pool:
@@ -225,12 +247,19 @@ class Evictor:
         if pool is not adapters.pool:
             return pages
         if level is EvictionLevel.RUNNING:
-            return pages + adapters.num_evictable_pages
+            return pages + adapters.num_evictable_pages_of(Need.PINNED, beside)
         most = Need.NOTHING if level is EvictionLevel.PREFETCH else Need.WANTED
-        evictable = adapters.num_evictable_pages_of(most, ahead)
+        evictable = adapters.num_evictable_pages_of(most, ahead | beside)
         return pages + max(0, min(evictable, adapters.num_pages - floor))
 
-    def _evict_one(self, pool: PagePool, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> bool:
+    def _evict_one(
+        self,
+        pool: PagePool,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey],
+        floor: int,
+        beside: Set[AdapterKey] = frozenset(),
+    ) -> bool:
         """Free at least one page; return False if this level may evict nothing more."""
         manager = self._manager
         prefixes = self._prefixes if pool is self._pool else None
@@ -240,10 +269,13 @@ class Evictor:
             return True
         if level is EvictionLevel.PREFETCH or pool is not self._adapters.pool:
             return False
-        if self._adapters.num_pages > floor and manager.evict_lowest(Need.WANTED, ahead):
+        first = ahead | beside
+        if self._adapters.num_pages > floor and manager.evict_lowest(Need.WANTED, first):
             return True
         return level is EvictionLevel.RUNNING and (
-            manager.evict_lowest(Need.WANTED, ahead) or manager.evict_lowest(Need.WANTED) or manager.evict_lowest()
+            manager.evict_lowest(Need.WANTED, first)
+            or manager.evict_lowest(Need.WANTED, beside)
+            or manager.evict_lowest(Need.PINNED, beside)
         )
 
     def _evict_lowest(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:

@@ -24,7 +24,8 @@ from lorasrv.scheduler_output import PageCopy
 class _Table:
     """Hold one request's pages."""
 
-    adapter: AdapterKey | None
+    # With which its cached pages become useless when it is evicted.
+    home: AdapterKey | None
     policy: KvPolicy | None
     # Keys of its whole pages.
     chain: PageChain
@@ -66,16 +67,19 @@ class KVCacheManager:
         policy: KvPolicy | None = None,
         holes: Collection[int] = (),
         prefix: FixedPrefix | None = None,
+        home: AdapterKey | None = None,
     ) -> None:
         """Create an empty table for a request.
 
         Args:
+            adapter: whose keys and values the pages hold.
+            home: the adapter in the pool with which they become useless when it is evicted.
             holes: places that need no page.
             prefix: what its prompt begins with under another salt.
         """
         assert request_id not in self._tables, f"request {request_id} has a table"
         chain = PageChain.of(self.page_size, adapter, salt, policy, prefix)
-        self._tables[request_id] = _Table(adapter, policy, chain, set(holes))
+        self._tables[request_id] = _Table(home, policy, chain, set(holes))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
         """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
@@ -191,7 +195,7 @@ class KVCacheManager:
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
             if page != HOLE and page not in self._prefixes:
-                self._prefixes.insert(table.chain.hash(token_ids, number), page, table.adapter)
+                self._prefixes.insert(table.chain.hash(token_ids, number), page, table.home)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
@@ -235,18 +239,19 @@ class KVCacheManager:
         return None if pages is None else self._filling[name]
 
     def end_fill(
-        self, name: SnapshotName, hashes: Sequence[bytes], adapter: AdapterKey | None, *, is_resident: bool
+        self, name: SnapshotName, hashes: Sequence[bytes], home: AdapterKey | None, *, is_resident: bool
     ) -> None:
         """Pass the pages of a snapshot to the prefix cache, or give them back.
 
         Args:
             hashes: of the pages; empty: they were not filled.
-            is_resident: whether the adapter is.
+            home: the adapter with which they become useless when it is evicted.
+            is_resident: whether that is.
         """
         pages = self._filling.pop(name)
         for digest, page in zip(hashes, pages, strict=False):
             assert self._prefixes is not None
-            self._prefixes.insert(digest, page, adapter, is_resident=is_resident)
+            self._prefixes.insert(digest, page, home, is_resident=is_resident)
         for page in reversed(pages):
             self._release_page(page)
 

@@ -4,7 +4,7 @@ One pool for keys, values and adapters; or, for comparison, one that is split in
 """
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -176,11 +176,11 @@ class MemoryManager:
         """Return when something ends by the clock; None if nothing does."""
         return self.exchange.wake_s()
 
-    def max_kv_pages(self, layout: AdapterLayout | None) -> int:
-        """Return the most pages that one request can have for its keys and values, beside its adapter."""
-        if layout is None or self.adapter_pool is not self.kv_pool:
+    def max_kv_pages(self, layouts: Iterable[AdapterLayout]) -> int:
+        """Return the most pages that one request can have for its keys and values, beside what its adapter needs."""
+        if self.adapter_pool is not self.kv_pool:
             return self.kv_pool.num_pages
-        return self.kv_pool.num_pages - self.adapters.pages_for(layout)
+        return self.kv_pool.num_pages - sum(map(self.adapters.pages_for, layouts))
 
     def load_adapter(
         self,
@@ -189,12 +189,14 @@ class MemoryManager:
         keep_free: int,
         level: EvictionLevel,
         ahead: Set[AdapterKey] = frozenset(),
+        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Move an adapter one state further towards the pool, unless work on it is under way.
 
         Args:
             keep_free: pages to be left free for keys and values.
             ahead: adapters that requests further ahead in the queue wait for.
+            beside: adapters without which this one is of no use: they stay in the pool.
         Returns:
             False if it is in host memory and this level frees no pages for it.
         """
@@ -202,7 +204,7 @@ class MemoryManager:
             case AdapterState.ON_DISK:
                 self.adapter_manager.request_load(key, layout)
             case AdapterState.ON_HOST:
-                return self.evictor.place_adapter(key, keep_free, level, ahead) is not None
+                return self.evictor.place_adapter(key, keep_free, level, ahead, beside) is not None
         return True
 
     def prefetch_reserved(self, keep_free: int) -> None:
@@ -213,18 +215,20 @@ class MemoryManager:
         manager = self.adapter_manager
         for key, layout in manager.reserved_missing():
             is_new = manager.state(key) is AdapterState.ON_DISK
-            if is_new and not self.evictor.can_place(layout, keep_free, EvictionLevel.PREFETCH):
+            if is_new and not self.evictor.can_place([layout], keep_free, EvictionLevel.PREFETCH):
                 return
             if not self.load_adapter(key, layout, keep_free, EvictionLevel.PREFETCH):
                 manager.cancel(key)
                 return
 
     def estimate_ready_s(
-        self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool, keep_free: int
+        self, missing: Sequence[tuple[AdapterKey, AdapterLayout]], *, on_host: bool, keep_free: int
     ) -> tuple[float, str]:
-        """Estimate the seconds until an adapter is resident, and say why it is not: for `Retry-After`."""
-        seconds = self.adapter_manager.estimate_load_s(key, layout, on_host=on_host)
-        if self.evictor.can_place(layout, keep_free, EvictionLevel.PREFETCH):
+        """Estimate the seconds until all of these adapters are resident, and say why they are not: for
+        `Retry-After`."""
+        manager = self.adapter_manager
+        seconds = max(manager.estimate_load_s(key, layout, on_host=on_host) for key, layout in missing)
+        if self.evictor.can_place([layout for _, layout in missing], keep_free, EvictionLevel.PREFETCH):
             return seconds, "it is being brought in"
         return max(seconds, NO_ROOM_RETRY_S), "running requests leave no room for it now"
 

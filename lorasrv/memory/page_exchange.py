@@ -143,7 +143,7 @@ class PageExchange:
         name = SnapshotName(PEER, digest_of(facts))
         tokens = tuple(request.token_ids[: (first + len(digests)) * self._kv.page_size])
         wanted = PeerSnapshot(name, message.peer, self.facts, digests, first, tokens, message, wait_s)
-        self._snapshots.restore(request, Prefix(wanted, request.adapter_key, digests), self.counters.taken)
+        self._snapshots.restore(request, Prefix(wanted, request.home_key, digests), self.counters.taken)
 
     def _missing(self, request: Request) -> tuple[bytes, ...]:
         """Return the hashes of the prompt's whole pages behind those that the prefix cache has."""

@@ -4,7 +4,7 @@ The scheduler decides which request is admitted, extended, preempted and finishe
 operations that this makes necessary are noted in order.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import HOLE, KvPolicy
@@ -31,7 +31,7 @@ class RequestAllocator:
         ahead: Set[AdapterKey],
         growth: int = 0,
     ) -> bool:
-        """Take pages for all tokens of a waiting request, and pin its adapter, which is resident.
+        """Take pages for all tokens of a waiting request, and pin what its adapter needs, which is resident.
 
         Pages of the same prefix are shared, not taken: those of `parent`, or of the prefix cache.
 
@@ -43,10 +43,9 @@ class RequestAllocator:
         Returns:
             False, and nothing held, if this level does not free so many.
         """
-        rid, key = request.request_id, request.adapter_key
-        message = request.message
-        self._kv.open(rid, key, message.cache_salt, message.kv_policy, request.swapped_holes, _prefix(request))
-        if key is not None:
+        rid, message = request.request_id, request.message
+        self._open(request, message.kv_policy, request.swapped_holes)
+        for key in request.term_keys:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
@@ -150,7 +149,7 @@ class RequestAllocator:
         if request.status is not RequestStatus.RUNNING:
             return
         self._kv.free(rid)
-        self._kv.open(rid, request.adapter_key, request.message.cache_salt, prefix=_prefix(request))
+        self._open(request)
         if parent.status is RequestStatus.RUNNING:
             request.num_computed_tokens = parent.num_computed_tokens
             self._kv.fork(parent.request_id, rid, parent.num_computed_tokens)
@@ -158,8 +157,8 @@ class RequestAllocator:
     def free(self, request: Request) -> None:
         """Give back the pages and the adapter's pin of a request that stops running."""
         self._kv.free(request.request_id)
-        if request.adapter_key is not None:
-            self._adapters.unpin(request.adapter_key)
+        for key in request.term_keys:
+            self._adapters.unpin(key)
 
     def drop_swap(self, request: Request) -> None:
         """Give back the swapped copy of a request that finishes while it waits; do nothing if it has none."""
@@ -198,6 +197,11 @@ class RequestAllocator:
         """Return the page operations since the last call, in order."""
         ops, self._ops = self._ops, []
         return tuple(ops)
+
+    def _open(self, request: Request, policy: KvPolicy | None = None, holes: Collection[int] = ()) -> None:
+        """Create a request's empty table."""
+        salt, prefix = request.message.cache_salt, _prefix(request)
+        self._kv.open(request.request_id, request.adapter_key, salt, policy, holes, prefix, request.home_key)
 
     def _can_grow(self, request: Request, growth: int, level: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
         if not growth:

@@ -46,7 +46,8 @@ class Prefix:
     """Hold what is known of pages that requests begin with."""
 
     source: SnapshotFile | PeerSnapshot
-    adapter: AdapterKey | None
+    # With which they become useless when it is evicted.
+    home: AdapterKey | None
     # Of its pages.
     hashes: tuple[bytes, ...]
 
@@ -148,7 +149,7 @@ class SnapshotManager:
 
     def find(self, adapter: AdapterKey | None, prefix: FixedPrefix, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return the tokens and bytes of a prefix's snapshot; None if there is none."""
-        known = self._prefix_of(adapter, prefix, token_ids)
+        known = self._prefix_of(adapter, adapter, prefix, token_ids)
         if known is None or (nbytes := self._stored.get(known.source.name)) is None:
             return None
         return len(known.hashes) * self._kv.page_size, nbytes
@@ -165,7 +166,7 @@ class SnapshotManager:
         message = request.message
         if message.kv_policy is not None or request.fell_back:
             return
-        prefix = self._prefix_of(request.adapter_key, message.prefix, message.prompt_token_ids)
+        prefix = self._prefix_of(request.adapter_key, request.home_key, message.prefix, message.prompt_token_ids)
         if prefix is None:
             return
         name = prefix.source.name
@@ -198,10 +199,10 @@ class SnapshotManager:
             if all(request.status.is_finished for request in arrival.requests):
                 self._drop(arrival, "unneeded")
         for arrival in [a for a in self._arriving.values() if a.state is _State.ON_HOST]:
-            adapter = arrival.prefix.adapter
-            if adapter is None or self._adapters.is_resident(adapter):
+            home = arrival.prefix.home
+            if home is None or self._adapters.is_resident(home):
                 self._place(arrival, keep_free)
-            elif self._adapters.need(adapter) is Need.NOTHING:
+            elif self._adapters.need(home) is Need.NOTHING:
                 self._drop(arrival, "unneeded")
 
     def on_loaded(self, name: SnapshotName, seconds: float, num_pages: int | None = None) -> None:
@@ -246,7 +247,7 @@ class SnapshotManager:
 
         Returns: its name and tokens; None if nothing is kept, or the prefix has no whole page or too many.
         """
-        known = self._prefix_of(adapter, prefix, token_ids)
+        known = self._prefix_of(adapter, adapter, prefix, token_ids)
         if known is None:
             return None
         self._want(known)
@@ -339,7 +340,11 @@ class SnapshotManager:
         return [place for place, digest in enumerate(prefix.hashes[:most]) if self._prefixes.page_of(digest) is None]
 
     def _prefix_of(
-        self, adapter: AdapterKey | None, prefix: FixedPrefix | None, token_ids: Sequence[int]
+        self,
+        adapter: AdapterKey | None,
+        home: AdapterKey | None,
+        prefix: FixedPrefix | None,
+        token_ids: Sequence[int],
     ) -> Prefix | None:
         """Return what is known of a prefix; None if nothing is kept, or it has no whole page or too many."""
         if self._facts is None or prefix is None:
@@ -351,7 +356,7 @@ class SnapshotManager:
         hashes = page_hashes(root, token_ids[: prefix.num_tokens], self._kv.page_size)
         facts = {**self._facts, "prefix": hashes[-1].hex(), "pages": len(hashes)}
         file = SnapshotFile(SnapshotName(prefix.owner, digest_of(facts)), facts, len(hashes))
-        return Prefix(file, adapter, hashes)
+        return Prefix(file, home, hashes)
 
     def _place(self, arrival: _Arrival, keep_free: int) -> None:
         name, places = arrival.prefix.source.name, tuple(self._missing(arrival.prefix, arrival.num_loaded))
@@ -376,12 +381,12 @@ class SnapshotManager:
         self._end(arrival, ())
 
     def _end(self, arrival: _Arrival, hashes: Sequence[bytes]) -> None:
-        name, adapter = arrival.prefix.source.name, arrival.prefix.adapter
+        name, home = arrival.prefix.source.name, arrival.prefix.home
         del self._arriving[name]
         self._ended.append(name)
         if arrival.state is _State.COPYING:
-            is_resident = adapter is None or self._adapters.is_resident(adapter)
-            self._kv.end_fill(name, hashes, adapter, is_resident=is_resident)
+            is_resident = home is None or self._adapters.is_resident(home)
+            self._kv.end_fill(name, hashes, home, is_resident=is_resident)
 
 
 def _all_pages(hashes: Sequence[bytes], page_of: Callable[[bytes], int | None]) -> tuple[int, ...] | None:

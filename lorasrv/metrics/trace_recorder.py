@@ -121,7 +121,7 @@ def _line(request: _Open, output: RequestOutput, reason: FinishReason, start_s: 
         priority=message.priority,
         timeout_s=message.timeout_s,
         key=message.principal,
-        adapter_bytes=None if timing.fell_back or message.layout is None else message.layout.nbytes,
+        adapter_bytes=None if timing.fell_back else message.adapter_bytes,
         ttft_ms=round(1e3 * (request.first_token_s - request.arrived_s), 3),
         total_ms=round(1e3 * (now_s - request.arrived_s), 3),
         queue_ms=round(timing.queue_ms, 3),

@@ -100,8 +100,8 @@ class Deadlines:
 
     def _each_token_s(self, *requests: Request) -> float:
         """Predict the seconds of a step of these requests."""
-        layouts = {r.adapter_key: r.message.layout for r in requests if r.adapter_key is not None}
-        adapter_bytes = sum(layout.nbytes for layout in layouts.values() if layout is not None)
+        layouts = {term.key: term.layout for request in requests for term in request.terms}
+        adapter_bytes = sum(layout.nbytes for layout in layouts.values())
         pairs = sum(r.num_tokens for r in requests)
         return self._costs.step.seconds(StepShape(len(requests), len(requests), adapter_bytes, pairs))
 

@@ -15,7 +15,7 @@ from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import Limits
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
-from lorasrv.request import Request
+from lorasrv.request import AdapterTerm, Request
 from lorasrv.token_bucket import TokenBucket
 
 BURST_S = 2.0
@@ -266,8 +266,7 @@ class Quotas:
             account.num_waiting -= 1
             account.num_running += 1
             account.pages += pages + self._pages_of_new_adapter(account, request)
-            if request.adapter_key is not None:
-                account.uses[request.adapter_key] += 1
+            account.uses.update(request.term_keys)
 
     def preempt(self, request: Request) -> None:
         """Move a request from running back to waiting."""
@@ -277,10 +276,10 @@ class Quotas:
             account.num_waiting += 1
             account.num_running -= 1
             self._relieve(account)
-            if request.adapter_key is not None:
-                account.uses[request.adapter_key] -= 1
-                if not account.uses[request.adapter_key]:
-                    del account.uses[request.adapter_key]
+            for key in request.term_keys:
+                account.uses[key] -= 1
+                if not account.uses[key]:
+                    del account.uses[key]
             account.pages -= pages + self._pages_of_new_adapter(account, request)
 
     def remove(self, request: Request) -> None:
@@ -330,9 +329,8 @@ class Quotas:
         return pages * self._page_bytes <= most
 
     def _pages_of_new_adapter(self, account: _QuotaAccount, request: Request) -> int:
-        """Return the pages of the request's adapter if no running request of this account uses it."""
-        key = request.adapter_key
-        return 0 if key is None or key in account.uses else self._pages_for_adapter(request)
+        """Return the pages of what the request's adapter needs and no running request of this account uses."""
+        return self._pages_for(term for term in request.terms if term.key not in account.uses)
 
     def _sweep(self) -> None:
         """Drop accounts without requests and without debt."""
@@ -348,11 +346,10 @@ class Quotas:
     def _needs_of_group(self, request: Request) -> tuple[int, int]:
         """Return how many requests run together, one without beam search, and the pages that they may come to hold."""
         width = 1 if request.message.beams is None else request.message.beams.width
-        return width, width * self._pages_reserved_by(request) + self._pages_for_adapter(request)
+        return width, width * self._pages_reserved_by(request) + self._pages_for(request.terms)
 
-    def _pages_for_adapter(self, request: Request) -> int:
-        layout = request.message.layout
-        return 0 if request.adapter_key is None or layout is None else self._memory.adapters.pages_for(layout)
+    def _pages_for(self, terms: Iterable[AdapterTerm]) -> int:
+        return sum(self._memory.adapters.pages_for(term.layout) for term in terms)
 
     def _limits_of(self, adapter_id: str) -> Limits:
         """Return an adapter's limits; the base model is limited by its keys only."""

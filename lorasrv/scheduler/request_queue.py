@@ -168,12 +168,12 @@ class RequestQueue:
             self._starved = {request.request_id: request for request in by_wait}
 
     def _is_loading(self, request: Request) -> bool:
-        key = request.adapter_key
-        return key is not None and self._adapters.state(key) in (AdapterState.LOADING, AdapterState.COPYING)
+        return self._adapters.next_to_move(request.term_keys)[0] in (AdapterState.LOADING, AdapterState.COPYING)
 
     def _wait_for_load(self, request: Request) -> None:
-        assert request.adapter_key is not None
-        self._loading.setdefault(request.adapter_key, []).append(request)
+        _, key = self._adapters.next_to_move(request.term_keys)
+        assert key is not None, "nothing is being loaded"
+        self._loading.setdefault(key, []).append(request)
 
     def order(self) -> Generator[Request, None, None]:
         """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before

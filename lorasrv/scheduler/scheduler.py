@@ -16,7 +16,7 @@ from lorasrv.config import SchedulerOptions
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
-from lorasrv.outputs import AdapterTier, EngineOutput, Refusal, RequestId, TokenLogprobs
+from lorasrv.outputs import AdapterTier, EngineOutput, Refusal, RequestId, TokenLogprobs, slowest
 from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus, is_salted
 from lorasrv.scheduler.beam_search import BeamGroups, Hypothesis
 from lorasrv.scheduler.deadlines import Deadlines
@@ -30,7 +30,6 @@ from lorasrv.scheduler.waiting_lanes import BEAMS
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ScheduledRequest, SchedulerOutput
 from lorasrv.speculation.draft_counts import Calibration, DraftCounts
 from lorasrv.speculation.speculator import Speculator
-from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
 """An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
@@ -155,14 +154,15 @@ class Scheduler:
         if message.beams is not None and not self._beams.add(request):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             return
-        if message.adapter_key is not None:
-            self._find_adapter(request, message.adapter_key)
+        if request.terms:
+            self._find_adapter(request)
         self._memory.on_arrival(request)
         self._set_status(request, RequestStatus.WAITING)
-        if request.adapter_key is not None:
-            self._adapter_manager.add_request(request.adapter_key)
+        if request.terms:
+            for key in request.term_keys:
+                self._adapter_manager.add_request(key)
             if request.tier is not AdapterTier.RESIDENT:
-                self._wait_or_refuse(request, request.adapter_key)
+                self._wait_or_refuse(request)
 
     def finish(self, request_id: RequestId, status: RequestStatus) -> None:
         """Finish a request now, aborted or stopped by its text; do nothing if it has finished already."""
@@ -193,7 +193,8 @@ class Scheduler:
         """Note that a copy that a step ordered has filled the adapter's pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.lanes.of_adapter(key):
-            if request.status is RequestStatus.WAITING_FOR_ADAPTER:
+            is_last = self._adapter_manager.are_resident(request.term_keys)
+            if is_last and request.status is RequestStatus.WAITING_FOR_ADAPTER:
                 self._set_status(request, RequestStatus.WAITING)
 
     def on_adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
@@ -234,7 +235,7 @@ class Scheduler:
         drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
-        keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
+        keys = {key for request in chosen for key in request.term_keys}
         scheduled = tuple(
             ScheduledRequest.of(
                 r, counts[r.request_id], self._kv.page_table(r.request_id), drafts.get(r.request_id, NO_DRAFTS)
@@ -349,17 +350,17 @@ class Scheduler:
         running, waiting = self._queue.running, list(self._queue.waiting.values())
         self.quotas.check_integrity(running, waiting)
         holders = (*running, *self._in_flight.finished)
-        pins = Counter(r.adapter_key for r in holders if r.adapter_key is not None)
+        pins = Counter(key for request in holders for key in request.term_keys)
         assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
-        needed = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
+        needed = Counter(key for request in self._queue.requests.values() for key in request.term_keys)
         assert self._adapter_manager.requests() == needed, "wanted adapters differ from the requests"
         swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
         assert dict(self._memory.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
         self._beams.check_integrity(self._queue.requests)
         num_loading = sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in waiting)
         assert self._num_waiting_for_adapter == num_loading, "requests that wait for adapters do not add up"
-        loading = [r.adapter_key for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
-        all_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
+        loading = [r.term_keys for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
+        all_missing = not any(map(self._adapter_manager.are_resident, loading))
         assert all_missing, "an adapter waited for is resident"
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
@@ -429,33 +430,33 @@ class Scheduler:
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
     # Adapters.
-    def _find_adapter(self, request: Request, key: AdapterKey) -> None:
+    def _find_adapter(self, request: Request) -> None:
         """Note where a new request finds its adapter; continue on the base model if it asks for that."""
         message = request.message
-        request.tier = self.tier(key)
+        request.tier = slowest(map(self.tier, request.term_keys))
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
             request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
         if request.tier is not AdapterTier.RESIDENT and message.on_cold is OnCold.FALLBACK_BASE:
-            self._load_for_later(key, message)
-            request.adapter_key, request.fell_back = None, True
+            self._load_for_later(request)
+            request.fall_back()
 
-    def _wait_or_refuse(self, request: Request, key: AdapterKey) -> None:
+    def _wait_or_refuse(self, request: Request) -> None:
         """Let a request wait for its adapter, or refuse it if it asks for that."""
         if request.message.on_cold is OnCold.WAIT:
             self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
             return
-        layout = self._load_for_later(key, request.message)
+        self._load_for_later(request)
+        missing = [(t.key, t.layout) for t in request.terms if not self._adapter_manager.is_resident(t.key)]
         on_host = request.tier is AdapterTier.HOST
-        seconds, why = self._memory.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
+        seconds, why = self._memory.estimate_ready_s(missing, on_host=on_host, keep_free=self.num_running)
         request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
-    def _load_for_later(self, key: AdapterKey, message: EngineCoreRequest) -> AdapterLayout:
-        """Load an adapter for later requests if there is room."""
-        assert message.layout is not None, "an adapter's layout is known when its request is admitted"
-        self._adapter_manager.reserve(key, message.layout, self._clock() + WARM_GRACE_S)
-        return message.layout
+    def _load_for_later(self, request: Request) -> None:
+        """Load a request's adapter for later ones if there is room."""
+        for term in request.terms:
+            self._adapter_manager.reserve(term.key, term.layout, self._clock() + WARM_GRACE_S)
 
     def _find_blocker(self, request: Request) -> Blocker | None:
         """Return what forbids that a waiting request runs, other than slots and pages."""
@@ -592,8 +593,8 @@ class Scheduler:
         elif request.status is RequestStatus.RUNNING:
             self._allocator.free(request)
         self._allocator.drop_swap(request)
-        if request.adapter_key is not None:
-            self._adapter_manager.remove_request(request.adapter_key)
+        for key in request.term_keys:
+            self._adapter_manager.remove_request(key)
 
     def _emit(self, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._outbox.append(request.output(new_tokens, self._clock(), logprobs))

@@ -294,7 +294,7 @@ class StepPlanner:
     def _adapters_ahead(self) -> set[AdapterKey]:
         """Return the adapters of waiting requests that count as ahead: preempted and starved ones."""
         ahead = (*self._queue.preempted.values(), *self._queue.starved.values())
-        return {r.adapter_key for r in ahead if r.adapter_key is not None}
+        return {key for request in ahead for key in request.term_keys}
 
     def preempt(self, request: Request) -> None:
         """Preempt a running request: take back everything but its tokens."""
@@ -316,8 +316,8 @@ class StepPlanner:
     # Waiting requests.
     def _schedule_waiting(self, request: Request, state: _PlanState) -> None:
         """Admit a waiting request, or prefetch its adapter."""
-        key, was_blocked = request.adapter_key, state.blocked
-        is_cold = key is not None and not self._adapter_manager.is_resident(key)
+        was_blocked = state.blocked
+        is_cold = not self._adapter_manager.are_resident(request.term_keys)
         state.num_behind += was_blocked
         if state.num_behind >= MAX_LOOK_AHEAD or (was_blocked and not is_cold and not self._queue.lanes.has_cold):
             state.is_over = True
@@ -329,8 +329,7 @@ class StepPlanner:
         else:
             self._admit_or_block(request, state)
         if request.status is not RequestStatus.RUNNING:
-            if key is not None:
-                state.ahead.add(key)
+            state.ahead.update(request.term_keys)
             self._count_passed(state)
         if state.blocked and len(state.ahead) >= self._options.max_num_seqs:
             state.is_over = True
@@ -427,9 +426,8 @@ class StepPlanner:
         return self._kv.pages_for(min(request.num_tokens, request.most_tokens))
 
     def _pages_to_come(self, request: Request) -> int:
-        """Return the pages of the request's adapter if it has none yet."""
-        key, layout = request.adapter_key, request.message.layout
-        return 0 if key is None or layout is None or key in self._adapters else self._adapters.pages_for(layout)
+        """Return the pages of what the request's adapter needs and has no pages yet."""
+        return sum(self._adapters.pages_for(term.layout) for term in request.terms if term.key not in self._adapters)
 
     def _prefetch(self, request: Request, state: _PlanState) -> bool:
         """Move the request's adapter towards the pool; return False if there is no room for it. Behind a blocked
@@ -444,20 +442,22 @@ class StepPlanner:
         return True
 
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
-        key, layout = request.adapter_key, request.message.layout
-        assert key is not None
-        assert layout is not None, "an adapter's layout is known when its request is admitted"
+        """Load what is missing; return False if something has no room. What is in the pool already stays for it."""
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
-        is_loading = self._memory.load_adapter(key, layout, pages, level, state.ahead)
+        beside = frozenset(request.term_keys)
+        are_loading = [
+            self._memory.load_adapter(term.key, term.layout, pages, level, state.ahead, beside)
+            for term in request.terms
+        ]
         self._allocator.record_moves()
-        return is_loading
+        return all(are_loading)
 
     def _reload_own_adapter(self, request: Request, state: _PlanState) -> None:
         """Evict and reload the request's own adapter if nothing else is left to free: placed in pieces it may hold
         more pages than its size, and in one run it may fit."""
-        key = request.adapter_key
-        if key is not None and not self._queue.running and not self._adapter_manager.num_copying:
-            self._adapter_manager.evict(key)
+        if request.terms and not self._queue.running and not self._adapter_manager.num_copying:
+            for key in request.term_keys:
+                self._adapter_manager.evict(key)
             self._prefetch(request, state)
 
     def _parent(self, request: Request) -> Request | None:

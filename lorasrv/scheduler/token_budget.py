@@ -8,7 +8,6 @@ is as long as the target for the time between tokens allows, by the learned cost
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import StepCosts, StepShape
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
@@ -180,8 +179,5 @@ def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:
 
 
 def _adapter_bytes(requests: Iterable[Request]) -> int:
-    adapters: dict[AdapterKey, int] = {}
-    for request in requests:
-        if request.adapter_key is not None and request.message.layout is not None:
-            adapters[request.adapter_key] = request.message.layout.nbytes
+    adapters = {term.key: term.layout.nbytes for request in requests for term in request.terms}
     return sum(adapters.values())

@@ -182,7 +182,7 @@ class WaitingLanes:
         return self._wake_times[0][0] if self._wake_times else None
 
     def of_adapter(self, key: AdapterKey) -> list[Request]:
-        """Return the waiting requests of an adapter."""
+        """Return the waiting requests that need an adapter."""
         return [request for lane in self._of_adapter.get(key, ()) for request in lane.requests]
 
     def add(self, request: Request) -> None:
@@ -191,9 +191,9 @@ class WaitingLanes:
         lane = self._lanes.get(name)
         is_new = lane is None
         if lane is None:
-            lane = self._lanes[name] = Lane(name)
-            if name.adapter_key is not None:
-                self._of_adapter[name.adapter_key][lane] = None
+            lane = self._lanes[name] = Lane(name, request.term_keys)
+            for key in lane.term_keys:
+                self._of_adapter[key][lane] = None
         lane.requests.add(request, (*self._policy.rank(request), request.number))
         if is_new:
             self._file(lane)
@@ -292,8 +292,8 @@ class WaitingLanes:
         assert all(self._homes[lane].order is order for order in orders for lane in order), "a lane is elsewhere"
         assert all(order.num_cold == sum(lane.is_cold for lane in order) for order in orders), "lanes do not add up"
         assert all(order.blocker == blocker and order.num_lanes for blocker, order in self._blocked.items()), "misfiled"
-        by_adapter = {lane for lanes in self._of_adapter.values() for lane in lanes}
-        assert by_adapter == {lane for lane in places if lane.name.adapter_key is not None}, "an adapter's lanes differ"
+        by_adapter = {(key, lane) for key, lanes in self._of_adapter.items() for lane in lanes}
+        assert by_adapter == {(key, lane) for lane in places for key in lane.term_keys}, "an adapter's lanes differ"
 
     def _order(self, blocker: Blocker) -> LaneOrder:
         """Return the lanes that a blocker blocks, to add one."""
@@ -304,23 +304,22 @@ class WaitingLanes:
     def _file(self, lane: Lane) -> None:
         """Put a lane where its key's limits and its adapter's state say."""
         of_key = Blocker.of_key(lane.name.principal)
-        blocker = of_key if of_key in self._blocked else self._adapter_blocker(lane.name.adapter_key)
+        blocker = of_key if of_key in self._blocked else self._adapter_blocker(lane)
         if blocker is None:
             self._open_lane(lane)
         else:
             self._homes[lane] = self._order(blocker).add(lane)
 
-    def _adapter_blocker(self, key: AdapterKey | None) -> Blocker | None:
-        match AdapterState.RESIDENT if key is None else self._adapters.state(key):
-            case AdapterState.LOADING | AdapterState.COPYING:
+    def _adapter_blocker(self, lane: Lane) -> Blocker | None:
+        match self._adapters.next_to_move(lane.term_keys):
+            case AdapterState.LOADING | AdapterState.COPYING, key:
                 return Blocker.of_load(key)
-            case AdapterState.ON_DISK:
+            case AdapterState.ON_DISK, _:
                 return HOST_MEMORY
         return None
 
     def _open_lane(self, lane: Lane) -> None:
-        key = lane.name.adapter_key
-        is_cold = key is not None and not self._adapters.is_resident(key)
+        is_cold = not self._adapters.are_resident(lane.term_keys)
         self._homes[lane] = self._open.add(lane, is_cold=is_cold)
 
     def _unblock(self, blocker: Blocker, most: int) -> int:
@@ -357,8 +356,8 @@ class WaitingLanes:
             best = order.pop() if order is not None else None
             if order is None or best is None:
                 break
-            layout = best.first.message.layout
-            if layout is None or not self._adapters.has_host_memory(layout.nbytes, num_bytes):
+            nbytes = self._bytes_on_disk(best.first)
+            if not self._adapters.has_host_memory(nbytes, num_bytes):
                 self._homes[best] = order.add(best)
                 break
             if not order.num_lanes:
@@ -367,12 +366,17 @@ class WaitingLanes:
             if self._is_on_disk(best) and Blocker.of_key(best.name.principal) not in self._blocked:
                 self._open_lane(best)
                 self._tried.append(best)
-                num_bytes += layout.nbytes
+                num_bytes += nbytes
             else:
                 self._file(best)
 
     def _is_on_disk(self, lane: Lane) -> bool:
-        return self._adapter_blocker(lane.name.adapter_key) is HOST_MEMORY
+        return self._adapter_blocker(lane) is HOST_MEMORY
+
+    def _bytes_on_disk(self, request: Request) -> int:
+        """Return the bytes of what is to be loaded for a request."""
+        on_disk = (t for t in request.terms if self._adapters.state(t.key) is AdapterState.ON_DISK)
+        return sum(term.layout.nbytes for term in on_disk)
 
     def _take_out(self, lane: Lane) -> None:
         """Take a lane from where it is, unless a step is looking at it."""
@@ -387,7 +391,7 @@ class WaitingLanes:
     def _drop(self, lane: Lane) -> None:
         del self._lanes[lane.name]
         self._moved.pop(lane, None)
-        if (key := lane.name.adapter_key) is not None:
+        for key in lane.term_keys:
             del self._of_adapter[key][lane]
             if not self._of_adapter[key]:
                 del self._of_adapter[key]

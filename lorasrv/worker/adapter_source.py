@@ -55,6 +55,20 @@ class HostAdapterStore:
         """
         return self._store.hold(key)
 
+    def terms(self, key: AdapterKey) -> tuple[tuple[AdapterKey, float], ...]:
+        """Return what is loaded for an adapter, with weights: itself, or the contents of a sum that is not stored. The
+        first call may read the disk.
+
+        Raises:
+            NotComposable: the sum cannot be served.
+            AdapterError: a content is not in the store any more, or damaged.
+        """
+        composition = self._store.compositions.find(key)
+        if composition is None or composition.is_stored:
+            return ((key, 1.0),)
+        self._sizes_of(key)
+        return composition.terms
+
     def layout(self, key: AdapterKey) -> AdapterLayout:
         """Return how an adapter lies in pages, from its ranks and own rows. The first call may read the disk.
 
@@ -76,9 +90,11 @@ class HostAdapterStore:
         return known
 
     def knows_layout(self, key: AdapterKey) -> bool:
-        """Return whether `layout` needs no disk read."""
+        """Return whether `layout` needs no disk read, nor that of any term of a sum."""
+        composition = self._store.compositions.find(key)
+        terms = ((key, 1.0),) if composition is None else composition.terms
         with self._lock:
-            return key in self._layouts
+            return key in self._sizes and all(term in self._layouts for term, _ in terms)
 
     def num_draft_heads(self, key: AdapterKey) -> int:
         """Return how many Medusa heads an adapter has. May read the disk, as `layout`."""

@@ -160,6 +160,7 @@ class GraphedSteps:
             rows.page_tables,
             rows.row_adapters,
             rows.adapters,
+            rows.weights,
             rows.logit_rows,
         )
         if last is not None:
@@ -171,7 +172,7 @@ class GraphedSteps:
         """Return the smallest bucket that a step fits; None if there is none."""
         if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.scheduled):
             return None
-        if any(a.layout.vectors or a.layout.ends or a.layout.rows for a in rows.adapters):
+        if len(rows.row_terms) > 1 or any(a.layout.vectors or a.layout.ends or a.layout.rows for a in rows.adapters):
             return None
         is_mixed = len(rows.token_ids) > len(rows.query_lens)
         if is_mixed:

@@ -230,19 +230,21 @@ class Decoder:
         turned = tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
         if not self._exchange.is_first:
             return self._exchange.arrive(len(batch.token_ids)), turned
-        own, ids = batch.embedding_rows, batch.token_ids
-        if own is not None and own.vocab_size > self._spec.vocab_size:
+        replaced, ids = batch.embedding_rows, batch.token_ids
+        if replaced is not None and replaced.vocab_size > self._spec.vocab_size:
             # Rows of tokens that the base lacks are all replaced.
             ids = ids.clamp(max=self._spec.vocab_size - 1)
         x = self._weights.embed(ids).to(self._dtype)
-        if own is not None:
-            self._ops.own_embeddings_(x, batch.token_ids, self._memory.slabs, own.plan, EMBEDDING_ROWS, own.tokens)
+        if replaced is not None:
+            plan, tokens = replaced.plan, replaced.tokens
+            self._ops.own_embeddings_(x, batch.token_ids, self._memory.slabs, plan, EMBEDDING_ROWS, tokens)
         if batch.embedding is not None:
             # Before the scale, which is part of the module that PEFT adapts.
             slabs, plan, blocks = self._memory.slabs, batch.embedding, VocabBlocks.of(self._spec)
             firsts = [blocks.start(i) for i in range(blocks.count)]
-            v = self._ops.columns(batch.token_ids, slabs, plan, EMBEDDING_A, firsts)
-            self._ops.expand_(x, v, slabs[0], plan, 0, EMBEDDING_B)
+            for own in plan.passes():
+                v = self._ops.columns(batch.token_ids, slabs, own, EMBEDDING_A, firsts)
+                self._ops.expand_(x, v, slabs[0], own, 0, EMBEDDING_B)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
         return x, turned
@@ -291,11 +293,12 @@ class Decoder:
 
     def _add_heads_(self, logits: Tensor, states: Tensor, plan: SgmvPlan) -> None:
         """Add the deltas of adapters of the head to logits [S, V], block by block of the vocabulary."""
-        v = self._ops.shrink(states, self._memory.slabs[0], plan, 0, HEAD_A)
         blocks = VocabBlocks.of(self._spec)
-        for i, slab in enumerate(self._memory.slabs):
-            columns = logits[:, blocks.start(i) : blocks.start(i) + blocks.width]
-            self._ops.expand_(columns, v, slab, plan, i, HEAD_B)
+        for own in plan.passes():
+            v = self._ops.shrink(states, self._memory.slabs[0], own, 0, HEAD_A)
+            for i, slab in enumerate(self._memory.slabs):
+                columns = logits[:, blocks.start(i) : blocks.start(i) + blocks.width]
+                self._ops.expand_(columns, v, slab, own, i, HEAD_B)
 
     def _capped(self, logits: Tensor) -> Tensor:
         if self._spec.final_softcap is not None and len(logits):
@@ -356,6 +359,8 @@ class Decoder:
                     v = self._ops.shrink(x, slab, tables.lora, layer, site)
                 y = linear(x)
             self._ops.expand_(y, v, slab, tables.lora, layer, site)
+            if tables.lora.next is not None:
+                self._ops.sgmv_(y, x, slab, tables.lora.next, layer, site)
         else:
             y = linear(x)
             self._ops.sgmv_(y, x, slab, tables.lora, layer, site)

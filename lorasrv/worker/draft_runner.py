@@ -136,6 +136,7 @@ class DraftRunner:
             token_ids=tuple(row.token_ids[row.num_computed :]),
             start=row.num_computed,
             adapter_key=None if self._has_own_cache else row.share.adapter_key,
+            summed=() if self._has_own_cache else row.share.summed,
         )
 
 

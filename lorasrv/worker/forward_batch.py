@@ -92,8 +92,9 @@ def build_batch(
     attention = ops.plan_attention(
         rows.page_tables, query_lens, kv_lens, memory.page_size, memory.num_pages, rows.parents
     )
-    lora = ops.plan_sgmv(build_segments(rows.row_adapters), rows.adapters, adapter_dtype)
-    sampled_adapters = whole.row_adapters[whole.logit_rows]
+    first, *more = map(build_segments, rows.row_terms)
+    lora = ops.plan_sgmv(first, rows.adapters, adapter_dtype, rows.weights, more)
+    sampled_terms = whole.row_terms[:, whole.logit_rows]
     return ForwardBatch(
         token_ids=ids,
         positions=places,
@@ -101,23 +102,27 @@ def build_batch(
         sampled=tuple(s for s in rows.scheduled if s.samples),
         asked=tuple(s for s in rows.scheduled if s.prompt_rows),
         observed=tuple(s for s in rows.scheduled if s.num_observed),
-        head=_ends_plan(HEAD_A, rows, sampled_adapters, adapter_dtype, ops),
-        embedding=_ends_plan(EMBEDDING_A, rows, rows.row_adapters, adapter_dtype, ops),
-        head_rows=_rows_plan(HEAD_ROWS, rows, sampled_adapters, adapter_dtype, ops),
+        head=_ends_plan(HEAD_A, rows, sampled_terms, adapter_dtype, ops),
+        embedding=_ends_plan(EMBEDDING_A, rows, rows.row_terms, adapter_dtype, ops),
+        head_rows=_rows_plan(HEAD_ROWS, rows, sampled_terms[0], adapter_dtype, ops),
         embedding_rows=_rows_plan(EMBEDDING_ROWS, rows, rows.row_adapters, adapter_dtype, ops),
     )
 
 
-def _ends_plan(site: int, rows: StepRows, row_adapters: Int32, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
+def _ends_plan(site: int, rows: StepRows, row_terms: Int32, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
     """Return the rows whose adapters have this site of the ends; None if none has."""
     ends = ((i, adapter.ends) for i, adapter in enumerate(rows.adapters) if adapter.ends is not None)
     having = {i: own for i, own in ends if own.layout.panels[0][site].total_rank}
-    segments = _segments_of(having, rows, row_adapters)
-    return None if segments is None else ops.plan_sgmv(segments, list(having.values()), adapter_dtype)
+    passes = [own for turn in row_terms if (own := _segments_of(having, rows, turn)) is not None]
+    if not passes:
+        return None
+    weights = [rows.weights[i] for i in having]
+    return ops.plan_sgmv(passes[0], list(having.values()), adapter_dtype, weights, passes[1:])
 
 
 def _rows_plan(site: int, rows: StepRows, row_adapters: Int32, adapter_dtype: torch.dtype, ops: Ops) -> RowsPlan | None:
-    """Return the rows whose adapters have own rows of the vocabulary at a site; None if none has."""
+    """Return the rows whose adapters, which are no sums, have own rows of the vocabulary at a site; None if none
+    has."""
     placed = ((i, adapter.rows) for i, adapter in enumerate(rows.adapters) if adapter.rows is not None)
     having = {i: own for i, own in placed if own.layout.row_tokens and len(own.layout.row_tokens.tokens[site])}
     segments = _segments_of(having, rows, row_adapters)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import HOLE
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
@@ -25,13 +26,14 @@ class StepRows:
     """
 
     scheduled: list[ScheduledRequest]
-    # In the order of their segments.
+    # Of each content and weight that a request of the step has, and the weights.
     adapters: list[PlacedAdapter]
+    weights: list[float]
     # [T].
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    # [T], index into `adapters`, or `BASE`.
-    row_adapters: Int32
+    # [most terms, T], indices into `adapters`: a row's first term, its second and so on, `BASE` behind its last.
+    row_terms: Int32
     # [B].
     query_lens: npt.NDArray[np.int64]
     kv_lens: npt.NDArray[np.int64]
@@ -45,6 +47,12 @@ class StepRows:
     num_observed: Int32
 
     @property
+    def row_adapters(self) -> Int32:
+        """Return [T], the first term of each row."""
+        first: Int32 = self.row_terms[0]
+        return first
+
+    @property
     def pending(self) -> list[tuple[int, RequestId]]:
         """Return the rows whose token is pending, and their requests."""
         owners = [share.request_id for share in self.scheduled if share.is_pending]
@@ -54,8 +62,8 @@ class StepRows:
     def of(cls, step: SchedulerOutput) -> "StepRows":
         """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
         scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
-        keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
-        index = {key: i for i, key in enumerate(keys)}
+        terms = [s.terms for s in scheduled]
+        entries = sorted({term for own in terms for term in own})
         lens = np.array([len(s.token_ids) for s in scheduled])
         starts = np.array([s.start for s in scheduled])
         firsts = np.cumsum(lens) - lens
@@ -65,15 +73,15 @@ class StepRows:
         for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
             if parents := share.slot_parents:
                 positions[end - len(parents) : end] = _tree_positions(share)
-        owners = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
         seen = [sequence for share in scheduled for sequence in _sequences(share)]
         trees = [sequence.parents for sequence in seen]
         return cls(
             scheduled=scheduled,
-            adapters=[step.placements[key] for key in keys],
+            adapters=[step.placements[key] for key, _ in entries],
+            weights=[weight for _, weight in entries],
             token_ids=np.array([t for s in scheduled for t in s.token_ids]),
             positions=positions,
-            row_adapters=np.repeat(np.array(owners, dtype=np.int32), lens),
+            row_terms=np.repeat(_owners(terms, entries), lens, axis=1),
             query_lens=np.array([sequence.num_rows for sequence in seen]),
             kv_lens=np.array([sequence.num_keys for sequence in seen]),
             page_tables=_page_tables([sequence.pages for sequence in seen]),
@@ -96,7 +104,7 @@ class StepRows:
             self,
             token_ids=self.token_ids[first:end],
             positions=self.positions[first:end],
-            row_adapters=self.row_adapters[first:end],
+            row_terms=self.row_terms[:, first:end],
             query_lens=np.minimum(ends[those], end) - np.maximum(starts[those], first),
             kv_lens=self.kv_lens[those] - cut,
             page_tables=self.page_tables[those],
@@ -104,6 +112,16 @@ class StepRows:
             parents=[self.parents[i] for i in those] if self.parents else [],
             num_observed=self.num_observed[those],
         )
+
+
+def _owners(terms: Sequence[Sequence[tuple[AdapterKey, float]]], entries: Sequence[tuple[AdapterKey, float]]) -> Int32:
+    """Return `row_terms` of one row of each request."""
+    index = {entry: i for i, entry in enumerate(entries)}
+    owners = np.full((max(1, *map(len, terms)), len(terms)), BASE, dtype=np.int32)
+    for request, own in enumerate(terms):
+        for turn, term in enumerate(own):
+            owners[turn, request] = index[term]
+    return owners
 
 
 def _tree_positions(share: ScheduledRequest) -> list[int]:

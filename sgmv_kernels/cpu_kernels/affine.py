@@ -17,7 +17,7 @@ from sgmv_kernels.cpu_ops.affine import (
     WIDTH,
     Y,
 )
-from sgmv_kernels.cpu_simd.elementwise import add_square_sum, i32, take_next, weighted
+from sgmv_kernels.cpu_simd.elementwise import add_weighted, f32, i32, take_next, weighted
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
@@ -42,4 +42,4 @@ def _rows(args):  # type: ignore[no-untyped-def]
         if i32(vectors, 0) >= 0:
             weighted(y, args[SLAB] + i32(vectors, 0) * _UNIT, width, np.float32(1), y)
         if i32(vectors, 1) >= 0:
-            add_square_sum(y, args[SLAB] + i32(vectors, 1) * _UNIT, width)
+            add_weighted(y, args[SLAB] + i32(vectors, 1) * _UNIT, width, f32(at, 2))

@@ -73,20 +73,21 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
         begin, end, first_slice, last_slice = i32(at, 1), i32(at, 2), i32(at, 3), i32(at, 4)
         if _rank_before(record, first_slice) == _rank_before(record, last_slice):
             continue
+        factor = f32(at, 6)
         if i32(at, 5):
-            _run(args, INT8, phases, record, begin, end, first_slice, last_slice, scratch)
+            _run(args, INT8, phases, record, factor, begin, end, first_slice, last_slice, scratch)
         else:
-            _run(args, kind, phases, record, begin, end, first_slice, last_slice, scratch)
+            _run(args, kind, phases, record, factor, begin, end, first_slice, last_slice, scratch)
 
 
 @kernel_part
-def _run(args, kind, phases, record, begin, end, first_slice, last_slice, scratch):  # type: ignore[no-untyped-def]
+def _run(args, kind, phases, record, factor, begin, end, first_slice, last_slice, scratch):  # type: ignore[no-untyped-def]
     """Run one task over weights of a kind."""
     first, last = _rank_before(record, first_slice), _rank_before(record, last_slice)
     if phases & SHRINK:
         _shrink(args, kind, record, begin, end, first, last)
     if phases & EXPAND:
-        _scale(args, record, begin, end, first, last)
+        _scale(args, record, factor, begin, end, first, last)
         for s in range(first_slice, last_slice):
             _expand_tiles(args, kind, record, begin, end, s)
             _expand_rows(args, kind, record, begin, end, s, scratch)
@@ -162,13 +163,13 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
 
 
 @kernel_part
-def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-def]
-    """Multiply rank rows `first` to `last` of v by the scale vector."""
+def _scale(args, record, factor, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """Multiply rank rows `first` to `last` of v by the scale vector and the segment's factor."""
     scale = args[SLAB] + i32(args[PANELS], i32(record, 0)) * _PANEL
     for place in range(begin, end):
         at = args[V] + place * 4 * args[V_WIDTH]
         for r in range(first, last):
-            put_f32(at, r, f32(at, r) * f32(scale, r))
+            put_f32(at, r, f32(at, r) * (f32(scale, r) * factor))
 
 
 @kernel_part

@@ -8,11 +8,11 @@ from sgmv_kernels.cpu_runtime.launch import Part, launch
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
-MODULE, PART = "affine", "vectors"
+MODULE = "affine"
 NUM_TASKS, TASKS, VECTORS, PLACE_BYTES, Y, WIDTH, SLAB, PLACE = range(2, 10)
 """Places in the kernel's arguments, after the counters. PLACE counts the (layer, place)s before this one."""
 NUM_ARGS = PLACE + 1
-TASK_INTS = 2
+TASK_INTS = 3
 
 
 def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:
@@ -24,7 +24,7 @@ def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:
         VECTORS: vectors.ctypes.data,
         PLACE_BYTES: vectors.strides[1],
     }
-    return Part(PART, words, len(tasks)), (tasks, vectors)
+    return Part(f"vectors {tables.turn}", words, len(tasks)), (tasks, vectors)
 
 
 def affine_cpu_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:

@@ -6,6 +6,7 @@ adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,10 @@ from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, reco
 from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
+
+
+USUAL = ((0, False), (1, False))
+"""Kinds of steps that are recorded with the first one, so that no adapter's first request waits for it."""
 
 
 class Planner(Protocol):
@@ -45,8 +50,8 @@ class RecordedStep:
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
-        # By whether there are adapters, and adapters with vectors: steps pay for neither where they have none.
-        self._recorded: dict[tuple[bool, bool], tuple[Program, Tensor]] = {}
+        # By the number of passes over adapters, and whether any has vectors: steps pay for what they have.
+        self._recorded: dict[tuple[int, bool], tuple[Program, Tensor]] = {}
         self._last: tuple[Program, float] | None = None
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
@@ -55,10 +60,11 @@ class RecordedStep:
         if rows > self._shape.max_rows or samples > self._shape.max_samples or tables.masses is not None:
             self._last = None
             return self._layers(x, angles, tables)
-        kind = tables.lora.tables.num_segments > 0, tables.lora.tables.has_vectors
+        kind = tables.lora.num_passes, tables.lora.tables.has_vectors
         held = self._recorded.get(kind)
         if held is None or held[0].threads != team_size():
-            held = self._recorded[kind] = self._record(*kind)
+            self._recorded |= {each: self._record(*each) for each in (*USUAL, kind)}
+            held = self._recorded[kind]
         program, logits = held
         self._x[:rows] = x
         parts = self._parts(rows, angles, tables)
@@ -76,15 +82,18 @@ class RecordedStep:
         second = whole / max(1.0, sum(ticks.values()))
         return {kind: count * second for kind, count in ticks.items()}
 
-    def _record(self, with_adapters: bool, with_vectors: bool) -> tuple[Program, Tensor]:
+    def _record(self, num_passes: int, with_vectors: bool) -> tuple[Program, Tensor]:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
         attention = self._planner.plan_attention(
             np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
         )
-        sites, places = shape.sites if with_adapters else (), shape.places if with_vectors else ()
-        tables = rankless_tables(sites, shape.num_layers, shape.max_rows, places)
-        lora = self._planner.plan_tables(tables, shape.adapter_dtype)
+        sites, places = shape.sites if num_passes else (), shape.places if with_vectors else ()
+        lora = None
+        for turn in reversed(range(max(1, num_passes))):
+            tables = rankless_tables(sites, shape.num_layers, shape.max_rows, places, turn)
+            lora = replace(self._planner.plan_tables(tables, shape.adapter_dtype), next=lora)
+        assert lora is not None
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         with recording() as recorded:
             logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled))
@@ -102,8 +111,9 @@ class RecordedStep:
         for (recorded, _), (cos, sin) in zip(self._angles, angles, strict=True):
             rope = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
             parts[rope_name(recorded)] = rope.words
-        for part in tables.lora.prepared.parts:
-            parts[part.name] = part.words
-        if (vectors := tables.lora.prepared.vectors) is not None:
-            parts[vectors.name] = vectors.words
+        for own in tables.lora.passes():
+            for part in own.prepared.parts:
+                parts[part.name] = part.words
+            if (vectors := own.prepared.vectors) is not None:
+                parts[vectors.name] = vectors.words
         return parts

@@ -24,7 +24,7 @@ Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
 SHRINK, EXPAND = 1, 2
-TASK_INTS = 6
+TASK_INTS = 7
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
 X, X_WIDTH, DEINTERLEAVED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
 """Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
@@ -54,7 +54,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     threads, num_sites = team_size(), len(tables.sites)
     ranks_of = tables.records[..., 1:].sum(axis=-1)
     blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
-    tasks = {n: _tasks(blocks, tables.are_codes, n, threads) for n in {len(site.out_features) for site in tables.sites}}
+    tasks = {n: _tasks(blocks, tables, n, threads) for n in {len(site.out_features) for site in tables.sites}}
     ranks = ranks_of.max(axis=-1, initial=0)
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
@@ -79,7 +79,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         shape = {X_WIDTH: site.in_features, Y_WIDTH: site.total_out}
         widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
         words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
-        parts.append(Part(part_name(i), words, len(own), threads))
+        parts.append(Part(part_name(i, tables.turn), words, len(own), threads))
     kept = (deinterleaved, scratch, tasks, permutation, records, panels)
     if not tables.has_vectors:
         return CpuTables(parts, ranks.tolist(), v, kept)
@@ -87,9 +87,9 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     return CpuTables(parts, ranks.tolist(), v, (*kept, *arrays), vectors)
 
 
-def part_name(site: int) -> str:
-    """Return the name of the part that assigns rows of a site to adapters."""
-    return f"sgmv {site}"
+def part_name(site: int, turn: int) -> str:
+    """Return the name of the part that assigns rows of a site to adapters in one of the passes."""
+    return f"sgmv {site}.{turn}"
 
 
 def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
@@ -107,16 +107,17 @@ def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
     return np.stack((segment, begin, end), axis=-1).astype(np.int32)
 
 
-def _tasks(blocks: Int32, are_codes: Int32, slices: int, threads: int) -> Int32:
-    """Return tasks [N', 6]: blocks with a first and last slice, all slices or, with few blocks, each alone; then
-    whether the weights are int8 codes.
+def _tasks(blocks: Int32, tables: SgmvTables, slices: int, threads: int) -> Int32:
+    """Return tasks [N', 7]: blocks with a first and last slice, all slices or, with few blocks, each alone; then
+    whether the weights are int8 codes, and the bits of the segment's factor.
     """
     apart = slices if len(blocks) < 2 * threads else 1
     tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
     tasks[:, :, :3] = blocks[:, None]
     tasks[:, :, 3] = np.arange(apart)
     tasks[:, :, 4] = tasks[:, :, 3] + 1 if apart > 1 else slices
-    tasks[:, :, 5] = are_codes[blocks[:, :1]]
+    tasks[:, :, 5] = tables.are_codes[blocks[:, :1]]
+    tasks[:, :, 6] = tables.weight_bits[blocks[:, :1]]
     return tasks.reshape(-1, TASK_INTS)
 
 

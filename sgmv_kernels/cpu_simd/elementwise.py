@@ -140,6 +140,23 @@ def centered(typingctx, x, mean, n, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def add_weighted(typingctx, x, delta, n, factor):  # type: ignore[no-untyped-def]
+    """Add factor * delta[h] to x[h] for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, delta, n, factor = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            emit.store(emit.fma(emit.load(delta, at), emit.splat(factor), emit.load(x, at)), x, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _F), codegen
+
+
+@intrinsic
 def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-def]
     """Compute out[h] = x[h] * factor * weight[h] for h < n."""
 

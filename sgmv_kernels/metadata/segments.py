@@ -32,6 +32,14 @@ class Segments:
     def __len__(self) -> int:
         return len(self.adapters)
 
+    def equals(self, other: "Segments") -> bool:
+        """Return whether all arrays are equal."""
+        return (
+            np.array_equal(self.permutation, other.permutation)
+            and np.array_equal(self.indptr, other.indptr)
+            and np.array_equal(self.adapters, other.adapters)
+        )
+
     def rows(self, segment: int) -> Int32:
         """Return the rows of one segment."""
         return self.permutation[self.indptr[segment] : self.indptr[segment + 1]]

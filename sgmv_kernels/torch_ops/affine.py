@@ -11,13 +11,14 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 def affine_torch_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
     """See `ops.Ops.affine_`."""
     tables = plan.tables
-    for (begin, end), offsets in zip(tables.bounds.tolist(), tables.vectors[layer, place].tolist(), strict=True):
+    facts = zip(tables.bounds.tolist(), tables.vectors[layer, place].tolist(), tables.weights.tolist(), strict=True)
+    for (begin, end), offsets, weight in facts:
         gain, shift = (_vector(slab, offset, y.shape[1]) for offset in offsets)
         rows = plan.prepared[begin:end]
         if gain is not None or shift is not None:
             own = y[rows].float()
             own = own if gain is None else own * gain
-            y[rows] = (own if shift is None else own + shift).to(y.dtype)
+            y[rows] = (own if shift is None else own + weight * shift).to(y.dtype)
 
 
 def _vector(slab: Tensor, offset: int, width: int) -> Tensor | None:

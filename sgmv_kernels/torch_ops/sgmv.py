@@ -25,7 +25,7 @@ def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int)
     v = x.new_zeros(
         (1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0), dtype=torch.float32
     )
-    for begin, end, record, dtype in _segments(plan, layer, site):
+    for begin, end, record, dtype, _ in _segments(plan, layer, site):
         rows = x[plan.prepared[begin:end]].float()
         rank = 0
         for a in _matrices(slab, plan, dtype, record[0] + 1, sum(record[1:]), x.shape[1]):
@@ -37,9 +37,9 @@ def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int)
 def expand_torch_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
     """See `ops.Ops.expand_`."""
     dims = plan.tables.sites[site]
-    for begin, end, record, dtype in _segments(plan, layer, site):
+    for begin, end, record, dtype, weight in _segments(plan, layer, site):
         total = sum(record[1:])
-        scale = _view(slab, torch.float32, _offset(plan, record[0]), 1, total)
+        scale = weight * _view(slab, torch.float32, _offset(plan, record[0]), 1, total)
         scaled = v[:, begin:end, :total].sum(0) * scale
         delta = y.new_zeros((end - begin, dims.total_out), dtype=torch.float32)
         rank = column = 0
@@ -58,15 +58,16 @@ def sgmv_torch_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, 
     expand_torch_(y, shrink_torch(x, slab, plan, layer, site), slab, plan, layer, site)
 
 
-def _segments(plan: SgmvPlan, layer: int, site: int) -> Iterator[tuple[int, int, list[int], torch.dtype]]:
-    """Yield (first place, end, record, dtype of the weights) of the segments that have weights at this site."""
+def _segments(plan: SgmvPlan, layer: int, site: int) -> Iterator[tuple[int, int, list[int], torch.dtype, float]]:
+    """Yield (first place, end, record, dtype of the weights, factor) of the segments that have weights at this site."""
     tables = plan.tables
     if not tables.num_segments:
         return
     records = tables.records[layer, site].tolist()
-    for (begin, end), record, codes in zip(tables.bounds.tolist(), records, tables.are_codes.tolist(), strict=True):
+    facts = zip(tables.bounds.tolist(), records, tables.are_codes.tolist(), tables.weights.tolist(), strict=True)
+    for (begin, end), record, codes, weight in facts:
         if end > begin and any(record[1:]):
-            yield begin, end, record, torch.int8 if codes else plan.dtype
+            yield begin, end, record, torch.int8 if codes else plan.dtype, weight
 
 
 def _num_panels(rank: int) -> int:

@@ -22,7 +22,7 @@ class VectorTables:
     """Hold the rows whose adapter has vectors, and where these lie, on the device."""
 
     num_rows: int
-    # int64 [N * 2], segment and row.
+    # int64 [N * 3], segment, row and the bits of the segment's factor.
     rows: Tensor
     # int64 [L * places * S * 2], offsets in units of `ALIGNMENT_BYTES`.
     offsets: Tensor
@@ -37,6 +37,8 @@ class VectorTables:
 def affine_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
     """See `ops.Ops.affine_`."""
     held: VectorTables = plan.prepared.vectors
+    if not held.num_rows:
+        return
     width, block = y.shape[1], min(BLOCK, power_of_two(y.shape[1]))
     skip = (layer * len(plan.tables.places) + place) * plan.tables.num_segments
     _affine_kernel[(held.num_rows, triton.cdiv(width, block))](
@@ -67,10 +69,11 @@ def _affine_kernel(  # type: ignore[no-untyped-def]
     task = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < WIDTH
-    segment, row = tl.load(rows + 2 * task), tl.load(rows + 2 * task + 1)
+    segment, row = tl.load(rows + 3 * task), tl.load(rows + 3 * task + 1)
+    factor = tl.load(rows + 3 * task + 2).to(tl.int32).to(tl.float32, bitcast=True)
     gain_at, shift_at = tl.load(offsets + skip + 2 * segment), tl.load(offsets + skip + 2 * segment + 1)
     gain = tl.load(slab + gain_at * UNIT + at, mask=ok & (gain_at >= 0), other=1.0)
     shift = tl.load(slab + shift_at * UNIT + at, mask=ok & (shift_at >= 0), other=0.0)
     own = y + row * WIDTH + at
     value = tl.load(own, mask=ok).to(tl.float32)
-    tl.store(own, cast(value * gain + shift, y.dtype.element_ty), mask=ok)
+    tl.store(own, cast(value * gain + factor * shift, y.dtype.element_ty), mask=ok)

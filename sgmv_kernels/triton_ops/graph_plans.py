@@ -88,8 +88,8 @@ class StaticPlans:
         self._lora = self._lora_tables() if capacity.rank else None
         self.attention: AttentionPlan | None = None
         self.lora: SgmvPlan | None = None
-        # What `lora` was made of: the adapter of each row, and the adapters.
-        self._adapters: tuple[Int32, tuple[PlacedAdapter, ...]] = (np.zeros(0, dtype=np.int32), ())
+        # What `lora` was made of: the adapter of each row, the adapters, and their weights.
+        self._made_of: tuple[Int32, tuple[PlacedAdapter, ...], tuple[float, ...]] = np.zeros(0, np.int32), (), ()
 
     def update(
         self,
@@ -100,6 +100,7 @@ class StaticPlans:
         page_tables: Int32,
         row_adapters: Int32,
         adapters: Sequence[PlacedAdapter],
+        weights: Sequence[float],
         logit_rows: Ints,
     ) -> None:
         """Write a step of T rows of B sequences.
@@ -109,6 +110,7 @@ class StaticPlans:
             query_lens, kv_lens, page_tables: [B], as `Ops.plan_attention` takes them.
             row_adapters: [T], index into `adapters`, or `BASE`.
             adapters: the placed adapters of the step.
+            weights: factor of what each adapter adds.
             logit_rows: [S], rows whose logits are wanted.
         Raises:
             CapacityExceeded: the step does not fit.
@@ -118,7 +120,7 @@ class StaticPlans:
             raise CapacityExceeded(f"a step has {count} rows and logits of {len(logit_rows)}: {self._capacity}")
         plan = plan_of(page_tables, query_lens, kv_lens, dims.page_size, dims.num_pages + 1, CPU)
         self._update_attention(plan)
-        self._update_lora(row_adapters, tuple(adapters))
+        self._update_lora(row_adapters, tuple(adapters), tuple(weights))
         host = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=dims.device.type == "cuda")
         ids, places, pages, slots, wanted = np.split(host.numpy(), np.arange(1, 5) * rows)
         pages[:] = dims.num_pages
@@ -132,24 +134,26 @@ class StaticPlans:
         self._inputs.copy_(host, non_blocking=True)
         self.attention = replace(plan, write_pages=self._pages, write_slots=self._slots, prepared=self._attention)
 
-    def _update_lora(self, row_adapters: Int32, adapters: tuple[PlacedAdapter, ...]) -> None:
+    def _update_lora(
+        self, row_adapters: Int32, adapters: tuple[PlacedAdapter, ...], weights: tuple[float, ...]
+    ) -> None:
         """Write the adapters of a step, unless they are there already: placed adapters do not change, moved ones are
         others.
         """
-        known, placed = self._adapters
-        is_same = self.lora is not None and np.array_equal(row_adapters, known) and len(adapters) == len(placed)
+        known, placed, known_weights = self._made_of
+        is_same = self.lora is not None and np.array_equal(row_adapters, known) and weights == known_weights
         if is_same and all(map(operator.is_, adapters, placed)):
             return
         rows = self._capacity.rows
         padded = np.full(rows, BASE, dtype=np.int32)
         padded[: len(row_adapters)] = row_adapters
-        tables = build_tables(build_segments(padded), adapters)
+        tables = build_tables(build_segments(padded), adapters, weights)
         if self._lora is not None:
             self._lora.update(tables)
         elif tables.num_segments:
             raise CapacityExceeded("a step has adapters, the capacity has none")
         self.lora = SgmvPlan(tables, self._dims.adapter_dtype, rows, self._lora)
-        self._adapters = row_adapters, adapters
+        self._made_of = row_adapters, adapters, weights
 
     def _update_attention(self, plan: AttentionPlan) -> None:
         dims, capacity = self._dims, self._capacity

@@ -28,9 +28,9 @@ from sgmv_kernels.formats.adapter_panels import CODE_BYTES, MAX_SLICES, PANEL_RA
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype
-from sgmv_kernels.triton_ops.sgmv_metadata import TritonTables
+from sgmv_kernels.triton_ops.sgmv_metadata import CHUNK_INTS, TritonTables
 
-_CHUNK = tl.constexpr(4)
+_CHUNK = tl.constexpr(CHUNK_INTS)
 _RECORD = tl.constexpr(4)
 _PANEL = tl.constexpr(PANEL_RANKS)
 _SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
@@ -278,7 +278,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add (scale * sum of planes of v[place]) B to y[row, columns], for one tile of one slice's columns."""
+    """Add (factor * scale * sum of planes of v[place]) B to y[row, columns], for one tile of one slice's columns."""
     chunk = ints + tl.program_id(0) * _CHUNK
     count = tl.load(chunk + 1)
     if count == 0:
@@ -300,6 +300,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
     panels_before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
     are_codes = tl.load(chunk + 3) != 0
+    factor = tl.load(chunk + 4).to(tl.float32, bitcast=True)
     scale_panel = ints + panels_at + tl.load(record)
     b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + panels_before
 
@@ -321,7 +322,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         rank_ok = at < rank
         v_ok = row_ok[:, None, None] & plane_ok[None, :, None] & rank_ok[None, None, :]
         low = tl.sum(tl.load(v_rows + at[None, None, :], mask=v_ok, other=0.0), 1)
-        low *= tl.load(scale + at, mask=rank_ok, other=0.0)[None, :]
+        low *= (factor * tl.load(scale + at, mask=rank_ok, other=0.0))[None, :]
         units = tl.load(b_panel + at // _PANEL, mask=rank_ok, other=0).to(tl.int64)
         b_at = (at % _PANEL * width)[:, None] + column[None, :]
         b_ok = rank_ok[:, None] & column_ok[None, :]

@@ -1,7 +1,7 @@
 """A step's SGMV tables on a GPU: one packed int32 buffer, one copy a step.
 
-    chunks       [C, 4]  where in the permutation, rows, segment, 1 if its panels are int8 codes; a segment is cut into
-                         chunks of `block_m` rows
+    chunks       [C, 5]  where in the permutation, rows, segment, 1 if its panels are int8 codes, bits of its factor;
+                         a segment is cut into chunks of `block_m` rows
     permutation  [T]
     records      [L, sites, S, 4]   see `metadata.sgmv_tables`
     panels       [N]                see `metadata.sgmv_tables`
@@ -30,7 +30,7 @@ from sgmv_kernels.triton_ops.affine import VectorTables
 from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
 from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
-CHUNK_INTS = 4
+CHUNK_INTS = 5
 RANK_STEP = 16
 """Planes are as wide as the highest rank rounded up to this: fewer shapes to compile for, aligned rows."""
 
@@ -113,7 +113,7 @@ class TritonTables:
         Raises:
             CapacityExceeded: the step does not fit; nothing has been changed.
         """
-        chunks = chunks_of(tables.bounds, tables.are_codes, self.block_m)
+        chunks = chunks_of(tables, self.block_m)
         self._check(tables, chunks)
         ints, count = host_ints(self.length, self.device), tables.num_segments
         numbers = ints.numpy()
@@ -163,15 +163,17 @@ class TritonTables:
                 raise CapacityExceeded(f"a step has {has} {name}, the capacity is {most}")
 
 
-def chunks_of(bounds: Int32, are_codes: Int32, block_m: int) -> Int32:
-    """Return chunks [C, 4]: the rows of each segment in pieces of at most `block_m`."""
+def chunks_of(tables: SgmvTables, block_m: int) -> Int32:
+    """Return chunks [C, 5]: the rows of each segment in pieces of at most `block_m`."""
+    bounds = tables.bounds
     counts = bounds[:, 1] - bounds[:, 0]
     pieces = -(-counts // block_m)
     segment = np.repeat(np.arange(len(bounds)), pieces)
     ends = np.cumsum(pieces)
     offset = (np.arange(len(segment)) - np.repeat(ends - pieces, pieces)) * block_m
     rows = np.minimum(counts[segment] - offset, block_m)
-    return np.stack((bounds[segment, 0] + offset, rows, segment, are_codes[segment]), axis=-1).astype(np.int32)
+    of_segment = tables.are_codes[segment], tables.weight_bits[segment]
+    return np.stack((bounds[segment, 0] + offset, rows, segment, *of_segment), axis=-1).astype(np.int32)
 
 
 def _padded(n: int, step: int) -> int:

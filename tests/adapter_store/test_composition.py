@@ -47,6 +47,17 @@ def test_special_sums() -> None:
     assert len(keys | {a, b}) == 6
 
 
+def test_a_stored_sum_is_one_adapter_and_a_named_one_its_terms() -> None:
+    """What they compute may differ in the last bits, so that they share nothing."""
+    a, b, *_ = KEYS
+    parts = [(b, 0.5), (a, 1.0)]
+    named, stored = Composition.of(parts), Composition.of(parts, is_stored=True)
+    assert named.terms == ((a, 1.0), (b, 0.5))
+    assert stored.terms == ((stored.key, 1.0),)
+    assert named.key != stored.key
+    assert Composition.of([(a, 1.0)], is_stored=True) .key == a
+
+
 def test_a_sum_is_known_while_somebody_refers_to_it() -> None:
     known = Compositions()
     mine = known.add(Composition.of([(KEYS[0], 0.5)]))

@@ -38,7 +38,7 @@ from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import SHAPES
 from lorasrv.outputs import RequestId
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import AdapterTerm, EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafters import make_drafters
@@ -159,7 +159,7 @@ def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "g
             params.max_tokens,
             params,
             key,
-            None if key is None else LAYOUT,
+            () if key is None else (AdapterTerm(key, 1.0, LAYOUT),),
             adapter_id=key or "",
         )
         engine.add_request(message)

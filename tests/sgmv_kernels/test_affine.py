@@ -72,6 +72,22 @@ def test_rows_get_their_own(ops: Ops, layer: int, place: int) -> None:
         pool.check(ops, rows, layer, place)
 
 
+@pytest.mark.parametrize("ops", ["torch", "numba", "triton"], indirect=True)
+def test_shifts_of_sums_have_weights(ops: Ops) -> None:
+    """A second pass in which one adapter has vectors, after a first in which none has."""
+    pool, weights = VectorPool(), [0.5, 1.0, -1.5]
+    first, second = build_segments([0, BASE, 0]), build_segments([2, BASE, BASE])
+    plan = ops.plan_sgmv(first, pool.placed, torch.float32, weights, [second])
+    y = torch.randn(3, PLACES[1])
+    got = y.to(ops.device, copy=True)
+    ops.affine_(got, pool.slabs[0].to(ops.device), plan, 0, 1)
+    gain, shift = pool.vectors[2][0][1]
+    assert gain is None
+    assert shift is not None
+    torch.testing.assert_close(got.cpu()[0], y[0] - 1.5 * shift, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got.cpu()[1:], y[1:])
+
+
 @pytest.mark.parametrize("ops", ["torch", "triton"], indirect=True)
 def test_narrow_activations(ops: Ops) -> None:
     VectorPool().check(ops, [1, BASE, 2, 0], 0, 1, torch.bfloat16)

@@ -13,6 +13,7 @@ from kernel_pools import LAWS, KernelPool, rows_by_law
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.metadata.segments import BASE, Segments, build_segments
 from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.reference import sgmv_reference
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
@@ -94,6 +95,36 @@ def test_every_rank_in_one_call(ops: Ops, codes: bool) -> None:
     rows = np.repeat(np.arange(-1, len(ranks)), [4, 1, 2, 3, 4, 5, 6, 7, 8, 40]).astype(np.int32)
     np.random.default_rng(0).shuffle(rows)
     pool.check(ops, rows, 0, layer=0)
+
+
+@pytest.mark.parametrize("ops", ["torch", "numba", "triton"], indirect=True)
+def test_sums_are_added_term_by_term(ops: Ops) -> None:
+    """Rows of one to three terms beside rows of the base, some of the same adapters with other weights."""
+    pool = filled(ops, FLOAT)
+    placed, weights = [*pool.placed[:5], pool.placed[0]], [0.5, 1.0, -2.0, 1.25, 0.1, -1.0]
+    passes = [[0, BASE, 3, 1, 5, 0, 2], [BASE, BASE, 1, 5, BASE, 3, 4], [BASE] * 6 + [0]]
+    first, *more = map(build_segments, passes)
+    plan = ops.plan_sgmv(first, placed, FLOAT, weights, more)
+    assert plan.num_passes == 3
+    for site in range(len(pool.sites)):
+        x, y = pool.inputs(7, site)
+        got = y.to(ops.device, copy=True)
+        ops.sgmv_(got, x.to(ops.device), pool.slabs[1].to(ops.device), plan, 1, site)
+        dense = [pool.dense[i][1][site] for i in (0, 1, 2, 3, 4, 0)]
+        weighted = [
+            [own and replace(own, scaling=own.scaling * weight) for own in slices]
+            for slices, weight in zip(dense, weights, strict=True)
+        ]
+        want = y
+        for turn in passes:
+            want = sgmv_reference(want, x, build_segments(turn), weighted, pool.sites[site].out_features)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=2e-2)
+        assert torch.equal(got.cpu()[1], y[1])
+    assert ops.plan_sgmv(first, placed, FLOAT, weights, more) is plan
+    for changed in ([0.25, *weights[1:]], weights[::-1]):
+        assert ops.plan_sgmv(first, placed, FLOAT, changed, more) is not plan
+    assert ops.plan_sgmv(first, placed, FLOAT, weights, more[:1]).num_passes == 2
+    assert ops.plan_sgmv(first, placed, FLOAT, weights, [build_segments([BASE] * 7)]).num_passes == 1
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BF16], ids=str)

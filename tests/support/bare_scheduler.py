@@ -12,7 +12,7 @@ from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, TokenLogprobs
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import AdapterTerm, EngineCoreRequest
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import SchedulerOutput
@@ -28,6 +28,11 @@ def layout_of(key: AdapterKey) -> AdapterLayout:
     """Ranks 4 to 24, by the key's letter."""
     rank = 4 * (int(key[0], 16) - 9)
     return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
+
+
+def terms_of(*keys: AdapterKey | None) -> tuple[AdapterTerm, ...]:
+    """What an adapter, or a sum of several, needs in the pool; nothing for the base."""
+    return tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys if key is not None)
 
 
 @dataclass
@@ -72,20 +77,18 @@ class Bench:
         of_sampling = {n: fields.pop(n) for n in ("ignore_eos", "stop_token_ids") if n in fields}
         self.ends_at[name] = fields.pop("ends_at", 1 << 30)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **of_sampling)
-        layout = None if key is None else layout_of(key)
-        ids = tuple(range(10, 10 + prompt))
+        ids, terms = tuple(range(10, 10 + prompt)), fields.pop("terms", terms_of(key))
         fields.setdefault("adapter_id", key or "")
-        self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
+        self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, terms, **fields))
 
     def add_beams(
         self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None, **fields: Any
     ) -> None:
         """A group of beams, whose tokens follow from what they have so far."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS)
-        layout = None if key is None else layout_of(key)
         ids = tuple(range(10, 10 + prompt))
         options = {"adapter_id": key or "", "beams": BeamOptions(width), **fields}
-        first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **options)
+        first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, terms_of(key), **options)
         for message in (first, *further_choices(first, [RequestId(f"{name}.{i}") for i in range(1, width)])):
             self.scheduler.add(message)
 

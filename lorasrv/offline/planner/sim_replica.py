@@ -125,6 +125,9 @@ class SimReplica:
     def hold(self, key: AdapterKey, /) -> None:
         """Do nothing: no adapter is deleted in a replay."""
 
+    def terms(self, key: AdapterKey, /) -> tuple[tuple[AdapterKey, float], ...]:
+        return ((key, 1.0),)
+
     def layout(self, key: AdapterKey, /) -> AdapterLayout:
         return self._traffic.layouts[key]
 
@@ -186,8 +189,9 @@ class SimReplica:
             return refused or "does not fit"
         self._live[rid] = outcome
         self._inbox.append((message, pages))
-        if message.adapter_key is not None and message.found is AdapterTier.DISK:
-            self._loader.prefetch(message.adapter_key)
+        if message.found is AdapterTier.DISK:
+            for term in message.terms:
+                self._loader.prefetch(term.key)
         return None
 
     def withdraw(self, outcome: SimulatedRequest, at_s: float) -> None:

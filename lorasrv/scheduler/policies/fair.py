@@ -378,10 +378,10 @@ class Fair(Policy):
     def _sharing_gain(self, request: Request) -> float:
         """Return, in weighted tokens, what the request's adapter adds to all its steps; 0 if the adapter is in the
         batch already."""
-        layout = request.message.layout
-        if request.adapter_key is None or layout is None or request.adapter_key in self._in_batch:
+        if request.adapter_key in self._in_batch or not request.terms:
             return 0.0
-        seconds = self._costs.adapter_s(layout.nbytes) * self._predictor.remaining(request, MEDIAN)
+        nbytes = sum(term.layout.nbytes for term in request.terms)
+        seconds = self._costs.adapter_s(nbytes) * self._predictor.remaining(request, MEDIAN)
         return min(SHARING_TOKENS, ANSWER_WEIGHT * seconds / max(self._costs.token_s, 1e-9))
 
 

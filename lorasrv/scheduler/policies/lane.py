@@ -43,6 +43,8 @@ class Lane:
     """Hold the waiting requests of one name, by the policy's rank and the order of arrival."""
 
     name: LaneName
+    # What its adapter needs in the pool.
+    term_keys: tuple[AdapterKey, ...]
     requests: SortedItems[Request] = field(default_factory=SortedItems)
     # Whether it is open although its adapter is not resident, which a step is to load or place.
     is_cold: bool = False

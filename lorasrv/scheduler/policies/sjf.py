@@ -27,7 +27,7 @@ class Sjf(Policy):
 
     def work_s(self, request: Request) -> float:
         """Return the predicted seconds of work that are left."""
-        layout = request.message.layout if request.adapter_key is not None else None
-        each = self._costs.token_s + self._costs.request_s + self._costs.adapter_s(layout.nbytes if layout else 0)
+        nbytes = sum(term.layout.nbytes for term in request.terms)
+        each = self._costs.token_s + self._costs.request_s + self._costs.adapter_s(nbytes)
         prompt = request.num_tokens - request.num_computed_tokens
         return prompt * self._costs.token_s + self._predictor.remaining(request, MEDIAN) * each

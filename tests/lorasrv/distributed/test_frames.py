@@ -118,6 +118,10 @@ LAYOUT = AdapterLayout((SiteDims(16, (16, 8)),), (((4, 2),), ((4, 0),)), 4)
 PARENTS = st.sampled_from([(), (-1, 0, 0), (-1, -1, 1)])
 
 
+SUMS = {"0": (("c", 0.1), ("a", 1.0)), "z": (("a", 1.0), ("b", -0.5)), "ab": (("b", 0.3),)}
+"""Terms of sums, whose keys sort unlike those of their terms."""
+
+
 @st.composite
 def shares(draw: st.DrawFn) -> list[ScheduledRequest]:
     """Requests of a step: chunks of prompts, single tokens, drafts in chains and trees, probes, asked prompt rows."""
@@ -140,12 +144,13 @@ def shares(draw: st.DrawFn) -> list[ScheduledRequest]:
                 token_ids=tokens,
                 start=start,
                 page_table=tuple(range(i, i + -(-(start + len(tokens)) // 4))),
-                adapter_key=draw(st.sampled_from([None, AdapterKey("b"), AdapterKey("a"), AdapterKey("c")])),
+                adapter_key=AdapterKey(adapter) if (adapter := draw(st.sampled_from(["", *"bac", *SUMS]))) else None,
                 samples=samples,
                 sampling=SamplingParams(temperature=0.5),
                 num_generated=3,
                 prompt_rows=asked if asked else range(0),
                 drafts=drafts,
+                summed=tuple((AdapterKey(key), weight) for key, weight in SUMS.get(adapter, ())),
             )
         )
     return found
@@ -161,7 +166,8 @@ def test_a_rank_lays_out_the_same_rows(scheduled: list[ScheduledRequest]) -> Non
     frame = encode_step(step, numbers.of)
     assert b"name" not in b"".join(frame.encode())
     here, there = StepRows.of(step), StepRows.of(decode_step(sent(frame), places.place))
-    for name in ("token_ids", "positions", "row_adapters", "query_lens", "kv_lens", "page_tables", "logit_rows"):
+    assert here.weights == there.weights
+    for name in ("token_ids", "positions", "row_terms", "query_lens", "kv_lens", "page_tables", "logit_rows"):
         assert np.array_equal(getattr(here, name), getattr(there, name)), name
     assert (here.parents, [a.runs for a in here.adapters]) == (there.parents, [a.runs for a in there.adapters])
     for one, other in zip(here.adapters, there.adapters, strict=True):

@@ -72,6 +72,16 @@ def test_every_family(family: str, tiny_hf_checkpoints: dict[str, TinyCheckpoint
     assert_same(answers(model, ranks("cp=2"), adapters, ASKED), alone)
 
 
+def test_sums_of_adapters(tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path) -> None:
+    """Terms are cut as adapters are, and weights reach every rank."""
+    model = tiny_hf_checkpoints["llama"](**THREE_HEADS)
+    adapters, asked = adapters_of(model, tmp_path, lora_bias=True), ["-0.5*b+0.25*a", "a", "0.5*a+2*b"]
+    alone = answers(model, ONE, adapters, asked)
+    assert len({tuple(tokens) for tokens in alone.tokens}) == 3
+    for text in ("0&1;2", "cp=2"):
+        assert_same(answers(model, ranks(text), adapters, asked), alone)
+
+
 @pytest.mark.parametrize(("quantization", "dtype"), [("int4", "bfloat16"), ("q3h", "float32"), ("none", "float32")])
 def test_every_format(
     quantization: str, dtype: str, tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path

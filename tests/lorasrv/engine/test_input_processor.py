@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,9 @@ class Adapters:
 
     def hold(self, key: AdapterKey, /) -> object:
         return ("held", key)
+
+    def terms(self, key: AdapterKey, /) -> Sequence[tuple[AdapterKey, float]]:
+        return [(key, 1.0)]
 
     def layout(self, _: AdapterKey, /) -> AdapterLayout:
         self.delay()
@@ -112,7 +116,7 @@ class TestDefaults:
         adapters = Adapters(SMALL)
         made = processor(adapters=adapters)
         request = made.process(RID, PROMPT, SamplingParams(), KEY, adapter_id="mia")
-        assert (request.adapter_key, request.adapter_id, request.layout) == (KEY, "mia", SMALL)
+        assert (request.adapter_key, request.adapter_id, request.terms) == (KEY, "mia", ((KEY, 1.0, SMALL),))
         assert (request.hold, request.found) == (("held", KEY), AdapterTier.DISK)
         adapters.is_hosted = True
         assert made.process(RID, PROMPT, SamplingParams(), KEY).found is AdapterTier.HOST

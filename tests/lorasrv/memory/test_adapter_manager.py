@@ -238,7 +238,7 @@ def test_the_outlook_counts_what_is_on_its_way_and_says_if_there_is_no_room() ->
     bench = Bench()
 
     def outlook(on_host: bool = False) -> tuple[float, str]:
-        return bench.memory.estimate_ready_s(A, LAYOUT, on_host=on_host, keep_free=0)
+        return bench.memory.estimate_ready_s([(A, LAYOUT)], on_host=on_host, keep_free=0)
 
     alone, why = outlook()
     assert "being brought in" in why

@@ -6,7 +6,7 @@ page operations in their order, adapter copies at any later time, keys and value
 step reads must carry the tag that it would have, had the request been alone. Every accepted request ends exactly once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from lorasrv.memory.eviction import Moves
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest, OnCold, Peer, Request, RequestStatus
+from lorasrv.request import AdapterTerm, EngineCoreRequest, OnCold, Peer, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import (
@@ -259,8 +259,8 @@ class World:
                 self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE] = tag
         for share in step.scheduled:
             self._check_reads(share, tokens)
-            if share.adapter_key is not None:
-                self._check_adapter(share.adapter_key, step.placements[share.adapter_key])
+            for key, _ in share.terms:
+                self._check_adapter(key, step.placements[key])
 
     def _check_reads(self, share: ScheduledRequest, tokens: dict[RequestId, tuple[int, ...]]) -> None:
         request = self.scheduler._queue.requests.get(share.request_id)
@@ -326,19 +326,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.deleted: set[AdapterKey] = set()
         self.accepted: list[RequestId] = []
 
-    def _fits(self, key: AdapterKey | None, total: int) -> bool:
+    def _fits(self, layouts: Sequence[AdapterLayout], total: int) -> bool:
         books = self.world.books
-        layout = None if key is None else _layout(key)
-        if layout is not None and books.adapters.pages_for(layout) > books.adapter_pool.num_pages:
+        if sum(map(books.adapters.pages_for, layouts)) > books.adapter_pool.num_pages:
             return False
-        return books.kv.pages_for(total) <= books.max_kv_pages(layout)
+        return books.kv.pages_for(total) <= books.max_kv_pages(layouts)
 
     @rule(
         prefix=st.integers(0, 2),
         shared=st.integers(0, 14),
         own=st.integers(1, 40),
         max_tokens=st.integers(1, 10),
-        name=st.sampled_from([None, *NAMES]),
+        names=st.sampled_from(["", *NAMES, *NAMES, "ab", "ac", "bcd", "abcd"]),
         salt=st.sampled_from(["", "", "tenant"]),
         on_cold=st.sampled_from([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT]),
         choices=st.sampled_from([1, 1, 1, 2, 3]),
@@ -346,19 +345,21 @@ class PoolMachine(RuleBasedStateMachine):
             [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}, {"peer": PEER}]
         ),
     )
-    def submit(self, prefix, shared, own, max_tokens, name, salt, on_cold, choices, who) -> None:
+    def submit(self, prefix, shared, own, max_tokens, names, salt, on_cold, choices, who) -> None:
+        """Of the base, an adapter or a sum of several."""
         ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
-        key = None if name is None else _key(name, self.names[name])
-        if not self._fits(key, len(ids) + max_tokens):
+        keys = [_key(name, self.names[name]) for name in names]
+        terms = tuple(AdapterTerm(key, 1.0, _layout(key)) for key in keys)
+        if not self._fits([term.layout for term in terms], len(ids) + max_tokens):
             return
-        layout = None if key is None else _layout(key)
+        key = AdapterKey("+".join(keys)) if keys else None
         first: RequestId | None = None
         for choice in range(choices):
             rid = RequestId(f"r{len(self.accepted)}")
             self.accepted.append(rid)
             sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=choice)
-            how = {"on_cold": on_cold, "cache_salt": salt, "fork_of": first, "adapter_id": name or "", **who}
-            self.world.submit(EngineCoreRequest(rid, ids, max_tokens, sampling, key, layout, **how))
+            how = {"on_cold": on_cold, "cache_salt": salt, "fork_of": first, "adapter_id": names[:1], **who}
+            self.world.submit(EngineCoreRequest(rid, ids, max_tokens, sampling, key, terms, **how))
             first = first or rid
 
     @rule(choose=st.integers(0, 4), count=st.integers(1, 4))

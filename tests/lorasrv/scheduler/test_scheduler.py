@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, names
+from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, names, terms_of
 from mispredict import expect_short_answers
 
 import lorasrv
@@ -196,6 +196,44 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     assert bench.tokens("X") == most
     assert bench.ends()["X"] is FinishReason.LENGTH
     assert bench.ends()["base"] is FinishReason.LENGTH
+
+
+def test_terms_of_a_sum_do_not_push_each_other_out() -> None:
+    """A pinned adapter has the rest of the pool: it goes before what the first request of all waits for."""
+    [pinned, one, other] = KEYS[1], KEYS[3], KEYS[4]
+    sizes = [layout_of(key).num_pages(PAGE_BYTES) for key in (one, other)]
+    bench = Bench(pages=sum(sizes) + 2, max_num_batched_tokens=64)
+    bench.books.adapter_manager.pin(pinned, layout_of(pinned))
+    for _ in range(3):
+        bench.step()
+        bench.arrive()
+    assert pinned in bench.adapters
+    bench.add("sum", prompt=3, max_tokens=3, key=AdapterKey("s"), terms=terms_of(one, other))
+    bench.add("later", prompt=3, max_tokens=3, key=pinned)
+    bench.run(steps=60)
+    assert set(bench.ends().values()) == {FinishReason.LENGTH}
+    placed = [key for step in bench.steps for key, _ in step.orders.copies]
+    assert placed == [pinned, one, other, pinned], "each is loaded once for a request that needs it"
+    assert [len(step.placements) for step in bench.steps if "sum" in names(step)] == [2, 2, 2]
+
+
+def test_a_sum_waits_for_all_of_its_terms() -> None:
+    bench = Bench(max_num_batched_tokens=64)
+    bench.add("one", key=KEYS[0])
+    bench.step()
+    bench.bring(KEYS[0])
+    bench.add("sum", key=AdapterKey("s"), terms=terms_of(KEYS[0], KEYS[1], KEYS[2]))
+    assert set(bench.step().orders.loads) == {KEYS[1], KEYS[2]}, "both at once"
+    for key in (KEYS[1], KEYS[2]):
+        assert "sum" not in names(bench.step())
+        bench.bring(key)
+    assert "sum" in names(bench.step())
+    bench.add("failing", key=AdapterKey("t"), terms=terms_of(KEYS[0], KEYS[3], KEYS[4]))
+    bench.step()
+    bench.scheduler.on_adapter_failed(KEYS[4], "broken")
+    bench.run()
+    assert bench.errors() == {"failing": "broken"}
+    assert {key for key, _, _ in bench.adapters.placements()} <= set(KEYS[:4])
 
 
 def test_a_status_changes_in_one_place() -> None:

@@ -4,6 +4,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def adapters(tiny_hf_checkpoints: Any, tmp_path_factory: pytest.TempPathFactory)
 def served(
     adapters: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[ServedLogits]:
-    quantization = getattr(request, "param", "none")
-    with closing(ServedLogits(adapters[0], monkeypatch, quantization=quantization)) as served:
+    options = {"quantization": "none", **getattr(request, "param", {})}
+    with closing(ServedLogits(adapters[0], monkeypatch, **options)) as served:
         for name in ADAPTERS:
             served.llm.add_adapter(name, adapters[1] / name)
         yield served
@@ -97,6 +98,12 @@ def written(parts: list[tuple[str, float]]) -> str:
     return "+".join(f"{weight!r}*{name}" for name, weight in parts)
 
 
+@pytest.mark.parametrize(
+    "served",
+    [{}, {"kernels": "torch"}, pytest.param({"kernels": "triton"}, marks=pytest.mark.long)],
+    ids=["numba", "torch", "triton"],
+    indirect=True,
+)
 def test_sums_are_those_of_peft_in_one_batch(served: ServedLogits, peft_logits: Any) -> None:
     """Beside each adapter alone and the base. Sums differ from each part alone, and from the base."""
     generator = torch.Generator().manual_seed(3)
@@ -116,7 +123,7 @@ def test_sums_are_those_of_peft_in_one_batch(served: ServedLogits, peft_logits: 
             assert (logits - alone).abs().max() > APART, f"{written(parts)} is {name}"
 
 
-@pytest.mark.parametrize("served", ["int8"], indirect=True)
+@pytest.mark.parametrize("served", [{"quantization": "int8"}], indirect=True)
 def test_equal_sums_are_equal_to_the_bit(served: ServedLogits) -> None:
     """In codes, as the bits of products of floats may depend on the number of rows: equal sums share cached pages."""
     prompt = list(range(20, 57))
@@ -142,6 +149,20 @@ def test_pages_of_a_sum_are_its_own(served: ServedLogits) -> None:
         served.first_logits([prompt], [name])
         cached.append(served.llm.engine.metrics.snapshot().cached_tokens_total - before)
     assert cached == [0, 0, 0, 64, 0]
+
+
+def test_other_weights_load_nothing(served: ServedLogits) -> None:
+    """The pool holds the adapters, and no sum of them."""
+    prompt = list(range(50, 70))
+    served.first_logits([prompt], ["plain+0.5*odd"])
+    before = served.llm.engine.metrics.snapshot()
+    assert before.adapters_resident == 2
+    found = served.first_logits([prompt] * 8, [f"{i / 4}*plain+{1 - i / 8}*odd" for i in range(1, 9)])
+    after = served.llm.engine.metrics.snapshot()
+    assert (after.adapters_resident, after.pages_adapters) == (2, before.pages_adapters)
+    assert after.adapter_loads_disk_total == before.adapter_loads_disk_total == 2
+    assert after.adapter_loads_host_total == before.adapter_loads_host_total
+    assert min(float((one - other).abs().max()) for one, other in pairwise(found)) > APART
 
 
 def test_what_cannot_be_summed(served: ServedLogits, adapters: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the host prepares for the Triton kernels: chunks of rows, tiles and parts of keys, block sizes from a table."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from sgmv_kernels.backend import plan_of
 from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.metadata.sgmv_tables import rankless_tables
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, NO_SLOT, Shape, cut, split_of
 from sgmv_kernels.triton_ops.block_sizes import (
     DEFAULT,
@@ -31,7 +33,10 @@ def test_chunks_hold_every_row_once(counts: list[int], block_m: int) -> None:
     ends = np.cumsum(counts, dtype=np.int32)
     bounds = np.stack((ends - np.array(counts, dtype=np.int32), ends), axis=-1).astype(np.int32)
     held: dict[int, list[int]] = {}
-    for begin, rows, segment, _ in chunks_of(bounds, np.zeros(len(bounds), dtype=np.int32), block_m).tolist():
+    tables = replace(rankless_tables((), 0, 0), bounds=bounds)
+    tables = replace(tables, are_codes=np.zeros_like(bounds[:, 0]), weights=np.ones(len(bounds), dtype=np.float32))
+    for begin, rows, segment, _, factor in chunks_of(tables, block_m).tolist():
+        assert factor == np.float32(1).view(np.int32)
         assert 0 < rows <= block_m
         held.setdefault(segment, []).extend(range(begin, begin + rows))
     assert held == {s: list(range(*bounds[s])) for s in range(len(counts)) if counts[s]}
