@@ -44,7 +44,7 @@ test-long: setup
 # often; KILL_SECONDS bounds that.
 test-cluster: setup
 	$(PIP) -q -e ".[cluster]"
-	$(BIN)/python -m pytest -m cluster tests/api/cluster
+	$(BIN)/python -m pytest -m "cluster and not exhaustive" tests/api/cluster
 
 # Every storage operation killed, refused and unplugged; then a real server killed at random moments, COUNT times: the sum
 # of all kills is in docs/reliability.md.

@@ -22,12 +22,13 @@ from api.cluster.load import ReplicaStatus
 from api.cluster.pick import ReplicaWatch
 from api.cluster.replica import ReplicaPlan, ReplicaServer, Sealed, opened, sealed
 from api.cluster.shape import ClusterShape, parse
+from api.config import replication_settings as roles
 from api.config.settings import ServerSettings
 from api.server import CannotListen
 from lorasrv.errors import ConfigError
 from lorasrv.placement.kinds import make_placement
 
-REPLICA, REGISTRY, EDGE = "Replica", "Registry", "Edge"
+REPLICA, PREFILL, REGISTRY, EDGE = "Replica", "Prefill", "Registry", "Edge"
 NOTICED_S = 2.0
 """Time for edges to notice that a replica goes, before it refuses requests: some periods of `pick.py`."""
 HEALTH_PERIOD_S = 2.0
@@ -60,10 +61,31 @@ def application(settings: ServerSettings, shape: ClusterShape) -> serve.Applicat
         settings: with the cluster's secret.
     """
     registry = settings.registry or _registry(settings, shape)
+    prefill = None
+    if settings.prefill_replicas is not None:
+        own = settings.model_copy(update={"role": roles.PREFILL})
+        prefill = _replicas(PREFILL, own, shape, registry, num_replicas=settings.prefill_replicas)
+    replicas = _replicas(REPLICA, settings, shape, registry, prefill, **_numbers(settings))
+    if not shape.edges:
+        return replicas
+    return serve.deployment(
+        serve.ingress()(EdgeDeployment), name=EDGE, num_replicas=shape.edges, max_ongoing_requests=STREAMS
+    ).bind(replicas, prefill, registry, settings.placement, settings.read_cluster_secret())
+
+
+def _replicas(
+    name: str,
+    settings: ServerSettings,
+    shape: ClusterShape,
+    registry: serve.Application | str,
+    beside: serve.Application | None = None,
+    **numbers: Any,
+) -> serve.Application:
+    """Return a deployment of replicas; `beside` is deployed with it."""
     drain = NOTICED_S + settings.drain_s + LEFT_S
-    replicas = serve.deployment(
+    return serve.deployment(
         ReplicaDeployment,
-        name=REPLICA,
+        name=name,
         max_ongoing_requests=CALLS,
         ray_actor_options={"num_cpus": shape.cpus, "num_gpus": shape.gpus},
         graceful_shutdown_wait_loop_s=NOTICED_S,
@@ -71,13 +93,8 @@ def application(settings: ServerSettings, shape: ClusterShape) -> serve.Applicat
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=MAX_STARTS,
-        **_numbers(settings),
-    ).bind(ReplicaPlan(sealed(settings), shape.cache, shape.threads, shape.log), registry)
-    if not shape.edges:
-        return replicas
-    return serve.deployment(
-        serve.ingress()(EdgeDeployment), name=EDGE, num_replicas=shape.edges, max_ongoing_requests=STREAMS
-    ).bind(replicas, registry, settings.placement, settings.read_cluster_secret())
+        **numbers,
+    ).bind(ReplicaPlan(sealed(settings), shape.cache, shape.threads, shape.log), registry, beside)
 
 
 def _registry(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
@@ -94,15 +111,18 @@ def _registry(settings: ServerSettings, shape: ClusterShape) -> serve.Applicatio
     ).bind(sealed(settings), shape.registry_port, shape.log)
 
 
-def look_at(replicas: Any) -> Callable[[], Awaitable[list[ReplicaStatus | BaseException]]]:
-    """Return a function that asks all running replicas of a deployment's handle for their state."""
+def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaStatus | BaseException]]]:
+    """Return a function that asks all running replicas of deployments, known by their handles, for their state."""
 
-    async def look() -> list[ReplicaStatus | BaseException]:
+    async def ask(replicas: Any) -> list[ReplicaStatus | BaseException]:
         # Within Ray's own timeout a cancellation leaves a future whose exception nobody reads, and asyncio logs it.
         said: list[ReplicaStatus | BaseException] = await asyncio.wait_for(
             replicas.broadcast("status").results_async(return_exceptions=True), NOTICED_S
         )
         return said
+
+    async def look() -> list[ReplicaStatus | BaseException]:
+        return [one for said in await asyncio.gather(*map(ask, deployments)) for one in said]
 
     return look
 
@@ -138,7 +158,8 @@ class ReplicaDeployment(ReplicaServer):
     """Run a server as Ray Serve's replica."""
 
     # Not `super().__init__` itself: the registry's address is a question to another actor.
-    async def __init__(self, plan: ReplicaPlan, registry: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, plan: ReplicaPlan, registry: Any, beside: Any) -> None:  # type: ignore[misc]
+        del beside
         self._running = None
         address = await address_of(registry)
         host, replica_id = ray.util.get_node_ip_address(), serve.get_replica_context().replica_id.unique_id
@@ -156,8 +177,11 @@ class ReplicaDeployment(ReplicaServer):
 class EdgeDeployment:
     """Run an edge behind Ray's proxy."""
 
-    async def __init__(self, replicas: Any, registry: Any, placement: str, secret: str) -> None:  # type: ignore[misc]
-        self._watch = ReplicaWatch(look_at(replicas), make_placement(placement))
+    async def __init__(  # type: ignore[misc]
+        self, replicas: Any, prefill: Any, registry: Any, placement: str, secret: str
+    ) -> None:
+        deployments = (replicas,) if prefill is None else (replicas, prefill)
+        self._watch = ReplicaWatch(look_at(*deployments), make_placement(placement))
         self._secret = secret
         self._registry = await address_of(registry)
         await self._watch.refresh()

@@ -124,7 +124,7 @@ def free_port() -> int:
 
 def shares(settings: ServerSettings) -> ServerSettings:
     """Return the settings of one replica: of the memory that nobody has divided, its share."""
-    number = settings.max_replicas or settings.replicas or 1
+    number = (settings.max_replicas or settings.replicas or 1) + (settings.prefill_replicas or 0)
     is_terminal = sys.stderr.isatty()
     changed: dict[str, Any] = {"log_format": "text" if is_terminal else "json"} if settings.log_format == "auto" else {}
     for name in ("host_cache_bytes", "swap_bytes", "corpus_bytes"):
@@ -271,9 +271,11 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
     """
     from ray import serve
 
-    from api.cluster.app import REGISTRY, REPLICA, application, look_at
+    from api.cluster.app import PREFILL, REGISTRY, REPLICA, application, look_at
 
-    number = settings.replicas or 1
+    number, names = settings.replicas or 1, [REPLICA]
+    if settings.prefill_replicas is not None:
+        number, names = number + settings.prefill_replicas, [REPLICA, PREFILL]
     progress(STARTING, 0.0)
     shape = ClusterShape(
         edges=0,
@@ -292,14 +294,14 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
         failed = [one.message for one in deployments.values() if "failed to start" in one.message]
         if failed or app.status == "DEPLOY_FAILED":
             raise ReplicasFailed(reason_of((failed or [app.message])[0]))
-        num_ready = deployments[REPLICA].replica_states.get("RUNNING", 0) if REPLICA in deployments else 0
+        num_ready = sum(deployments[name].replica_states.get("RUNNING", 0) for name in names if name in deployments)
         progress(STARTING, num_ready / number)
         if app.status == "RUNNING":
             break
         time.sleep(LOOKS_S)
-    handle = serve.get_app_handle(APP)
-    watch = ReplicaWatch(look_at(handle), make_placement(settings.placement))
-    readies: list[Ready] = handle.broadcast("ready").results()
+    handles = [serve.get_deployment_handle(name, APP) for name in names]
+    watch = ReplicaWatch(look_at(*handles), make_placement(settings.placement))
+    readies: list[Ready] = [ready for handle in handles for ready in handle.broadcast("ready").results()]
     registry = settings.registry or serve.get_deployment_handle(REGISTRY, APP).address.remote().result()
     return watch, registry, replace(readies[0], replicas=len(readies))
 

@@ -60,7 +60,11 @@ class ReplicaServer(HostedServer):
         """Describe the replica now."""
         services = self.running.services
         address = ReplicaAddress(
-            self.name, self.ready().url, is_ready=self.is_ready, kernels=services.engine.fingerprint
+            self.name,
+            self.ready().url,
+            is_ready=self.is_ready,
+            role=self.settings.role,
+            kernels=services.engine.fingerprint,
         )
         return ReplicaStatus(address, ReplicaLoad.of(services.engine.metrics.snapshot()))
 

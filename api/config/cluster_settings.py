@@ -17,7 +17,7 @@ DEFAULT_TARGET_BACKLOG_S = 2.0
 
 _cluster = partial(OptionSpec, panel="Cluster")
 _AtLeastOne = Annotated[int, Field(ge=1)]
-_OF_SEVERAL = ("max_replicas", "target_backlog_s", "placement")
+_OF_SEVERAL = ("max_replicas", "prefill_replicas", "target_backlog_s", "placement")
 
 
 class ClusterSettings(ReplicationSettings):
@@ -33,6 +33,10 @@ class ClusterSettings(ReplicationSettings):
     max_replicas: Annotated[
         _AtLeastOne | None,
         _cluster("Number up to which replicas are started when there is a backlog", default="that of --replicas"),
+    ] = None
+    prefill_replicas: Annotated[
+        _AtLeastOne | None,
+        _cluster("Number of replicas beside these that compute the long prompts of the others", default="none"),
     ] = None
     target_backlog_s: Annotated[
         float,
@@ -69,8 +73,8 @@ class ClusterSettings(ReplicationSettings):
         """
         if self.role != BOTH:
             raise ConfigError(
-                f"--role {self.role}: replicas of one command have one role, and all answer; leave it out, or start "
-                "servers of their own (docs/pages.md)"
+                f"--role {self.role} is of one server; --prefill-replicas N starts replicas that compute the prompts "
+                "of the others"
             )
 
     def with_cluster_secret(self) -> Self:

@@ -22,7 +22,6 @@ from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
-
 USUAL = ((0, False), (1, False))
 """Kinds of steps that are recorded with the first one, so that no adapter's first request waits for it."""
 

@@ -55,7 +55,7 @@ def test_a_stored_sum_is_one_adapter_and_a_named_one_its_terms() -> None:
     assert named.terms == ((a, 1.0), (b, 0.5))
     assert stored.terms == ((stored.key, 1.0),)
     assert named.key != stored.key
-    assert Composition.of([(a, 1.0)], is_stored=True) .key == a
+    assert Composition.of([(a, 1.0)], is_stored=True).key == a
 
 
 def test_a_sum_is_known_while_somebody_refers_to_it() -> None:

