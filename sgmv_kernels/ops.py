@@ -340,11 +340,12 @@ class Ops(PointwiseOps):
         self._check_rows(x, "x", plan, inputs)
         self._check_rows(y, "y", plan, outputs)
         require(x.dtype == y.dtype, "x and y must have the same dtype")
-        for own in plan.passes():
-            check_slab(slab, own, self.device)
-        for own in plan.passes():
+        check_slab(slab, plan, self.device)
+        own: SgmvPlan | None = plan
+        while own is not None:
             if own.tables.num_segments:
                 self._backend.sgmv_(y, x, slab, own, layer, site)
+            own = own.next
 
     def affine_(self, y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:
         """Multiply every row of an output by its own adapter's gain and add its shift, in place, where it has them.

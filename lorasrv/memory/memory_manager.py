@@ -167,10 +167,9 @@ class MemoryManager:
         self.exchange.on_arrival(request)
         self.snapshots.on_arrival(request)
 
-    def begin_step(self, keep_free: int) -> None:
-        """End leases whose time is over, and take pages for what has been brought; `keep_free` pages are left free."""
+    def begin_step(self) -> None:
+        """End leases whose time is over."""
         self.exchange.expire()
-        self.snapshots.place(keep_free)
 
     def wake_s(self) -> float | None:
         """Return when something ends by the clock; None if nothing does."""
@@ -207,12 +206,14 @@ class MemoryManager:
                 return self.evictor.place_adapter(key, keep_free, level, ahead, beside) is not None
         return True
 
-    def prefetch_reserved(self, keep_free: int) -> None:
-        """Load reserved adapters that no request waits for, as far as no request needs their pages, pinned ones first.
+    def prefetch(self, keep_free: int) -> None:
+        """Take pages for snapshots that have been brought, and load reserved adapters that no request waits for, as far
+        as no request needs their pages, pinned ones first.
 
         A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it.
         """
         manager = self.adapter_manager
+        self.snapshots.place(keep_free)
         for key, layout in manager.reserved_missing():
             is_new = manager.state(key) is AdapterState.ON_DISK
             if is_new and not self.evictor.can_place([layout], keep_free, EvictionLevel.PREFETCH):

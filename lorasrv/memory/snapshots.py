@@ -2,7 +2,7 @@
 peer (`PageExchange`). `SnapshotManager` is the only owner of their state.
 
 A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
-adapter's load, gets free pages as soon as the adapter is in the pool, and then its pages are the prefix cache's.
+adapter's load, gets free pages as soon as the adapter has its own, and once filled they are the prefix cache's.
 Requests that begin with it wait meanwhile, all for the same load. If the file is damaged, or the peer gives less, or no
 page is free for it, they compute what is missing as if there were none.
 
@@ -190,7 +190,8 @@ class SnapshotManager:
         request.snapshot = name
 
     def place(self, keep_free: int) -> None:
-        """Take pages for the snapshots in host memory whose adapters have some; drop those that nothing waits for.
+        """Take pages for the snapshots in host memory whose adapters have some, filled or not; drop those that nothing
+        waits for.
 
         Args:
             keep_free: pages that are left free.
@@ -200,7 +201,7 @@ class SnapshotManager:
                 self._drop(arrival, "unneeded")
         for arrival in [a for a in self._arriving.values() if a.state is _State.ON_HOST]:
             home = arrival.prefix.home
-            if home is None or self._adapters.is_resident(home):
+            if home is None or home in self._adapters.cache:
                 self._place(arrival, keep_free)
             elif self._adapters.need(home) is Need.NOTHING:
                 self._drop(arrival, "unneeded")

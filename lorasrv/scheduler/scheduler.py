@@ -219,7 +219,7 @@ class Scheduler:
         self._allocator.record_moves()  # of a step whose planning failed
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
-        self._memory.begin_step(self.num_running)
+        self._memory.begin_step()
         restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
         self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
         self.quotas.begin_step()
@@ -230,7 +230,7 @@ class Scheduler:
         for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
         if not planned.has_preempted:
-            self._memory.prefetch_reserved(planned.keep_free + self.num_running)
+            self._memory.prefetch(planned.keep_free + self.num_running)
         self._allocator.record_moves()
         drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
         counts = planned.budget.counts

@@ -117,7 +117,7 @@ class StepRows:
 def _owners(terms: Sequence[Sequence[tuple[AdapterKey, float]]], entries: Sequence[tuple[AdapterKey, float]]) -> Int32:
     """Return `row_terms` of one row of each request."""
     index = {entry: i for i, entry in enumerate(entries)}
-    owners = np.full((max(1, *map(len, terms)), len(terms)), BASE, dtype=np.int32)
+    owners = np.full((max(map(len, terms), default=0) or 1, len(terms)), BASE, dtype=np.int32)
     for request, own in enumerate(terms):
         for turn, term in enumerate(own):
             owners[turn, request] = index[term]

@@ -36,7 +36,7 @@ class SgmvTables:
     weights: npt.NDArray[np.float32]
     # [N], panel offsets.
     panels: Int32
-    # End of the last panel in a slab.
+    # End of the last panel in a slab, of all passes.
     slab_bytes: int
     # Of a slice.
     highest_rank: int
@@ -112,7 +112,7 @@ def build_tables(
         are_codes=np.array([adapter.layout.are_codes for adapter in placed], dtype=np.int32),
         weights=factors,
         panels=np.concatenate(panels),
-        slab_bytes=max(adapter.extent[1] for adapter in placed),
+        slab_bytes=max(adapter.extent[1] for adapter in adapters),
         highest_rank=max(adapter.layout.max_rank for adapter in placed),
         places=places,
         vectors=_vectors(placed, places),

@@ -108,23 +108,37 @@ def test_every_shape_of_heads(ops: Ops, heads: tuple[int, int, int], window: int
 
 @pytest.mark.parametrize(
     ("ops", "page", "softcap"),
-    [*itertools.product(("torch", "numba"), (4, 16, 32), (None, 2.0)), ("triton", 4, 2.0), ("triton", 16, None)],
+    [*itertools.product(("torch", "numba"), (4, 16, 32), (None, 2.0)), ("triton", 4, 2.0)],
     indirect=["ops"],
 )
 def test_pages_and_softcap(ops: Ops, short_parts: None, page: int, softcap: float | None) -> None:
     check(grow(make_case([17, 65, 9], [17, 300, 72], 4, 2, 64, page=page), 9, 16, 64, 9), ops, 33, softcap)
 
 
-@pytest.mark.parametrize("window", [None, 33])
-@every_backend
+@pytest.mark.parametrize(
+    ("ops", "window"),
+    [
+        *itertools.product(("torch", "numba"), (None, 33)),
+        ("triton", 33),
+        pytest.param("triton", None, marks=pytest.mark.exhaustive),
+    ],
+    indirect=["ops"],
+)
 def test_slopes_count_depths(ops: Ops, short_parts: None, window: int | None) -> None:
     case = grow(make_case([17, 65, 9, 1], [17, 300, 72, 40], 4, 2, 64), 9, 16, 64, 9, 0)
     case.slopes = torch.tensor([0.5, 0.25, 2.0, 0.0])
     check(case, ops, window)
 
 
-@pytest.mark.parametrize("window", [None, 5, 40])
-@exact_backends
+@pytest.mark.parametrize(
+    ("ops", "window"),
+    [
+        *itertools.product(("numba",), (None, 5, 40)),
+        ("triton", 40),
+        *(pytest.param("triton", window, marks=pytest.mark.exhaustive) for window in (None, 5)),
+    ],
+    indirect=["ops"],
+)
 def test_a_chain_has_the_bits_of_a_chain(ops: Ops, short_parts: None, window: int | None) -> None:
     """Main branches too, beside others; and sequences without a tree those of a step without one. A GPU cuts the keys
     of many rows into parts only where they are a tree."""

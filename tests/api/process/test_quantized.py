@@ -95,7 +95,15 @@ K_QUANTS = {"embed": "Q8_0", "lm_head": "Q8_0", "v_proj": "Q5_K", "gate_proj": "
             False,
             "weights: bitsandbytes, 4 bits, 14 linears: the 16 values of a code are held in 8",
         ),
-        ("fp8", [8], False, "weights: fp8, 8 bits, 14 linears: stored in 8 bits, with a scale for every 32 inputs"),
+        pytest.param(
+            *(
+                "fp8",
+                [8],
+                False,
+                "weights: fp8, 8 bits, 14 linears: stored in 8 bits, with a scale for every 32 inputs",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_other_formats_and_an_adapter(tmp_path: Path, kind: str, bits: list[int], exact: bool, line: str) -> None:

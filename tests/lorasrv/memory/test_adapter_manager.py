@@ -64,7 +64,7 @@ class Bench:
 
     def loads(self, keep_free: int = 0) -> tuple[AdapterKey, ...]:
         """Return what reservations have loaded now."""
-        self.memory.prefetch_reserved(keep_free)
+        self.memory.prefetch(keep_free)
         return self.manager.take_orders().loads
 
     def is_reserved(self, key: AdapterKey) -> bool:
@@ -180,7 +180,7 @@ def test_a_pin_outlives_a_reservation_is_brought_back_and_leaves_the_reservation
     bench.manager.reserve(A, LAYOUT, until_s=1.0)
     bench.clock.now = 2.0
     bench.manager.begin_step()
-    bench.memory.prefetch_reserved(0)
+    bench.memory.prefetch(0)
     assert bench.manager.is_pinned(A)
     assert bench.manager.num_pinned_pages() == SIZE
     bench.arrive(A)
@@ -203,7 +203,7 @@ def test_a_reservation_without_room_holds_no_host_memory_and_delays_no_load() ->
     assert bench.loads() == (A,)
     bench.loaded(A)
     assert bench.memory.kv_pool.allocate_singles(2) is not None
-    bench.memory.prefetch_reserved(0)
+    bench.memory.prefetch(0)
     assert bench.manager.take_orders().cancels == (A,), "its room has gone meanwhile"
     assert bench.load(B)
     assert bench.manager.take_orders().loads == (B,)
@@ -219,7 +219,7 @@ def test_a_reservation_does_not_cancel_a_load_that_a_request_waits_for() -> None
     bench.manager.take_orders()
     assert bench.memory.kv_pool.allocate_singles(SIZE + 1) is not None
     assert not bench.load(A)
-    bench.memory.prefetch_reserved(0)
+    bench.memory.prefetch(0)
     assert bench.manager.state(A) is AdapterState.ON_HOST
     assert bench.manager.take_orders().cancels == ()
 
@@ -484,7 +484,7 @@ class AdapterMachine(RuleBasedStateMachine):
         self.manager.cancel_unneeded()
         for key in self.manager.requests():
             self.memory.load_adapter(key, layout_of(key), keep_free, level)
-        self.memory.prefetch_reserved(keep_free)
+        self.memory.prefetch(keep_free)
         if is_given:
             self.world.order()
 

@@ -4,8 +4,10 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft_adapters import peft_adapter
 from served_logits import ServedLogits, last_logits
 
+from adapter_store.composition import Composition
 from adapter_store.errors import AdapterNotFound, NotComposable
 from lorasrv.errors import InvalidRequest
 
@@ -62,6 +65,8 @@ def served(
     adapters: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[ServedLogits]:
     options = {"quantization": "none", **getattr(request, "param", {})}
+    if options.pop("stored", False):
+        monkeypatch.setattr("lorasrv.llm.Composition", SimpleNamespace(of=partial(Composition.of, is_stored=True)))
     with closing(ServedLogits(adapters[0], monkeypatch, **options)) as served:
         for name in ADAPTERS:
             served.llm.add_adapter(name, adapters[1] / name)
@@ -100,8 +105,8 @@ def written(parts: list[tuple[str, float]]) -> str:
 
 @pytest.mark.parametrize(
     "served",
-    [{}, {"kernels": "torch"}, pytest.param({"kernels": "triton"}, marks=pytest.mark.long)],
-    ids=["numba", "torch", "triton"],
+    [{}, {"stored": True}, {"kernels": "torch"}, pytest.param({"kernels": "triton"}, marks=pytest.mark.long)],
+    ids=["numba", "stored", "torch", "triton"],
     indirect=True,
 )
 def test_sums_are_those_of_peft_in_one_batch(served: ServedLogits, peft_logits: Any) -> None:
