@@ -5,8 +5,8 @@
 
 A file is one line of JSON, its head, and the bytes. The head says all that the bytes depend on, and the SHA-256 of each
 `PIECE_BYTES` of them, which are read and hashed side by side; the digest in the name is the head's without these. So a
-file that is found by its name, read whole and equal in both is right, and any other is removed. Order of a write: temporary file, fsync, rename, fsync of the folder; then others go,
-so that one that fails costs none.
+file that is found by its name, read whole and equal in both is right, and any other is removed. Order of a
+write: temporary file, fsync, rename, fsync of the folder; then others go, so that one that fails costs none.
 """
 
 import contextlib

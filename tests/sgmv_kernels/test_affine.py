@@ -78,10 +78,10 @@ def test_shifts_of_sums_have_weights(ops: Ops) -> None:
     pool, weights = VectorPool(), [0.5, 1.0, -1.5]
     first, second = build_segments([0, BASE, 0]), build_segments([2, BASE, BASE])
     plan = ops.plan_sgmv(first, pool.placed, torch.float32, weights, [second])
-    y = torch.randn(3, PLACES[1])
+    y = torch.randn(3, PLACES[2])
     got = y.to(ops.device, copy=True)
-    ops.affine_(got, pool.slabs[0].to(ops.device), plan, 0, 1)
-    gain, shift = pool.vectors[2][0][1]
+    ops.affine_(got, pool.slabs[0].to(ops.device), plan, 0, 2)
+    gain, shift = pool.vectors[2][0][2]
     assert gain is None
     assert shift is not None
     torch.testing.assert_close(got.cpu()[0], y[0] - 1.5 * shift, rtol=1e-6, atol=1e-6)

@@ -77,7 +77,7 @@ class Bench:
         of_sampling = {n: fields.pop(n) for n in ("ignore_eos", "stop_token_ids") if n in fields}
         self.ends_at[name] = fields.pop("ends_at", 1 << 30)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **of_sampling)
-        ids, terms = tuple(range(10, 10 + prompt)), fields.pop("terms", terms_of(key))
+        ids, terms = tuple(range(10, 10 + prompt)), fields.pop("terms", None) or terms_of(key)
         fields.setdefault("adapter_id", key or "")
         self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, terms, **fields))
 

@@ -200,9 +200,10 @@ def test_it_comes_beside_its_adapter_and_is_placed_with_it() -> None:
     server.snapshots.on_loaded(wanted.name, 0.1, WHOLE)
     assert server.step().snapshots == NO_SNAPSHOTS
     server.load(MIA)
-    assert server.step().orders.copies
+    step = server.step()
+    assert step.orders.copies
+    assert step.snapshots.copies
     server.copy(MIA)
-    assert server.step().snapshots.copies
     server.snapshots.on_copied(wanted.name, 0.1)
     server.run()
     assert server.timing("a").num_peer_tokens == 28
