@@ -22,7 +22,7 @@ BASE = Path("smollm2-135m")
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
 PROMPTS = {"numba": 2, "all": 20, "torch": 4}
-"""All of them, and plain torch, which is slow, are in `make test-long`."""
+"""All of them, and plain torch, which is slow, are in `make test-exhaustive`."""
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     scope="module",
     params=[
         "numba",
-        pytest.param("torch", marks=pytest.mark.long),
+        pytest.param("torch", marks=pytest.mark.exhaustive),
         pytest.param("all", marks=pytest.mark.exhaustive),
     ],
 )

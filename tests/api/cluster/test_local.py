@@ -51,9 +51,9 @@ def test_one_server_takes_what_it_uses() -> None:
     Sources.of_flags({**of_one, "cluster_secret": "of-one-cluster"}).settings().check_alone()
 
 
-def test_replicas_behind_an_edge_have_no_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_behind_an_edge_have_no_roles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="--role prefill: replicas of one command have one role"):
+    with pytest.raises(ConfigError, match="--role prefill is of one server; --prefill-replicas N"):
         local.check_options(settings(role="prefill"))
     with pytest.raises(ConfigError, match="--role prefill"):
         shape.parse({"role": "prefill", "cluster_secret": "of-one-cluster"})
@@ -62,7 +62,7 @@ def test_replicas_behind_an_edge_have_no_roles(monkeypatch: pytest.MonkeyPatch) 
 def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "free_bytes", lambda: 8 << 30)
     monkeypatch.setattr(local, "has_gpu", lambda settings: False)
-    divided = local.shares(settings(max_replicas=4))
+    divided = local.shares(settings(max_replicas=3, prefill_replicas=1))
     assert (divided.pool_bytes, divided.host_cache_bytes) == ((2 << 30) // 4, (1 << 30) // 4)
     given = local.shares(settings(pool_bytes="64MiB", host_cache_bytes="32MiB"))
     assert (given.pool_bytes, given.host_cache_bytes) == (64 << 20, 32 << 20)

@@ -139,6 +139,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "role": ("decode", "decode", ""),
     "replicas": ("2", 2, ""),
     "max_replicas": ("3", 3, ""),
+    "prefill_replicas": ("2", 2, ""),
     "target_backlog_s": ("0.5", 0.5, ""),
     "placement": ("least", "least", ""),
 }

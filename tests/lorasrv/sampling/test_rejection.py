@@ -22,7 +22,7 @@ from lorasrv.scheduler_output import PlannedDrafts, ScheduledRequest
 from lorasrv.speculation.proposal import Chain, Proposal
 from sgmv_kernels.metadata.draft_trees import depths_of
 
-VOCAB, DRAWS = 12, 20_000
+VOCAB, DRAWS = 12, 12_000
 MIX = np.random.default_rng(5)
 P, Q = MIX.dirichlet(np.ones(VOCAB)), MIX.dirichlet(np.ones(VOCAB))
 Floats = npt.NDArray[np.float64]

@@ -34,7 +34,7 @@ from lorasrv.worker import step_rows
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-CASES = [20, pytest.param(100, marks=pytest.mark.exhaustive)]
+CASES = [12, pytest.param(100, marks=pytest.mark.exhaustive)]
 """Batches for each drafter, of one to five prompts each."""
 
 
@@ -83,7 +83,7 @@ def test_any_drafter_gives_the_answers_of_none(
 )
 def test_preempted_answers_too(tight: Drafted, grammars: Sequence[TokenConstraint], name: str) -> None:
     rng = random.Random(name)
-    for _ in range(4):
+    for _ in range(2):
         asks = any_asks(tight, rng, grammars, most=4)
         asks += [
             Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
@@ -107,7 +107,7 @@ def test_real_drafters_give_the_answers_of_none(
     """Asked twice, so that the corpus knows the answers, then with predictions."""
     rng, drafters = random.Random(7), make_drafters(SpeculationOptions())
     with closing(Drafted(model, library)) as none, closing(Drafted(model, library, drafters=drafters)) as real:
-        for number in range(12):
+        for number in range(8):
             asks = any_asks(none, rng, grammars)
             plain = none.run(asks)
             texts = [plain[RequestId(f"{place}.0")].text for place in range(len(asks))]

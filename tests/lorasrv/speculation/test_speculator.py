@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from all_drafts import scripted
+from bare_scheduler import terms_of
 
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
@@ -35,7 +36,7 @@ def asked(
     **more: Any,
 ) -> Request:
     """A running request that has said `answer` so far."""
-    message = EngineCoreRequest(RequestId(name), tuple(prompt), 100, GREEDY, adapter, **more)
+    message = EngineCoreRequest(RequestId(name), tuple(prompt), 100, GREEDY, adapter, terms_of(adapter), **more)
     request = Request(message, arrival_s=0.0)
     request.token_ids += answer
     request.status = RequestStatus.RUNNING

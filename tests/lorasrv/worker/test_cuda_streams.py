@@ -226,7 +226,7 @@ KINDS = ["step", "step", "arrive", "spread", "swap", "read", "compact", "save", 
 COMMAND = st.tuples(st.sampled_from(KINDS), st.integers(0, 11))
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(COMMAND, max_size=14), st.integers(0, 2**32))
 @example([*[("step", i) for i in range(5)], ("compact", 0), ("save", 1), ("step", 5), ("restore", 1), ("step", 6)], 0)
 def test_every_order_that_streams_allow_computes_the_same(commands: list[Command], seed: int) -> None:

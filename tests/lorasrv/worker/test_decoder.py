@@ -122,7 +122,7 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
     [
         *cases("numba", *ALL, mark=pytest.mark.long, everyday=True),
         *cases("torch", *(name for name in ALL if name.startswith("llama"))),
-        *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.long),
+        *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.exhaustive),
         *cases("triton", "llama", mark=pytest.mark.long),
         *cases("triton", "mistral", "gemma2", "gemma3", "mpt", "phi3-partial", mark=pytest.mark.exhaustive),
     ],

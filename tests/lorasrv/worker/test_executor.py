@@ -112,7 +112,9 @@ def _agree(plain_engine: Drafted, late_engine: Drafted, asks: list[Ask], script:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, "oracle", "mixed", "liar"])
+@pytest.mark.parametrize(
+    "name", [None, "mixed", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("oracle", "liar"))]
+)
 def test_answers_are_the_same(
     plain_engine: Drafted, late_engine: Drafted, late: LateExecutor | LaunchedAtOnce, name: str | None
 ) -> None:
