@@ -21,7 +21,7 @@ from lorasrv.sampling_params import SamplingParams
 BASE = Path("smollm2-135m")
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
-PROMPTS = {"numba": 2, "all": 20, "torch": 4}
+PROMPTS = {"numba": 2, "turbulent": 12, "all": 20, "torch": 4}
 """All of them, and plain torch, which is slow, are in `make test-exhaustive`."""
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -40,7 +40,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(kernels: str, personas: dict[str, Path]) -> Iterator[LLM]:
-    chosen, seats = "numba" if kernels == "all" else kernels, SchedulerOptions(max_num_seqs=20)
+    chosen, seats = "torch" if kernels == "torch" else "numba", SchedulerOptions(max_num_seqs=20)
     with offline_engine(BASE, personas, kernels=chosen, scheduler=seats, pool_bytes=700 << 20) as llm:
         yield llm
 
@@ -130,7 +130,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels", ["numba", pytest.param("all", marks=pytest.mark.exhaustive)], indirect=True)
+@pytest.mark.parametrize("kernels", ["turbulent"], indirect=True)
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
     oracle, prompts, personas, capsys: pytest.CaptureFixture[str]
 ) -> None:
