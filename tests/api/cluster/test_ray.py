@@ -331,7 +331,7 @@ def test_a_replica_of_the_other_role_computes_prompts(
         known = httpx2.get(f"{url}/v1/replicas", trust_env=False).json()["replicas"]
         assert sorted(one["role"] for one in known) == ["both", "prefill"]
         [answering] = [one["url"] for one in known if one["role"] == "both"]
-        prompt = "the river and the sea " * 60
+        prompt = "the river and the sea " * 38
         told = ask(url, "one", prompt=prompt)
         assert counted(url, "lorasrv_edge_peers_total", kind="prefill") == 1
         assert counted(answering, "lorasrv_peer_pages_received_total") > 10
