@@ -14,7 +14,7 @@ from pathlib import Path
 
 import bench_adapter_kinds
 from harness import arguments, environment, shapes_of, table
-from bench_adapter_kinds import ROWS, write_adapter
+from bench_adapter_kinds import write_adapter
 
 from adapter_store.composition import Composition
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions
@@ -23,6 +23,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
 
+ROWS = (1, 16)
 KINDS = ("rank 32", "rank 16", "0.5 x rank 16 + rank 16", "the same, stored")
 
 
