@@ -106,31 +106,31 @@ def retrieval(llm: LLM, prompt_tokens: int, trials: int) -> None:
         print(f"| {name} | {' | '.join(shares)} | {sum(found) / (trials * len(DEPTHS)):.0%} |", flush=True)
 
 
-def steps(llm: LLM, prompt_tokens: int, rows: int, tokens: int) -> None:
-    """Print medians of steps in which all answers grow, and the pages that they hold."""
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+def steps(llm: LLM, prompt_tokens: int, rows: int, count: int) -> None:
+    """Print medians of `count` steps in which all answers grow, and the pages that they hold at the end."""
+    sampling = SamplingParams(max_tokens=600, temperature=0.0, ignore_eos=True)
     exact = 0.0
-    table(("policy", "step ms", "to full", "pages at the end"))
+    table(("policy", "step ms", "to full", "pages"))
     for name, policy in POLICIES.items():
-        rng, taken, held = random.Random(3), [], 0
-        for number in range(rows):
-            ids = llm.tokenizer.encode(unique_prompt(rng, prompt_tokens), add_special_tokens=False)[:prompt_tokens]
-            request = llm.input_processor.process(
-                RequestId(f"{name}-{number}"),
-                ids,
-                sampling,
-                kv_policy=policy,
-                speculation=SpeculationParams(max_draft=0),
-            )
+        rng, taken = random.Random(3), []
+        ids = [RequestId(f"{name}-{number}") for number in range(rows)]
+        for rid in ids:
+            prompt = llm.tokenizer.encode(unique_prompt(rng, prompt_tokens), add_special_tokens=False)[:prompt_tokens]
+            drafts = SpeculationParams(max_draft=0)
+            request = llm.input_processor.process(rid, prompt, sampling, kv_policy=policy, speculation=drafts)
             llm.engine.add_request(request)
-        while llm.engine.has_requests:
+        while len(taken) < count:
             begun = time.perf_counter()
-            outputs = llm.engine.step()
-            taken.append((time.perf_counter() - begun, len(outputs)))
-            held = max(held if outputs else 0, llm.engine.metrics.snapshot().pages_kv) if len(outputs) == rows else held
-        step_ms = 1e3 * statistics.median(seconds for seconds, count in taken if count == rows)
-        exact = exact or step_ms
-        print(f"| {name} | {step_ms:.1f} | {step_ms / exact:.2f} | {held} |", flush=True)
+            if len(llm.engine.step()) == rows:
+                taken.append(1e3 * (time.perf_counter() - begun))
+        held = llm.engine.metrics.snapshot().pages_kv
+        for rid in ids:
+            llm.engine.abort(rid)
+        llm.engine.step()
+        exact = exact or statistics.median(taken)
+        print(
+            f"| {name} | {statistics.median(taken):.1f} | {statistics.median(taken) / exact:.2f} | {held} |", flush=True
+        )
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def main() -> None:
         prompt=(1400, "tokens of a prompt"),
         trials=(8, "numbers at each depth"),
         rows=(8, "answers at a time"),
-        tokens=(64, "of an answer"),
+        count=(60, "steps"),
     )
     environment()
     print(machine_line(), flush=True)
@@ -152,7 +152,7 @@ def main() -> None:
         if a.measure == "retrieval":
             retrieval(llm, a.prompt, a.trials)
         else:
-            steps(llm, a.prompt, a.rows, a.tokens)
+            steps(llm, a.prompt, a.rows, a.count)
 
 
 if __name__ == "__main__":
