@@ -25,7 +25,7 @@ from sgmv_kernels.cpu_runtime.launch import Part, launch
 from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
 
-MODULE = "page_mass"
+MODULE, PART = "page_mass", "page mass"
 OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA
 """Places of arguments that are values' otherwise: table [T] int32 of the rows' places in the sums, number of these."""
 
@@ -34,13 +34,8 @@ def add_page_mass_cpu_(
     masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> None:
     """See `ops.Ops.paged_attention`."""
-    shape = q.shape[1], kv.num_heads, kv.head_dim
-    if shape not in masses.prepared:
-        masses.prepared[shape] = _part(masses, plan, *shape)
-    part, _ = masses.prepared[shape]
     own = {
         Q: q.data_ptr(),
-        OUT: masses.sums.data_ptr(),
         KEYS: kv.keys.data_ptr(),
         # Scoring prefetches values behind keys; none are read here.
         VALUES: kv.keys.data_ptr(),
@@ -49,7 +44,16 @@ def add_page_mass_cpu_(
         SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
         KEY_SCALES: kv.address(formats.KEY_SCALES),
     }
-    launch(MODULE, ENTRIES[kv.format.name], part, own)
+    launch(MODULE, ENTRIES[kv.format.name], masses_part(masses, plan, q.shape[1], kv.num_heads, kv.head_dim), own)
+
+
+def masses_part(masses: PageMasses, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
+    """Return the launch arguments that a step gives its observed rows."""
+    shape = heads, kv_heads, dim
+    if shape not in masses.prepared:
+        masses.prepared[shape] = _part(masses, plan, *shape)
+    part: Part = masses.prepared[shape][0]
+    return part
 
 
 def _part(masses: PageMasses, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> tuple[Part, object]:
@@ -60,5 +64,5 @@ def _part(masses: PageMasses, plan: AttentionPlan, heads: int, kv_heads: int, di
     rows = np.arange(plan.num_rows)
     is_observed = rows >= np.repeat(plan.query_starts[1:] - masses.counts, sequences.query_lens)
     observed = (np.cumsum(is_observed) - 1).astype(np.int32)
-    own = {OBSERVED: observed.ctypes.data, NUM_OBSERVED: masses.sums.shape[1]}
-    return replace(part, words={**part.words, **own}), observed
+    own = {OUT: masses.sums.data_ptr(), OBSERVED: observed.ctypes.data, NUM_OBSERVED: masses.sums.shape[1]}
+    return replace(part, name=PART, words={**part.words, **own}), observed

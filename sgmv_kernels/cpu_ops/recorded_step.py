@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Angles, AttentionPlan, Layers, ProgramShape, SgmvPlan, StepTables
+from sgmv_kernels.backend import Angles, AttentionPlan, Layers, PageMasses, ProgramShape, SgmvPlan, StepTables
 from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
 from sgmv_kernels.cpu_ops.attention import sequences_part
+from sgmv_kernels.cpu_ops.page_mass import PART as OBSERVED
+from sgmv_kernels.cpu_ops.page_mass import masses_part
 from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.cpu_runtime.openmp import team_size
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
-USUAL = ((0, False), (1, False))
+USUAL = ((0, False, False), (1, False, False))
 """Kinds of steps that are recorded with the first one, so that no adapter's first request waits for it."""
 
 
@@ -49,17 +51,18 @@ class RecordedStep:
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
-        # By the number of passes over adapters, and whether any has vectors: steps pay for what they have.
-        self._recorded: dict[tuple[int, bool], tuple[Program, Tensor]] = {}
+        # By the number of passes over adapters, whether any has vectors, and whether rows are observed: steps pay for
+        # what they have.
+        self._recorded: dict[tuple[int, bool, bool], tuple[Program, Tensor]] = {}
         self._last: tuple[Program, float] | None = None
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits [S, V], in a buffer that the next run overwrites."""
         rows, samples = len(x), len(tables.sample_rows)
-        if rows > self._shape.max_rows or samples > self._shape.max_samples or tables.masses is not None:
+        if rows > self._shape.max_rows or samples > self._shape.max_samples:
             self._last = None
             return self._layers(x, angles, tables)
-        kind = tables.lora.num_passes, tables.lora.tables.has_vectors
+        kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
         held = self._recorded.get(kind)
         if held is None or held[0].threads != team_size():
             self._recorded |= {each: self._record(*each) for each in (*USUAL, kind)}
@@ -81,7 +84,7 @@ class RecordedStep:
         second = whole / max(1.0, sum(ticks.values()))
         return {kind: count * second for kind, count in ticks.items()}
 
-    def _record(self, num_passes: int, with_vectors: bool) -> tuple[Program, Tensor]:
+    def _record(self, num_passes: int, with_vectors: bool, with_masses: bool) -> tuple[Program, Tensor]:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
         attention = self._planner.plan_attention(
@@ -94,8 +97,10 @@ class RecordedStep:
             lora = replace(self._planner.plan_tables(tables, shape.adapter_dtype), next=lora)
         assert lora is not None
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
+        observed = PageMasses(np.ones(1, dtype=np.int32), torch.zeros((shape.num_kv_heads, 1, pages)))
+        masses = observed if with_masses else None
         with recording() as recorded:
-            logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled))
+            logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled, masses))
         return Program(recorded), logits
 
     def _parts(self, rows: int, angles: Angles, tables: StepTables) -> dict[str, Words]:
@@ -107,6 +112,9 @@ class RecordedStep:
             TAKEN: taken_part(tables.sample_rows).words,
             ATTENTION: sequences.words,
         }
+        if tables.masses is not None:
+            heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+            parts[OBSERVED] = masses_part(tables.masses, attention, *heads).words
         for (recorded, _), (cos, sin) in zip(self._angles, angles, strict=True):
             rope = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
             parts[rope_name(recorded)] = rope.words

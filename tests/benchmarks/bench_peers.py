@@ -41,7 +41,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -440,7 +440,8 @@ def _answering(command: list[str], folder: Path, path: str) -> Iterator[Server]:
             time.sleep(0.02)
         yield Server(url, "base", time.perf_counter() - begun, started.pid)
     finally:
-        os.killpg(started.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGTERM)
         try:
             started.wait(timeout=20)
         except subprocess.TimeoutExpired:

@@ -123,7 +123,7 @@ def _group_of(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gptq_of(bits: int) -> tuple[dict[str, Any], Callable[[Tensor], Tensors]]:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": bits == 8}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": bits == 8, "desc_act": False}
     return config | {"checkpoint_format": "gptq_v2"}, _gptq(bits)
 
 
