@@ -46,9 +46,9 @@ def _rounded(weight: Tensor, sym: bool, bits: int = 4) -> tuple[Tensor, Tensor, 
     return fields.clamp(0, most).view(weight.shape), zeros, scales
 
 
-def _gptq(bits: int) -> Callable[[Tensor], Tensors]:
+def _gptq(bits: int, sym: bool) -> Callable[[Tensor], Tensors]:
     def tensors_of(weight: Tensor) -> Tensors:
-        fields, zeros, scales = _rounded(weight, sym=bits == 8, bits=bits)
+        fields, zeros, scales = _rounded(weight, sym, bits)
         groups_of = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
         words, lowest = _words(fields, bits).T, _words(zeros.T, bits)
         return {"qweight": words, "qzeros": lowest, "scales": scales.T, "g_idx": groups_of}
@@ -122,16 +122,17 @@ def _group_of(weights: dict[str, Any]) -> dict[str, Any]:
     return {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights}
 
 
-def _gptq_of(bits: int) -> tuple[dict[str, Any], Callable[[Tensor], Tensors]]:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": bits == 8, "desc_act": False}
-    return config | {"checkpoint_format": "gptq_v2"}, _gptq(bits)
+def _gptq_of(bits: int, sym: bool) -> tuple[dict[str, Any], Callable[[Tensor], Tensors]]:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": sym, "desc_act": False}
+    return config | {"checkpoint_format": "gptq_v2"}, _gptq(bits, sym)
 
 
 FILES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensors]]] = {
-    "GPTQ, 2 bits": _gptq_of(2),
-    "GPTQ, 3 bits": _gptq_of(3),
-    "GPTQ, 4 bits": _gptq_of(4),
-    "GPTQ, 8 bits": _gptq_of(8),
+    "GPTQ, 2 bits": _gptq_of(2, sym=False),
+    "GPTQ, 3 bits": _gptq_of(3, sym=False),
+    "GPTQ, 4 bits": _gptq_of(4, sym=False),
+    "GPTQ, 4 bits, symmetric": _gptq_of(4, sym=True),
+    "GPTQ, 8 bits": _gptq_of(8, sym=True),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
     "compressed-tensors, 4 bits": (
         {
