@@ -29,7 +29,7 @@ from adapter_store.spec import AdapterId
 from adapter_store.storage.blobs import NEW_FILE, disk_errors, fsync_directory, write_all
 
 MAX_HEAD_BYTES = 64 << 10
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 1 << 20
 MAX_THREADS = 4
 _PART = ".part"
 Facts = Mapping[str, Any]
