@@ -31,6 +31,7 @@ from adapter_store.storage.blobs import NEW_FILE, disk_errors, fsync_directory, 
 MAX_HEAD_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 MAX_THREADS = 4
+"""Of half the processors at most: an adapter is loaded meanwhile."""
 _PART = ".part"
 Facts = Mapping[str, Any]
 """All that the bytes of a snapshot depend on, as plain JSON values."""
@@ -202,7 +203,7 @@ def _head(facts: Facts, digests: Sequence[str]) -> bytes:
 def _of_pieces(compute: Callable[[int, memoryview], str], data: memoryview) -> list[str]:
     """Return what `compute` returns of the place and the bytes of each piece, several at a time."""
     places = range(0, data.nbytes, PIECE_BYTES)
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MAX_THREADS, -(-(os.cpu_count() or 1) // 2))) as threads:
         return list(threads.map(compute, places, (data[at : at + PIECE_BYTES] for at in places)))
 
 
