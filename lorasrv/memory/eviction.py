@@ -153,21 +153,34 @@ class Evictor:
         self.num_moved_pages = 0
         self._moves: list[CopyPages] = []
 
-    def make_room(self, pages: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()) -> bool:
+    def make_room(
+        self,
+        pages: int,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey] = frozenset(),
+        beside: Set[AdapterKey] = frozenset(),
+    ) -> bool:
         """Evict until `pages` pages are free for keys and values.
 
         Args:
             ahead: adapters that requests further ahead in the queue wait for.
+            beside: adapters that stay, at any level.
         Returns:
             False, and nothing evicted, if this level cannot free so many.
         """
-        return self._make_room(self._pool, pages, level, ahead, self._kv_floor())
+        return self._make_room(self._pool, pages, level, ahead, self._kv_floor(), beside)
 
-    def can_make_room(self, pages: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()) -> bool:
+    def can_make_room(
+        self,
+        pages: int,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey] = frozenset(),
+        beside: Set[AdapterKey] = frozenset(),
+    ) -> bool:
         """Return whether `make_room` would free so many. Evicts nothing."""
         if self._pool.num_free >= pages:
             return True
-        return self._available_pages(self._pool, level, ahead, self._kv_floor()) >= pages
+        return self._available_pages(self._pool, level, ahead, self._kv_floor(), beside) >= pages
 
     def place_adapter(
         self,

@@ -167,13 +167,14 @@ class MemoryManager:
         self.exchange.on_arrival(request)
         self.snapshots.on_arrival(request)
 
-    def begin_step(self) -> None:
-        """End leases whose time is over."""
+    def begin_step(self, keep_free: int) -> None:
+        """End leases whose time is over, and take pages for what has been brought; `keep_free` pages are left free."""
         self.exchange.expire()
+        self.snapshots.place(keep_free)
 
     def wake_s(self) -> float | None:
-        """Return when something ends by the clock; None if nothing does."""
-        return self.exchange.wake_s()
+        """Return when the next step is needed: now, if requests wait for nothing any more; None if not by the clock."""
+        return 0.0 if self.snapshots.has_ended else self.exchange.wake_s()
 
     def max_kv_pages(self, layouts: Iterable[AdapterLayout]) -> int:
         """Return the most pages that one request can have for its keys and values, beside what its adapter needs."""
@@ -207,8 +208,8 @@ class MemoryManager:
         return True
 
     def prefetch(self, keep_free: int) -> None:
-        """Take pages for snapshots that have been brought, and load reserved adapters that no request waits for, as far
-        as no request needs their pages, pinned ones first.
+        """Take pages for snapshots whose adapters have got theirs in this step, and load reserved adapters that no
+        request waits for, as far as no request needs their pages, pinned ones first.
 
         A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it.
         """

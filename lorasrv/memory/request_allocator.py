@@ -30,6 +30,7 @@ class RequestAllocator:
         keep_free: int,
         ahead: Set[AdapterKey],
         growth: int = 0,
+        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Take pages for all tokens of a waiting request, and pin what its adapter needs, which is resident.
 
@@ -40,6 +41,7 @@ class RequestAllocator:
             keep_free: pages to be left free.
             ahead: adapters that requests further ahead in the queue wait for.
             growth: pages beyond, which this level must be able to free but does not yet.
+            beside: adapters that stay, at any level.
         Returns:
             False, and nothing held, if this level does not free so many.
         """
@@ -49,7 +51,8 @@ class RequestAllocator:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
-        if not (self._can_grow(request, growth, level, ahead) and self.extend(request, level, keep_free, ahead)):
+        can_grow = self._can_grow(request, growth, level, ahead, beside)
+        if not (can_grow and self.extend(request, level, keep_free, ahead, beside)):
             request.num_computed_tokens -= shared
             self.free(request)
             return False
@@ -61,13 +64,18 @@ class RequestAllocator:
         return True
 
     def extend(
-        self, request: Request, level: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
+        self,
+        request: Request,
+        level: EvictionLevel,
+        keep_free: int = 0,
+        ahead: Set[AdapterKey] = frozenset(),
+        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Take the pages that all known and pending tokens need, under a policy those of the next step; return False if
         this level does not free them."""
         rid, computed, wanted = request.request_id, request.num_scheduled_tokens, _num_wanted(request)
         missing = self._kv.missing_pages(rid, computed, wanted)
-        if missing and not self._evictor.make_room(missing + keep_free, level, ahead):
+        if missing and not self._evictor.make_room(missing + keep_free, level, ahead, beside):
             return False
         copies = self._kv.allocate(rid, computed, wanted)
         assert copies is not None, "pages were counted before they were taken"
@@ -203,11 +211,18 @@ class RequestAllocator:
         salt, prefix = request.message.cache_salt, _prefix(request)
         self._kv.open(request.request_id, request.adapter_key, salt, policy, holes, prefix, request.home_key)
 
-    def _can_grow(self, request: Request, growth: int, level: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
+    def _can_grow(
+        self,
+        request: Request,
+        growth: int,
+        level: EvictionLevel,
+        ahead: Set[AdapterKey],
+        beside: Set[AdapterKey],
+    ) -> bool:
         if not growth:
             return True
         missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, _num_wanted(request))
-        return self._evictor.can_make_room(missing + growth, level, ahead)
+        return self._evictor.can_make_room(missing + growth, level, ahead, beside)
 
     def _share(self, request: Request, parent: Request | None) -> int:
         """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are

@@ -154,6 +154,11 @@ class SnapshotManager:
             return None
         return len(known.hashes) * self._kv.page_size, nbytes
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether `take_ended` has any."""
+        return bool(self._ended)
+
     def take_ended(self) -> list[SnapshotName]:
         """Return the snapshots that no request waits for any more, since the last call."""
         ended, self._ended = self._ended, []

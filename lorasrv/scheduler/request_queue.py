@@ -64,7 +64,8 @@ class RequestQueue:
         # Steps in which limits were last seen to hold requests back.
         self._limited: dict[Blocker, int] = {}
         # Waiting requests that would be starved, but for a load that no preemption makes faster.
-        self._loading: dict[AdapterKey, list[Request]] = {}
+        # By every adapter that they need.
+        self._loading: dict[AdapterKey, dict[RequestId, Request]] = {}
         self._num_added = 0
         self._next_sweep = MIN_SWEEP
         self.step = 0
@@ -132,7 +133,8 @@ class RequestQueue:
             self.lanes.relieve(blocker)
         moved = self._adapters.take_moved()
         self.lanes.begin_step(now_s, moved)
-        for request in (r for key in moved for r in self._loading.pop(key, ())):
+        for request in {rid: r for key in moved for rid, r in self._loading.get(key, {}).items()}.values():
+            self._end_wait_for_load(request)
             if request.request_id in self._waiting:
                 self._watch(request, request.last_share_step)
         self._find_starved()
@@ -171,9 +173,14 @@ class RequestQueue:
         return self._adapters.next_to_move(request.term_keys)[0] in (AdapterState.LOADING, AdapterState.COPYING)
 
     def _wait_for_load(self, request: Request) -> None:
-        _, key = self._adapters.next_to_move(request.term_keys)
-        assert key is not None, "nothing is being loaded"
-        self._loading.setdefault(key, []).append(request)
+        for key in request.term_keys:
+            self._loading.setdefault(key, {})[request.request_id] = request
+
+    def _end_wait_for_load(self, request: Request) -> None:
+        for key in request.term_keys:
+            del self._loading[key][request.request_id]
+            if not self._loading[key]:
+                del self._loading[key]
 
     def order(self) -> Generator[Request, None, None]:
         """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
@@ -248,7 +255,7 @@ class RequestQueue:
         live = {r.request_id for r in self._running} | self._waiting.keys()
         assert self.requests.keys() == live, "a request is lost"
         assert self._starved.keys() <= live, "a request that is gone is starved"
-        loading = {r.request_id for requests in self._loading.values() for r in requests} & self._waiting.keys()
+        loading = {rid for requests in self._loading.values() for rid in requests} & self._waiting.keys()
         of_wait = (*(r.request_id for r in self._by_wait), *self._starved, *loading)
         assert sorted(of_wait) == sorted(live), "a wait is counted twice, or not at all"
         steps = {request: self._by_wait.rank(request)[0] for request in self._by_wait}

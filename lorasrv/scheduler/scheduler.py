@@ -219,7 +219,7 @@ class Scheduler:
         self._allocator.record_moves()  # of a step whose planning failed
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
-        self._memory.begin_step()
+        self._memory.begin_step(self.num_running)
         restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
         self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
         self.quotas.begin_step()

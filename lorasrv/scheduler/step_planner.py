@@ -11,13 +11,14 @@ into pages that no request needs. When pages run out all the same, `Evictor` evi
 preempted: it is swapped to host memory or computed again, whichever costs less.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
+from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
@@ -130,6 +131,8 @@ class StepPlanner:
         self._beams = beams
         self._speculator = speculator
         self._set_status = set_status
+        # A sum whose adapters were loaded for it.
+        self._assembling: Request | None = None
         # A draft token of any answer had to exceed it in the newest step that had room for drafts.
         self.min_draft_chance = 0.0
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
@@ -294,7 +297,19 @@ class StepPlanner:
     def _adapters_ahead(self) -> set[AdapterKey]:
         """Return the adapters of waiting requests that count as ahead: preempted and starved ones."""
         ahead = (*self._queue.preempted.values(), *self._queue.starved.values())
-        return {key for request in ahead for key in request.term_keys}
+        return {key for request in ahead for key in request.term_keys} | self._assembled()
+
+    def _assembled(self) -> Set[AdapterKey]:
+        """Return the terms of one sum of which some are on their way: for no other request that waits do the others
+        leave the pool meanwhile, or two could push out each other's for ever."""
+        request = self._assembling
+        if request is None or request.request_id not in self._queue.waiting:
+            return frozenset()
+        is_coming = self._adapter_manager.next_to_move(request.term_keys)[0] in (
+            AdapterState.LOADING,
+            AdapterState.COPYING,
+        )
+        return frozenset(request.term_keys) if is_coming else frozenset()
 
     def preempt(self, request: Request) -> None:
         """Preempt a running request: take back everything but its tokens."""
@@ -398,9 +413,8 @@ class StepPlanner:
     def _try_to_admit(self, request: Request, state: _PlanState) -> bool:
         growth = self._growth_with(request) if self._queue.running else 0
         keep_free = self._pages_to_grow()
-        return self._allocator.allocate(
-            request, self._parent(request), self._admission_level(), keep_free, state.ahead, growth
-        )
+        level, beside = self._admission_level(), self._assembled()
+        return self._allocator.allocate(request, self._parent(request), level, keep_free, state.ahead, growth, beside)
 
     def _growth_with(self, request: Request) -> int:
         """Return the pages that the batch is predicted to need at its peak, with this request in it."""
@@ -437,25 +451,37 @@ class StepPlanner:
         while not self._load_adapter(request, level, state):
             victim = self._queue.select_victim_below(request) if not state.blocked else None
             if victim is None:
+                self._begin_anew(request, state)
                 return False
             self._preempt(victim, state)
         return True
 
+    def _begin_anew(self, request: Request, state: _PlanState) -> None:
+        """Evict the terms of a sum that are in the pool, if nothing else is left to move: they lie so that another one
+        finds no place, and in an empty pool all do."""
+        is_alone = not (state.blocked or self._queue.running or self._adapter_manager.num_copying)
+        if is_alone and len(request.terms) > 1:
+            for key in filter(self._adapters.is_evictable, request.term_keys):
+                self._adapter_manager.evict(key)
+
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
         """Load what is missing; return False if something has no room. What is in the pool already stays for it."""
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
-        beside = frozenset(request.term_keys)
+        beside = self._assembled() | frozenset(request.term_keys)
         are_loading = [
             self._memory.load_adapter(term.key, term.layout, pages, level, state.ahead, beside)
             for term in request.terms
         ]
         self._allocator.record_moves()
+        if len(request.terms) > 1 and not self._assembled():
+            self._assembling = request
         return all(are_loading)
 
     def _reload_own_adapter(self, request: Request, state: _PlanState) -> None:
         """Evict and reload the request's own adapter if nothing else is left to free: placed in pieces it may hold
         more pages than its size, and in one run it may fit."""
-        if request.terms and not self._queue.running and not self._adapter_manager.num_copying:
+        is_alone = not (self._queue.running or self._adapter_manager.num_copying)
+        if request.terms and is_alone and all(map(self._adapters.is_evictable, request.term_keys)):
             for key in request.term_keys:
                 self._adapter_manager.evict(key)
             self._prefetch(request, state)

@@ -63,11 +63,11 @@ class RecordedStep:
             self._last = None
             return self._layers(x, angles, tables)
         kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
-        held = self._recorded.get(kind)
-        if held is None or held[0].threads != team_size():
-            self._recorded |= {each: self._record(*each) for each in (*USUAL, kind)}
-            held = self._recorded[kind]
-        program, logits = held
+        for each in (kind, *USUAL):
+            held = self._recorded.get(each)
+            if held is None or held[0].threads != team_size():
+                self._recorded[each] = self._record(*each)
+        program, logits = self._recorded[kind]
         self._x[:rows] = x
         parts = self._parts(rows, angles, tables)
         begun = time.perf_counter()

@@ -1,8 +1,10 @@
 """The bare scheduler with hand-made model outputs: order, budget, preemption, adapters, and exactly one end each."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, names, terms_of
 from mispredict import expect_short_answers
 
@@ -10,7 +12,8 @@ import lorasrv
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.outputs import FinishReason, RequestId
-from lorasrv.request import OnCold, RequestStatus
+from lorasrv.request import AdapterTerm, OnCold, RequestStatus
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 
 def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
@@ -216,6 +219,62 @@ def test_terms_of_a_sum_do_not_push_each_other_out() -> None:
     assert placed == [pinned, one, other], "each is loaded once"
     assert pinned not in bench.adapters
     assert [len(step.placements) for step in bench.steps if "sum" in names(step)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("others", [(4,), (2, 3)], ids=["an adapter", "another sum"])
+def test_a_sum_beside_others_in_a_small_pool_comes_about(others: tuple[int, ...]) -> None:
+    """Loads are done at once and copies take three steps: what has come waits for the rest, and could be pushed out."""
+    one, other, last = KEYS[0], KEYS[1], KEYS[others[-1]]
+    size = {key: layout_of(key).num_pages(PAGE_BYTES) for key in KEYS}
+    pages = max(size[one] + size[other], size[other] + size[last], sum(size[KEYS[i]] for i in others))
+    bench = Bench(pages=pages + 2, max_num_batched_tokens=64)
+    since: dict[AdapterKey, int] = {}
+
+    def step() -> None:
+        bench.step()
+        for key in sorted(bench.loading):
+            bench.load(key)
+        now = len(bench.steps)
+        since.update(dict.fromkeys(bench.copying - since.keys(), now))
+        for key in [key for key, begun in since.items() if now - begun >= 3]:
+            del since[key]
+            bench.copy(key)
+
+    def run_until(done: Callable[[], object]) -> None:
+        for _ in range(100):
+            if done():
+                return
+            step()
+        raise AssertionError(f"they push each other out: {[key for s in bench.steps for key, _ in s.orders.copies]}")
+
+    for key in (other, last):
+        bench.add(f"before {key}", prompt=2, max_tokens=1, key=key)
+        run_until(lambda: not bench.scheduler.has_requests)
+    bench.add("sum", prompt=3, max_tokens=3, key=AdapterKey("s"), terms=terms_of(one, other))
+    run_until(lambda: bench.copying)
+    bench.add("other", prompt=3, max_tokens=3, key=AdapterKey("t"), terms=terms_of(*(KEYS[i] for i in others)))
+    run_until(lambda: not bench.scheduler.has_requests)
+    assert {bench.ends()[name] for name in ("sum", "other")} == {FinishReason.LENGTH}
+
+
+def test_a_sum_for_which_nothing_lies_well_begins_anew() -> None:
+    """A term in the middle of the pool leaves no run for the other one, though there are pages enough."""
+    shapes = ((160, 160, 16), (128, 224, 24))
+    layouts = [AdapterLayout((SiteDims(width, (out,)),), (((rank,),),), 2) for width, out, rank in shapes]
+    one, other = (AdapterTerm(key, 1.0, layout) for key, layout in zip(KEYS, layouts, strict=False))
+    bench = Bench(pages=2 + sum(layout.num_pages(PAGE_BYTES) for layout in layouts), max_num_batched_tokens=64)
+    bench.checks = False
+    taken = bench.pool.allocate_run(3)
+    assert taken is not None
+    bench.add("one", prompt=2, max_tokens=1, key=one.key, terms=(one,))
+    bench.step()
+    bench.bring(one.key)
+    bench.step()
+    bench.pool.release(range(taken[0], sum(taken)))
+    bench.checks = True
+    bench.add("sum", prompt=3, max_tokens=3, key=AdapterKey("s"), terms=(one, other))
+    bench.run(steps=60)
+    assert bench.ends() == {"one": FinishReason.LENGTH, "sum": FinishReason.LENGTH}
 
 
 def test_a_sum_waits_for_all_of_its_terms() -> None:
