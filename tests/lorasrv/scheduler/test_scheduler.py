@@ -211,10 +211,12 @@ def test_terms_of_a_sum_do_not_push_each_other_out() -> None:
     for _ in range(3):
         bench.step()
         bench.arrive()
+    bench.add("before", prompt=2, max_tokens=1, key=one)
+    bench.run(steps=20)
     assert pinned in bench.adapters
     bench.add("sum", prompt=3, max_tokens=3, key=AdapterKey("s"), terms=terms_of(one, other))
     bench.run(steps=60)
-    assert bench.ends() == {"sum": FinishReason.LENGTH}
+    assert bench.ends()["sum"] is FinishReason.LENGTH
     placed = [key for step in bench.steps for key, _ in step.orders.copies]
     assert placed == [pinned, one, other], "each is loaded once"
     assert pinned not in bench.adapters
