@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -289,20 +288,16 @@ class Held:
     divergence: float
     same: float
     nbytes: int
-    seconds: float
 
     def row(self, name: str) -> str:
         said = f"{self.exact_perplexity:.3f} | {self.perplexity:.3f} | {self.divergence:.5f} | {self.same:.2%}"
-        per_gb = self.seconds / self.nbytes * 1e9
-        return f"| {name} | {said} | {self.nbytes / 1e6:.0f} | {self.seconds:.2f} | {per_gb:.1f}"
+        return f"| {name} | {said} | {self.nbytes / 1e6:.0f}"
 
 
 def held(codes: Checkpoint, floats: Checkpoint, quantization: str, ids: list[int], chunks: int = CHUNKS) -> Held:
     """Compare a checkpoint in a format with another one as floats."""
     ops = Ops(CPU)
-    begun = time.perf_counter()
     weights = load_weights(codes, choose_format(ModelOptions(quantization=quantization), codes, ops), torch.float32)
-    seconds = time.perf_counter() - begun
     exact = load_weights(floats, get_format("none", ops), torch.float32)
     losses, divergence, same, rows = [0.0, 0.0], 0.0, 0, chunks * (CHUNK - 1)
     both = zip(_logits(exact, ids, ops, chunks), _logits(weights, ids, ops, chunks), strict=True)
@@ -314,7 +309,7 @@ def held(codes: Checkpoint, floats: Checkpoint, quantization: str, ids: list[int
         divergence += float((wanted.exp() * (wanted - found)).sum())
         same += int((wanted.argmax(-1) == found.argmax(-1)).sum())
     exact_perplexity, perplexity = (math.exp(loss / rows) for loss in losses)
-    return Held(perplexity, exact_perplexity, divergence / rows, same / rows, weights.nbytes, seconds)
+    return Held(perplexity, exact_perplexity, divergence / rows, same / rows, weights.nbytes)
 
 
 @pytest.mark.exhaustive
@@ -368,12 +363,12 @@ def test_what_holding_a_quantized_file_costs(
         files |= {kind: lambda kind: str(_gguf(tmp_path / "file.gguf", kind)) for kind in GGUF_FILES}
         with capsys.disabled():
             print(
-                "\n| file | as floats | as served | KL, nats | same token | MB | load, s | s/GB",
+                "\n| file | as floats | as served | KL, nats | same token | MB",
                 *personas,
                 "",
                 sep=" | ",
             )
-            print("|---" * (8 + len(personas)) + "|")
+            print("|---" * (6 + len(personas)) + "|")
         for kind, write in files.items():
             model = write(kind)
             with closing(open_checkpoint(model)) as checkpoint:
