@@ -167,8 +167,10 @@ class AdapterManager:
         return all(map(self.is_resident, keys))
 
     def next_to_move(self, keys: Iterable[AdapterKey]) -> tuple[AdapterState, AdapterKey | None]:
-        """Return which of several adapters that are needed together is to be moved next, or waited for, and its state;
-        RESIDENT if all are."""
+        """Return the state and key of the adapter that must be loaded next, of several that are needed together.
+
+        What can be moved comes before what is on its way. RESIDENT if all are, with a key of None if there are none.
+        """
         found = [(_ORDER.index(self.state(key)), key) for key in keys]
         order, key = min(found, default=(-1, None))
         return _ORDER[order], key

@@ -300,8 +300,8 @@ class StepPlanner:
         return {key for request in ahead for key in request.term_keys} | self._assembled()
 
     def _assembled(self) -> Set[AdapterKey]:
-        """Return the terms of one sum of which some are on their way: for no other request that waits do the others
-        leave the pool meanwhile, or two could push out each other's for ever."""
+        """Return the terms of the sum that is being loaded, while some are on their way. They stay in the pool
+        meanwhile: otherwise two waiting sums could evict each other's terms for ever."""
         request = self._assembling
         if request is None or request.request_id not in self._queue.waiting:
             return frozenset()
@@ -457,8 +457,8 @@ class StepPlanner:
         return True
 
     def _begin_anew(self, request: Request, state: _PlanState) -> None:
-        """Evict the terms of a sum that are in the pool, if nothing else is left to move: they lie so that another one
-        finds no place, and in an empty pool all do."""
+        """Evict the terms of a sum that are in the pool, if nothing else can be moved: they may lie so that no run is
+        long enough for the next one. In an empty pool all have room."""
         is_alone = not (state.blocked or self._queue.running or self._adapter_manager.num_copying)
         if is_alone and len(request.terms) > 1:
             for key in filter(self._adapters.is_evictable, request.term_keys):

@@ -52,7 +52,7 @@ class Fp8Modules:
         bits = self._tensors.read(f"{module}.weight", (_E4M3,), (outputs, inputs)).view(torch.int8).short()
         if (bits & 0x7F).eq_(0x7F).any():
             raise CorruptModel(f"{module}.weight holds what is no number")
-        # A third of the time that torch takes for e4m3: but for the place, its bits are those of float16 / 256.
+        # Faster than torch's own conversion: shifted by 7, the bits of e4m3 are a float16 of 1/256 of the value.
         halves = (bits << 7 & 0x3F80 | bits & -0x8000).view(torch.float16)
         return halves.float().mul_(256).mul_(self._scales(name, outputs, inputs))
 
