@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -127,6 +128,23 @@ class EvictionLevel(IntEnum):
     RUNNING = 2
 
 
+class Spared(NamedTuple):
+    """Name adapters that are evicted after all others, or never."""
+
+    # Requests further ahead in the queue wait for them: evicted for running requests alone, and last.
+    ahead: Set[AdapterKey] = frozenset()
+    # They stay in the pool, at any level.
+    always: Set[AdapterKey] = frozenset()
+
+    @property
+    def first(self) -> Set[AdapterKey]:
+        """Return what is spared as long as anything else can be evicted."""
+        return self.ahead | self.always
+
+
+NONE_SPARED = Spared()
+
+
 class Evictor:
     """Free pages by eviction and compaction. Mutated by the engine thread only.
 
@@ -157,45 +175,37 @@ class Evictor:
         self,
         pages: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey] = frozenset(),
-        beside: Set[AdapterKey] = frozenset(),
+        spared: Spared = NONE_SPARED,
     ) -> bool:
         """Evict until `pages` pages are free for keys and values.
 
-        Args:
-            ahead: adapters that requests further ahead in the queue wait for.
-            beside: adapters that stay, at any level.
         Returns:
             False, and nothing evicted, if this level cannot free so many.
         """
-        return self._make_room(self._pool, pages, level, ahead, self._kv_floor(), beside)
+        return self._make_room(self._pool, pages, level, spared, self._kv_floor())
 
     def can_make_room(
         self,
         pages: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey] = frozenset(),
-        beside: Set[AdapterKey] = frozenset(),
+        spared: Spared = NONE_SPARED,
     ) -> bool:
         """Return whether `make_room` would free so many. Evicts nothing."""
         if self._pool.num_free >= pages:
             return True
-        return self._available_pages(self._pool, level, ahead, self._kv_floor(), beside) >= pages
+        return self._available_pages(self._pool, level, spared, self._kv_floor()) >= pages
 
     def place_adapter(
         self,
         key: AdapterKey,
         keep_free: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey] = frozenset(),
-        beside: Set[AdapterKey] = frozenset(),
+        spared: Spared = NONE_SPARED,
     ) -> PlacedAdapter | None:
         """Find pages for an adapter in host memory and order its copy, evicting and compacting as needed.
 
         Args:
             keep_free: pages to be left free for keys and values.
-            ahead: adapters that requests further ahead in the queue wait for.
-            beside: adapters that stay, at any level.
         Returns:
             The place; None if this level cannot free so many pages.
         """
@@ -203,12 +213,12 @@ class Evictor:
         if pool is not self._pool:
             keep_free = 0
         pages = self._adapters.pages_for(layout)
-        if not self._make_room(pool, pages + keep_free, level, ahead, 0, beside):
+        if not self._make_room(pool, pages + keep_free, level, spared, 0):
             return None
         placed = self._manager.place(key, keep_free=keep_free)
         if placed is None and self._compact(pages, keep_free):
             placed = self._manager.place(key, keep_free=keep_free)
-        while placed is None and self._evict_one(pool, level, ahead, 0, beside):
+        while placed is None and self._evict_one(pool, level, spared, 0):
             placed = self._manager.place(key, keep_free=keep_free)
         return placed
 
@@ -216,7 +226,7 @@ class Evictor:
         """Return whether adapters would have pages enough after evictions. Evicts nothing."""
         pool = self._adapters.pool
         pages = sum(map(self._adapters.pages_for, layouts)) + (keep_free if pool is self._pool else 0)
-        return pool.num_free >= pages or self._available_pages(pool, level, frozenset(), floor=0) >= pages
+        return pool.num_free >= pages or self._available_pages(pool, level, NONE_SPARED, 0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
         """Return the page copies that compaction has made necessary since the last call, in order."""
@@ -231,16 +241,15 @@ class Evictor:
         pool: PagePool,
         pages: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey],
+        spared: Spared,
         floor: int,
-        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         if pool.num_free >= pages:
             return True
-        if self._available_pages(pool, level, ahead, floor, beside) < pages:
+        if self._available_pages(pool, level, spared, floor) < pages:
             return False
         while pool.num_free < pages:
-            if not self._evict_one(pool, level, ahead, floor, beside):
+            if not self._evict_one(pool, level, spared, floor):
                 return False
         return True
 
@@ -248,9 +257,8 @@ class Evictor:
         self,
         pool: PagePool,
         level: EvictionLevel,
-        ahead: Set[AdapterKey],
+        spared: Spared,
         floor: int,
-        beside: Set[AdapterKey] = frozenset(),
     ) -> int:
         """Return the number of pages that are free or that this level may evict."""
         pages = pool.num_free
@@ -260,18 +268,17 @@ class Evictor:
         if pool is not adapters.pool:
             return pages
         if level is EvictionLevel.RUNNING:
-            return pages + adapters.num_evictable_pages_of(Need.PINNED, beside)
+            return pages + adapters.num_evictable_pages_of(Need.PINNED, spared.always)
         most = Need.NOTHING if level is EvictionLevel.PREFETCH else Need.WANTED
-        evictable = adapters.num_evictable_pages_of(most, ahead | beside)
+        evictable = adapters.num_evictable_pages_of(most, spared.first)
         return pages + max(0, min(evictable, adapters.num_pages - floor))
 
     def _evict_one(
         self,
         pool: PagePool,
         level: EvictionLevel,
-        ahead: Set[AdapterKey],
+        spared: Spared,
         floor: int,
-        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Free at least one page; return False if this level may evict nothing more."""
         manager = self._manager
@@ -282,13 +289,12 @@ class Evictor:
             return True
         if level is EvictionLevel.PREFETCH or pool is not self._adapters.pool:
             return False
-        first = ahead | beside
-        if self._adapters.num_pages > floor and manager.evict_lowest(Need.WANTED, first):
+        if self._adapters.num_pages > floor and manager.evict_lowest(Need.WANTED, spared.first):
             return True
         return level is EvictionLevel.RUNNING and (
-            manager.evict_lowest(Need.WANTED, first)
-            or manager.evict_lowest(Need.WANTED, beside)
-            or manager.evict_lowest(Need.PINNED, beside)
+            manager.evict_lowest(Need.WANTED, spared.first)
+            or manager.evict_lowest(Need.WANTED, spared.always)
+            or manager.evict_lowest(Need.PINNED, spared.always)
         )
 
     def _evict_lowest(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:

@@ -4,7 +4,7 @@ One pool for keys, values and adapters; or, for comparison, one that is split in
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ from lorasrv.config import MemoryOptions
 from lorasrv.memory.adapter_cache import AdapterCache
 from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.memory.cost_model import CostModel, GdsfClock
-from lorasrv.memory.eviction import EvictionLevel, Evictor
+from lorasrv.memory.eviction import NONE_SPARED, EvictionLevel, Evictor, Spared
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_exchange import PageExchange
 from lorasrv.memory.page_pool import PagePool
@@ -188,15 +188,12 @@ class MemoryManager:
         layout: AdapterLayout,
         keep_free: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey] = frozenset(),
-        beside: Set[AdapterKey] = frozenset(),
+        spared: Spared = NONE_SPARED,
     ) -> bool:
         """Move an adapter one state further towards the pool, unless work on it is under way.
 
         Args:
             keep_free: pages to be left free for keys and values.
-            ahead: adapters that requests further ahead in the queue wait for.
-            beside: adapters without which this one is of no use: they stay in the pool.
         Returns:
             False if it is in host memory and this level frees no pages for it.
         """
@@ -204,7 +201,7 @@ class MemoryManager:
             case AdapterState.ON_DISK:
                 self.adapter_manager.request_load(key, layout)
             case AdapterState.ON_HOST:
-                return self.evictor.place_adapter(key, keep_free, level, ahead, beside) is not None
+                return self.evictor.place_adapter(key, keep_free, level, spared) is not None
         return True
 
     def prefetch(self, keep_free: int) -> None:

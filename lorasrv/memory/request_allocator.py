@@ -4,11 +4,10 @@ The scheduler decides which request is admitted, extended, preempted and finishe
 operations that this makes necessary are noted in order.
 """
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 
-from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import HOLE, KvPolicy
-from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.eviction import NONE_SPARED, EvictionLevel, Spared
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import FixedPrefix, Request, RequestStatus
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
@@ -28,9 +27,8 @@ class RequestAllocator:
         parent: Request | None,
         level: EvictionLevel,
         keep_free: int,
-        ahead: Set[AdapterKey],
+        spared: Spared,
         growth: int = 0,
-        beside: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Take pages for all tokens of a waiting request, and pin what its adapter needs, which is resident.
 
@@ -39,9 +37,7 @@ class RequestAllocator:
         Args:
             parent: the first choice of the same prompt, for a further one.
             keep_free: pages to be left free.
-            ahead: adapters that requests further ahead in the queue wait for.
             growth: pages beyond, which this level must be able to free but does not yet.
-            beside: adapters that stay, at any level.
         Returns:
             False, and nothing held, if this level does not free so many.
         """
@@ -51,8 +47,8 @@ class RequestAllocator:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
-        can_grow = self._can_grow(request, growth, level, ahead, beside)
-        if not (can_grow and self.extend(request, level, keep_free, ahead, beside)):
+        can_grow = self._can_grow(request, growth, level, spared)
+        if not (can_grow and self.extend(request, level, keep_free, spared)):
             request.num_computed_tokens -= shared
             self.free(request)
             return False
@@ -68,14 +64,13 @@ class RequestAllocator:
         request: Request,
         level: EvictionLevel,
         keep_free: int = 0,
-        ahead: Set[AdapterKey] = frozenset(),
-        beside: Set[AdapterKey] = frozenset(),
+        spared: Spared = NONE_SPARED,
     ) -> bool:
         """Take the pages that all known and pending tokens need, under a policy those of the next step; return False if
         this level does not free them."""
         rid, computed, wanted = request.request_id, request.num_scheduled_tokens, _num_wanted(request)
         missing = self._kv.missing_pages(rid, computed, wanted)
-        if missing and not self._evictor.make_room(missing + keep_free, level, ahead, beside):
+        if missing and not self._evictor.make_room(missing + keep_free, level, spared):
             return False
         copies = self._kv.allocate(rid, computed, wanted)
         assert copies is not None, "pages were counted before they were taken"
@@ -216,13 +211,12 @@ class RequestAllocator:
         request: Request,
         growth: int,
         level: EvictionLevel,
-        ahead: Set[AdapterKey],
-        beside: Set[AdapterKey],
+        spared: Spared,
     ) -> bool:
         if not growth:
             return True
         missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, _num_wanted(request))
-        return self._evictor.can_make_room(missing + growth, level, ahead, beside)
+        return self._evictor.can_make_room(missing + growth, level, spared)
 
     def _share(self, request: Request, parent: Request | None) -> int:
         """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are

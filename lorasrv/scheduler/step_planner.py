@@ -19,7 +19,7 @@ from typing import NamedTuple
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
 from lorasrv.memory.adapter_manager import AdapterState
-from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.eviction import EvictionLevel, Spared
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.outputs import RequestId
@@ -280,7 +280,7 @@ class StepPlanner:
         Returns:
             False if no pages can be freed before a step in flight is done, or the request itself was preempted.
         """
-        while not self._allocator.extend(request, self._growth_level(), ahead=self._adapters_ahead()):
+        while not self._allocator.extend(request, self._growth_level(), spared=Spared(self._adapters_ahead())):
             victim = self._queue.select_victim()
             if victim is None:
                 return False
@@ -413,8 +413,8 @@ class StepPlanner:
     def _try_to_admit(self, request: Request, state: _PlanState) -> bool:
         growth = self._growth_with(request) if self._queue.running else 0
         keep_free = self._pages_to_grow()
-        level, beside = self._admission_level(), self._assembled()
-        return self._allocator.allocate(request, self._parent(request), level, keep_free, state.ahead, growth, beside)
+        level, spared = self._admission_level(), Spared(state.ahead, self._assembled())
+        return self._allocator.allocate(request, self._parent(request), level, keep_free, spared, growth)
 
     def _growth_with(self, request: Request) -> int:
         """Return the pages that the batch is predicted to need at its peak, with this request in it."""
@@ -467,11 +467,8 @@ class StepPlanner:
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
         """Load what is missing; return False if something has no room. What is in the pool already stays for it."""
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
-        beside = self._assembled() | frozenset(request.term_keys)
-        are_loading = [
-            self._memory.load_adapter(term.key, term.layout, pages, level, state.ahead, beside)
-            for term in request.terms
-        ]
+        spared = Spared(state.ahead, self._assembled() | frozenset(request.term_keys))
+        are_loading = [self._memory.load_adapter(term.key, term.layout, pages, level, spared) for term in request.terms]
         self._allocator.record_moves()
         if len(request.terms) > 1 and not self._assembled():
             self._assembling = request

@@ -8,7 +8,7 @@ from counted_work import count_instructions
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
-from lorasrv.memory.eviction import EvictionLevel, compact
+from lorasrv.memory.eviction import EvictionLevel, Spared, compact
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import page_hash, root_hash
@@ -62,7 +62,7 @@ class Pool:
         assert self.books.kv_pool.allocate_singles(self.books.kv_pool.num_free) is not None
 
     def room(self, pages: int, level: EvictionLevel, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
-        return self.books.evictor.make_room(pages, level, ahead)
+        return self.books.evictor.make_room(pages, level, Spared(ahead))
 
     def left(self) -> tuple[int, int, str]:
         """Return (orphaned prefix pages, cached prefix pages, adapters)."""
