@@ -1,15 +1,10 @@
-"""CUDA streams: adapter copies beside running steps (`StagingRing`), and work of a step beside the main stream
-(`SideStream`).
+"""A CUDA stream of adapter copies beside running steps.
 
 No step waits for a copy: the copy's stream waits for the page operations that freed its pages, and the copying thread
-waits for the copy before it is reported. Not measured yet: no GPU was at hand.
-
-A side stream also works inside a captured graph. Memory allocated in it returns to it, and its next work waits for
-everything the main stream was given before, so nothing is overwritten while it is read.
+waits for the copy before it is reported.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,28 +57,3 @@ def _cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
         for source, target in pieces
         for start in range(0, len(source), size)
     ]
-
-
-class SideStream:
-    """Run work beside the main stream, inside a block `with joined():`; behind that the main stream has waited for it.
-
-    An error inside the block joins the streams too: a capture cannot be ended while a stream is apart.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Make the current stream wait for the side stream at the end of the block."""
-        try:
-            yield
-        finally:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Run the block's work in the side stream, after the work that the current stream was given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield

@@ -24,7 +24,6 @@ from lorasrv.models.lora_sites import (
 )
 from lorasrv.models.quantization import Linear
 from lorasrv.models.spec import RopeSpec
-from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
@@ -88,8 +87,6 @@ _SCALINGS: dict[str, Callable[[Tensor, RopeSpec], Tensor]] = {
 }
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.site_indices`."""
-SIDE_ROWS = 256
-"""Rows up to which the shrink runs beside the base linear, where there is a second stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,6 @@ class Decoder:
         memory: the pool, which holds keys, values and adapters.
         limits: the largest step.
         ops: kernels of the pool's device.
-        side: second CUDA stream for the shrink of small steps; None for one stream.
         layers: those to compute, in order; None for all.
         exchange: reaches the processes that compute other parts of each pass; None if there are none.
     """
@@ -131,13 +127,12 @@ class Decoder:
         memory: DevicePool,
         limits: DecoderLimits,
         ops: Ops,
-        side: SideStream | None = None,
         layers: Sequence[int] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self._exchange = exchange or Exchange()
         self._computed = tuple(range(weights.spec.num_layers) if layers is None else layers)
-        self._dtype, self._side = limits.activation, side
+        self._dtype = limits.activation
         self._weights = weights
         self._spec = weights.spec
         self._memory = memory
@@ -352,17 +347,7 @@ class Decoder:
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, place: int, tables: StepTables) -> Tensor:
         slab, site = self._memory.slab(layer), self._sites[layer][place]
-        if self._side is not None and len(x) <= SIDE_ROWS and tables.lora.tables.num_segments:
-            # Few rows leave most of a GPU idle: the shrink needs nothing of the base linear.
-            with self._side.joined():
-                with self._side.beside():
-                    v = self._ops.shrink(x, slab, tables.lora, layer, site)
-                y = linear(x)
-            self._ops.expand_(y, v, slab, tables.lora, layer, site)
-            if tables.lora.next is not None:
-                self._ops.sgmv_(y, x, slab, tables.lora.next, layer, site)
-        else:
-            y = linear(x)
-            self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
+        y = linear(x)
+        self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
         self._affine_(y, layer, site, tables)
         return y

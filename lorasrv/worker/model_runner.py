@@ -21,7 +21,6 @@ from lorasrv.sampling.sampler import launch_sampling
 from lorasrv.sampling.vocabularies import by_vocabulary
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
 from lorasrv.worker.adapter_loader import WriteAdapter
-from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device import find_best_team
 from lorasrv.worker.device_pool import DevicePool
@@ -102,8 +101,7 @@ class ModelRunner:
         self._exchange = exchange or Exchange()
         # A pass that waits for other processes is no graph.
         on_gpu = memory.device.type == "cuda" and ops.name == "triton" and self._exchange.can_record
-        side = SideStream(memory.device) if on_gpu else None
-        self._decoder = Decoder(weights, memory, limits, ops, side, exchange=exchange)
+        self._decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
         self._graphs: GraphedSteps | None = None
         self._late_kernels: LateKernels | None = None
         # What was launched last, whose tokens the next step may take.
@@ -114,12 +112,12 @@ class ModelRunner:
             self._medusa = MedusaRunner(draft_heads, self._decoder.logits, limits.max_samples)
             self._models["medusa"] = self._medusa
         if draft_layers:
-            skipping = Decoder(weights, memory, limits, ops, side, draft_layers)
+            skipping = Decoder(weights, memory, limits, ops, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
         # What the draft model computes with.
         self._drafting: tuple[ModelSpec, Decoder, DevicePool] | None = None
         if draft_model is not None:
-            decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops, side)
+            decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops)
             self._drafting = draft_model.weights.spec, decoder, draft_model.memory
             self._models["model"] = DraftRunner(decoder, self._batch, limits, has_own_cache=True)
         self._draft_memory = None if draft_model is None else draft_model.memory

@@ -1,23 +1,21 @@
-"""Base linears over quantized codes on a GPU: codes are unpacked in registers, sums are fp32.
+"""Base linears over quantized codes on a GPU: weights are unpacked into registers and multiplied by tensor cores.
 
-Few rows: a program owns (rows, outputs, part of K), and each of its warps one tile of every step: a warp reads no codes
-of another, and their sums meet once, at the end. Codes go into the tensor core as whole numbers, which bf16 holds
-exactly; scale and minimum are applied to the sum of a group, in fp32. So weights are never rounded. The sum of x that a
-minimum is multiplied by is a product with ones. With `split_k` over 1 a part's sums are a *plane*, and a second kernel
-adds the planes in order. Many rows: the weight is dequantized to the activations' dtype (the only place where it is
-rounded) and multiplied by cuBLAS.
+A program owns (rows, outputs, part of K). The product is that of the transposes: weights are its first operand, which
+tensor cores of sm90 take from registers, so what is unpacked never goes through shared memory. Codes become whole
+numbers by one OR, and weights by one multiply-add in the activations' dtype. So a weight is rounded as the
+activations are, its scale and offset before it; sums are fp32. With `split_k` over 1 a part's sums are a *plane*, and a
+second kernel adds the planes in order. Very many rows: the weight is dequantized to the activations' dtype and
+multiplied by cuBLAS.
 
 A row's result does not depend on the rows beside it; between numbers of rows with another configuration only closeness
-is claimed. Speed on a GPU is NOT MEASURED yet.
+is claimed.
 
 Source: codes as the mantissa of a float by one OR, Kim et al. 2022 ("Who says elephants can't run"); split K for few
-rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes instead of atomics; a part of K for each
-warp, Marlin (Frantar et al. 2024).
+rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes instead of atomics; weights as the operand
+in registers, Marlin (Frantar et al. 2024) and its kernels for Hopper.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,10 +25,10 @@ from torch import Tensor
 from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, device_name, linear_config
-from sgmv_kernels.triton_ops.common import INTERPRETED, MOST_REGISTERS, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.common import MOST_REGISTERS, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.unpacking import finished, halves_of, number_of, weights_of_int4, weights_of_int8
 from sgmv_kernels.triton_ops.weight_packing import (
     MINIMA,
-    MOST_TILE,
     RUN,
     SCALES,
     STEPS,
@@ -53,8 +51,6 @@ BITS = {INT8_LEVELS: 8, INT4_LEVELS: 4, Q3H_LEVELS: 3}
 _INT8 = tl.constexpr(INT8_LEVELS)
 _INT4 = tl.constexpr(INT4_LEVELS)
 _RUN = tl.constexpr(RUN)
-_ELEVENTH = tl.constexpr(187)
-"""v // 11 is v * 187 >> 11, for every v of seven bits."""
 ADD_BLOCK = 1024
 UNPACK_ROWS, UNPACK_CODES = 16, 128
 """What a program dequantizes, except q3h, which takes a run at a time."""
@@ -62,24 +58,13 @@ BLAS_BYTES = 256 << 20
 """Most bytes of a weight that are dequantized at a time: the head of a large vocabulary is a gigabyte."""
 new_planes = torch.empty
 """Allocator of the planes; tests replace it by one that fills them with NaN."""
-_MANTISSAS = {torch.bfloat16: (tl.bfloat16, 0x4300, 128.0), torch.float16: (tl.float16, 0x6400, 1024.0)}
-"""dtype -> (the same, bits of the number whose last mantissa bit is worth 1, that number)."""
-_SPREAD = """{ .reg .b32 low, high;
-prmt.b32 low, $4, 0, 0x4140; prmt.b32 high, $4, 0, 0x4342;
-lop3.b32 $0, low, 0x000F000F, MANTISSA, 0xEA; lop3.b32 $1, high, 0x000F000F, MANTISSA, 0xEA;
-shr.u32 low, low, 4; shr.u32 high, high, 4;
-lop3.b32 $2, low, 0x000F000F, MANTISSA, 0xEA; lop3.b32 $3, high, 0x000F000F, MANTISSA, 0xEA; }"""
-_SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MANTISSA", "0x43004300"))
-_SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MANTISSA", "0x64006400"))
-"""Four bytes of int4 -> four numbers of the first half and four of the second, two a register: an instruction a code
-instead of the compiler's three."""
 
 
 @dataclass(frozen=True)
 class TritonLinear:
     """Hold a quantized linear packed for a GPU; see `PackedLinear`."""
 
-    # Packed by `triton_ops.weight_packing`, as the words.
+    # [P, O, B], packed by `triton_ops.weight_packing`, as the words.
     codes: Tensor
     # [W, O] int64: scales and minima of one or two tiles.
     words: Tensor
@@ -142,9 +127,6 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     if len(x) > dequantize_above(name, bits):
         return through_blas(x, packed)
     config = linear_config(name, bits, packed.group, len(x), packed.out_features)
-    if packed.table is not None and packed.tile == MOST_TILE:
-        # The entries that codes choose take registers, too: of as many outputs they would spill.
-        config = replace(config, block_n=config.block_n // 2)
     return through_tiles(x, packed, config)
 
 
@@ -169,17 +151,15 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
     if not rows:
         return y
     tiles = packed.tiles
-    runs = packed.levels == Q3H_LEVELS
-    step = RUN if runs else config.warps
+    step = RUN if packed.levels == Q3H_LEVELS else 1
     steps = -(-tiles // step)
     per_part = -(-steps // config.split_k)
     planes = -(-steps // per_part)
     sums = y if planes == 1 else new_planes((planes, rows, out), dtype=torch.float32, device=x.device)
     compute, precision = product_dtype(x.dtype, x.dtype)
-    exact, mantissa, offset = _MANTISSAS.get(x.dtype, (tl.float32, 0, 0.0))
     bias = packed.bias
     grid = (triton.cdiv(rows, config.block_m), triton.cdiv(out, config.block_n), planes)
-    (_runs_kernel if runs else _tiles_kernel)[grid](
+    (_tiles_kernel if step == 1 else _runs_kernel)[grid](
         x,
         packed.codes,
         packed.words,
@@ -188,7 +168,7 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         rows,
         K=packed.in_features,
         OUT=out,
-        ROW_BYTES=packed.codes.shape[1],
+        BYTES=packed.codes.shape[2],
         LEVELS=packed.levels,
         FACTORS=packed.factors,
         TABLE=packed.table is not None,
@@ -202,9 +182,6 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
         EVEN=planes * per_part * step * packed.tile == packed.in_features,
         PLANES=planes,
         BIAS=bias is not None,
-        EXACT=exact,
-        MANTISSA=mantissa,
-        OFFSET=offset,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
@@ -244,7 +221,7 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
             IDS=ids is not None,
             K=packed.in_features,
             OUT=packed.out_features,
-            ROW_BYTES=packed.codes.shape[1],
+            BYTES=packed.codes.shape[2],
             LEVELS=packed.levels,
             FACTORS=packed.factors,
             TABLE=packed.table is not None,
@@ -260,61 +237,6 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
     return out
 
 
-def _numbers_interpreted(stored: Any, exact: Any, mantissa: Any, compute: Any) -> Any:
-    return tuple(_number(code, exact, mantissa, compute) for code in _halves(stored.to(tl.int32), INT4_LEVELS))
-
-
-@kernel()
-def _numbers_compiled(stored, EXACT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if MANTISSA == 0:
-        first, second = _halves(stored.to(tl.int32), _INT4)
-        first, second = first.to(COMPUTE), second.to(COMPUTE)
-    elif MANTISSA == 0x4300:
-        first, second = tl.inline_asm_elementwise(
-            _SPREAD_BF16, "=r,=r,=r,=r,r", [stored], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    else:
-        first, second = tl.inline_asm_elementwise(
-            _SPREAD_FP16, "=r,=r,=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
-        )
-    return first, second
-
-
-_numbers: Callable[[Any, Any, Any, Any], Any] = _numbers_interpreted if INTERPRETED else _numbers_compiled
-"""Function that turns bytes of int4 into operands of both halves, each plus the OFFSET of its dtype."""
-
-
-@kernel()
-def _halves(stored, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Split int32 bytes of int4, or pairs of q3h, into codes of the first and of the second half of a tile."""
-    if LEVELS == _INT4:
-        first, second = stored & 15, stored >> 4
-    else:
-        second = (stored * _ELEVENTH) >> 11
-        first = stored - second * LEVELS
-    return first, second
-
-
-@kernel()
-def _number(code, EXACT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn a code into an operand plus the OFFSET of its dtype: the code is the mantissa, so nothing is converted."""
-    if MANTISSA == 0:  # noqa: SIM108 - decided when compiling
-        made = code.to(COMPUTE)
-    else:
-        made = (code | MANTISSA).to(tl.uint16).to(EXACT, bitcast=True).to(COMPUTE)
-    return made
-
-
-@kernel()
-def _ones(stored, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ones like a tile of bytes: what is multiplied with them becomes its sums, in every column.
-
-    The comparison is always true, which the compiler notices only after it has chosen layouts. So ones lie as codes do,
-    and x is read once for both. The columns being equal, it keeps the product of one tensor-core tile.
-    """
-    return tl.where(stored.to(tl.int16) < 256, 1.0, 0.0).to(COMPUTE)
-
-
 @kernel("num_rows")
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -325,7 +247,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     K: tl.constexpr,
     OUT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
     FACTORS: tl.constexpr,
     TABLE: tl.constexpr,
@@ -339,75 +261,66 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PLANES: tl.constexpr,
     BIAS: tl.constexpr,
-    EXACT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y[rows, outputs], or its plane, of int8 or int4 over STEPS steps of STEP tiles, a tile for each warp."""
+    """Compute y[rows, outputs], or its plane, of int8 or int4 over STEPS tiles."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, out_ok = m < num_rows, n < OUT
     half: tl.constexpr = TILE // 2
     # The place of the second half's factors in a word.
     at: tl.constexpr = 2 - WORD_TILES
-    tile_bytes: tl.constexpr = TILE if LEVELS == _INT8 else half
-    s, k = tl.arange(0, STEP), tl.arange(0, half)
-    in_tile = s[:, None] * TILE + k[None, :]
-    x_rows = x + m.to(tl.int64)[None, :, None] * K + in_tile[:, None, :]
-    code_rows = codes + n.to(tl.int64)[None, None, :] * ROW_BYTES + (s[:, None] * tile_bytes + k[None, :])[:, :, None]
-    nothing = tl.full((STEP, BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-    total = tl.full((STEP, BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-    begin = tl.program_id(2) * STEPS
+    k = tl.arange(0, half)
+    x_columns = x + m.to(tl.int64)[None, :] * K + k[:, None]
+    code_rows = codes + n.to(tl.int64)[:, None] * BYTES + k[None, :]
+    total = tl.full((BLOCK_N, BLOCK_M), 0.0, dtype=tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        tile = (begin + step) * STEP
+        tile = tl.program_id(2) * STEPS + step
         if EVEN:
-            there, first_x, second_x = out_ok[None, :], row_ok[None, :, None], row_ok[None, :, None]
-            first_code, second_code = out_ok[None, None, :], out_ok[None, None, :]
+            there, first_x, second_x = out_ok, row_ok[None, :], row_ok[None, :]
         else:
-            there = (tile + s < TILES)[:, None] & out_ok[None, :]
-            first_in, second_in = tile * TILE + in_tile < K, tile * TILE + half + in_tile < K
-            first_x, second_x = (
-                first_in[:, None, :] & row_ok[None, :, None],
-                second_in[:, None, :] & row_ok[None, :, None],
-            )
-            first_code = first_in[:, :, None] & out_ok[None, None, :]
-            second_code = second_in[:, :, None] & out_ok[None, None, :]
-        word = tl.load(words + ((tile + s) // WORD_TILES)[:, None] * OUT + n[None, :], mask=there, other=0)
-        word = fields_of(word, (tile + s)[:, None], WORD_TILES)
-        x_first = tl.load(x_rows + tile * TILE, mask=first_x, other=0.0).to(COMPUTE)
-        x_second = tl.load(x_rows + tile * TILE + half, mask=second_x, other=0.0).to(COMPUTE)
-        stored = tl.load(code_rows + tile * tile_bytes, mask=first_code, other=0)
+            there = out_ok & (tile < TILES)
+            first_x = row_ok[None, :] & (tile * TILE + k < K)[:, None]
+            second_x = row_ok[None, :] & (tile * TILE + half + k < K)[:, None]
+        word = tl.load(words + tile // WORD_TILES * OUT + n, mask=there, other=0)
+        word = fields_of(word, tile, WORD_TILES)
+        x_first = tl.load(x_columns + tile * TILE, mask=first_x, other=0.0).to(COMPUTE)
+        x_second = tl.load(x_columns + tile * TILE + half, mask=second_x, other=0.0).to(COMPUTE)
+        of_tile = code_rows + tile.to(tl.int64) * (OUT * BYTES)
+        stored = tl.load(of_tile, mask=there[:, None], other=0)
         if LEVELS == _INT8:
-            more = tl.load(code_rows + tile * tile_bytes + half, mask=second_code, other=0)
-            total += dot(x_first, stored.to(COMPUTE), nothing, PRECISION) * field_of(word, 0)[:, None, :]
-            total += dot(x_second, more.to(COMPUTE), nothing, PRECISION) * field_of(word, 1)[:, None, :]
-        elif TABLE:
-            first, second = _halves(stored.to(tl.int32), LEVELS)
-            first, second = entries_of(first, LOW, HIGH).to(COMPUTE), entries_of(second, LOW, HIGH).to(COMPUTE)
-            total += dot(x_first, first, nothing, PRECISION) * scale_of(word, 0, FACTORS)[:, None, :]
-            total += dot(x_second, second, nothing, PRECISION) * scale_of(word, at, FACTORS)[:, None, :]
+            more = tl.load(of_tile + half, mask=there[:, None], other=0)
+            first = weights_of_int8(stored, field_of(word, 0).to(COMPUTE)[:, None], COMPUTE)
+            second = weights_of_int8(more, field_of(word, 1).to(COMPUTE)[:, None], COMPUTE)
         else:
-            first, second = _numbers(stored, EXACT, MANTISSA, COMPUTE)
-            ones = _ones(stored, COMPUTE)
-            scale, least = scale_of(word, 0, FACTORS)[:, None, :], least_of(word, 0, FACTORS)[:, None, :]
-            product, x_sum = dot(x_first, first, nothing, PRECISION), dot(x_first, ones, nothing, PRECISION)
-            if WORD_TILES == 1:
-                total += product * scale + x_sum * (least - OFFSET * scale)
-                product, x_sum = nothing, nothing
-                scale, least = scale_of(word, 1, FACTORS)[:, None, :], least_of(word, 1, FACTORS)[:, None, :]
-            product, x_sum = dot(x_second, second, product, PRECISION), dot(x_second, ones, x_sum, PRECISION)
-            total += product * scale + x_sum * (least - OFFSET * scale)
-    result = tl.sum(total, 0)
+            scale, second_scale = scale_of(word, 0, FACTORS), scale_of(word, at, FACTORS)
+            if TABLE:
+                first, second = halves_of(stored.to(tl.int32), LEVELS)
+                first = entries_of(first, LOW, HIGH).to(tl.float32) * scale[:, None]
+                second = entries_of(second, LOW, HIGH).to(tl.float32) * second_scale[:, None]
+                first, second = first.to(COMPUTE), second.to(COMPUTE)
+            else:
+                offset = least_of(word, 0, FACTORS) + 8.0 * scale
+                second_offset = least_of(word, at, FACTORS) + 8.0 * second_scale
+                first, second = weights_of_int4(
+                    stored,
+                    scale.to(COMPUTE)[:, None],
+                    offset.to(COMPUTE)[:, None],
+                    second_scale.to(COMPUTE)[:, None],
+                    second_offset.to(COMPUTE)[:, None],
+                    COMPUTE,
+                )
+        total = dot(first, x_first, total, PRECISION)
+        total = finished(dot(second, x_second, total, PRECISION))
     if BIAS and PLANES == 1:
-        result += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
+        total += tl.load(bias + n, mask=out_ok, other=0.0)[:, None]
     place = (tl.program_id(2) * num_rows + m).to(tl.int64)
-    target = y + place[:, None] * OUT + n[None, :]
-    tl.store(target, cast(result, y.dtype.element_ty), mask=row_ok[:, None] & out_ok[None, :])
+    target = y + place[None, :] * OUT + n[:, None]
+    tl.store(target, cast(total, y.dtype.element_ty), mask=row_ok[None, :] & out_ok[:, None])
 
 
 @kernel("num_rows")
@@ -420,7 +333,7 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     K: tl.constexpr,
     OUT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
     FACTORS: tl.constexpr,
     TABLE: tl.constexpr,
@@ -434,9 +347,6 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PLANES: tl.constexpr,
     BIAS: tl.constexpr,
-    EXACT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -449,39 +359,37 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
     row_ok, out_ok = m < num_rows, n < OUT
     half: tl.constexpr = TILE // 2
     k = tl.arange(0, half)
-    x_rows = x + m.to(tl.int64)[:, None] * K + k[None, :]
-    code_rows = codes + n.to(tl.int64)[None, :] * ROW_BYTES + k[:, None]
-    nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-    total = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-    begin = tl.program_id(2) * STEPS
+    x_columns = x + m.to(tl.int64)[None, :] * K + k[:, None]
+    code_rows = codes + n.to(tl.int64)[:, None] * BYTES + k[None, :]
+    total = tl.full((BLOCK_N, BLOCK_M), 0.0, dtype=tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        run = begin + step
-        eighth = tl.full((half, BLOCK_N), 0, dtype=tl.int32)
+        run = tl.program_id(2) * STEPS + step
+        eighth = tl.full((BLOCK_N, half), 0, dtype=tl.int32)
         for i in tl.static_range(STEP):
             tile = run * STEP + i
             there = out_ok & (EVEN or tile < TILES)
-            x_ok = row_ok[:, None] & (EVEN or tile < TILES)
+            x_ok = row_ok[None, :] & (EVEN or tile < TILES)
             word = fields_of(tl.load(words + tile // WORD_TILES * OUT + n, mask=there, other=0), tile, WORD_TILES)
-            x_first = tl.load(x_rows + tile * TILE, mask=x_ok, other=0.0).to(COMPUTE)
-            x_second = tl.load(x_rows + tile * TILE + half, mask=x_ok, other=0.0).to(COMPUTE)
+            x_first = tl.load(x_columns + tile * TILE, mask=x_ok, other=0.0).to(COMPUTE)
+            x_second = tl.load(x_columns + tile * TILE + half, mask=x_ok, other=0.0).to(COMPUTE)
             if i < _RUN - 1:
-                plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[None, :], other=0)
+                of_plane = code_rows + (run * (_RUN - 1) + i).to(tl.int64) * (OUT * BYTES)
+                plane = tl.load(of_plane, mask=there[:, None], other=0)
                 stored = plane.to(tl.int32) & 127
                 eighth = eighth | ((plane.to(tl.int32) >> 7) << i)
             else:
                 stored = eighth
-            first, second = _halves(stored, LEVELS)
-            ones = _ones(stored, COMPUTE)
-            product = dot(x_first, _number(first, EXACT, MANTISSA, COMPUTE), nothing, PRECISION)
-            product = dot(x_second, _number(second, EXACT, MANTISSA, COMPUTE), product, PRECISION)
-            x_sum = dot(x_second, ones, dot(x_first, ones, nothing, PRECISION), PRECISION)
-            scale = field_of(word, 0)[None, :]
-            total += product * scale + x_sum * (least_of(word, 0, FACTORS)[None, :] - OFFSET * scale)
+            first, second = halves_of(stored, LEVELS)
+            scale = field_of(word, 0)
+            offset = (least_of(word, 0, FACTORS) - 128.0 * scale)[:, None]
+            first, second = number_of(first) * scale[:, None] + offset, number_of(second) * scale[:, None] + offset
+            total = dot(first.to(COMPUTE), x_first, total, PRECISION)
+            total = finished(dot(second.to(COMPUTE), x_second, total, PRECISION))
     if BIAS and PLANES == 1:
-        total += tl.load(bias + n, mask=out_ok, other=0.0)[None, :]
+        total += tl.load(bias + n, mask=out_ok, other=0.0)[:, None]
     place = (tl.program_id(2) * num_rows + m).to(tl.int64)
-    target = y + place[:, None] * OUT + n[None, :]
-    tl.store(target, cast(total, y.dtype.element_ty), mask=row_ok[:, None] & out_ok[None, :])
+    target = y + place[None, :] * OUT + n[:, None]
+    tl.store(target, cast(total, y.dtype.element_ty), mask=row_ok[None, :] & out_ok[:, None])
 
 
 @kernel("num_rows")
@@ -511,7 +419,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     IDS: tl.constexpr,
     K: tl.constexpr,
     OUT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    BYTES: tl.constexpr,
     LEVELS: tl.constexpr,
     FACTORS: tl.constexpr,
     TABLE: tl.constexpr,
@@ -534,7 +442,8 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     # The place of the second half's factors in a word.
     at: tl.constexpr = 2 - WORD_TILES
     k = tl.arange(0, half)
-    code_rows = codes + row[:, None] * ROW_BYTES + k[None, :]
+    code_rows = codes + row[:, None] * BYTES + k[None, :]
+    plane_bytes: tl.constexpr = OUT * BYTES
     out_rows = out + r.to(tl.int64)[:, None] * K + k[None, :]
     run = tl.program_id(1)
     eighth = tl.full((ROWS, half), 0, dtype=tl.int32)
@@ -548,21 +457,24 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
         scale, second_scale = field_of(word, 0), field_of(word, 1)
         least, second_least = tl.zeros_like(scale), tl.zeros_like(scale)
         if LEVELS == _INT8:
-            first = tl.load(code_rows + tile * TILE, mask=first_ok, other=0)
-            second = tl.load(code_rows + tile * TILE + half, mask=second_ok, other=0)
+            of_tile = code_rows + tile.to(tl.int64) * plane_bytes
+            first = tl.load(of_tile, mask=first_ok, other=0)
+            second = tl.load(of_tile + half, mask=second_ok, other=0)
         else:
             scale, second_scale = scale_of(word, 0, FACTORS), scale_of(word, at, FACTORS)
             if not TABLE:
                 least, second_least = least_of(word, 0, FACTORS), least_of(word, at, FACTORS)
             if LEVELS == _INT4:
-                stored = tl.load(code_rows + tile * half, mask=there[:, None], other=0).to(tl.int32)
+                of_tile = code_rows + tile.to(tl.int64) * plane_bytes
+                stored = tl.load(of_tile, mask=there[:, None], other=0).to(tl.int32)
             elif i < _RUN - 1:
-                plane = tl.load(code_rows + (run * (_RUN - 1) + i) * half, mask=there[:, None], other=0)
+                of_plane = code_rows + (run * (_RUN - 1) + i).to(tl.int64) * plane_bytes
+                plane = tl.load(of_plane, mask=there[:, None], other=0)
                 stored = plane.to(tl.int32) & 127
                 eighth = eighth | ((plane.to(tl.int32) >> 7) << i)
             else:
                 stored = eighth
-            first, second = _halves(stored, LEVELS)
+            first, second = halves_of(stored, LEVELS)
             if TABLE:
                 first, second = entries_of(first, LOW, HIGH), entries_of(second, LOW, HIGH)
         target = out_rows + tile * TILE

@@ -178,17 +178,17 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     page = tl.load(pages + t, mask=t < rows, other=0)
     slot = tl.load(slots + t, mask=t < rows, other=0)
     if head >= HEADS + KV_HEADS:
-        target = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
-        tl.store(target + d[None, :] * value_dim, cast(x1, values.dtype.element_ty), mask=ok)
-        tl.store(target + (d + HALF)[None, :] * value_dim, cast(x2, values.dtype.element_ty), mask=ok)
+        value_row = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
+        tl.store(value_row + d[None, :] * value_dim, cast(x1, values.dtype.element_ty), mask=ok)
+        tl.store(value_row + (d + HALF)[None, :] * value_dim, cast(x2, values.dtype.element_ty), mask=ok)
     else:
         angle = t[:, None] * HALF + d[None, :]
         c, s = tl.load(cos + angle, mask=ok, other=0.0), tl.load(sin + angle, mask=ok, other=0.0)
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
         if head < HEADS:
-            target = q + (t * HEADS + head)[:, None] * DIM + d[None, :]
-            tl.store(target, cast(y1, q.dtype.element_ty), mask=ok)
-            tl.store(target + HALF, cast(y2, q.dtype.element_ty), mask=ok)
+            q_row = q + (t * HEADS + head)[:, None] * DIM
+            tl.store(q_row + d[None, :], cast(y1, q.dtype.element_ty), mask=ok)
+            tl.store(q_row + (d + HALF)[None, :], cast(y2, q.dtype.element_ty), mask=ok)
         else:
             # Transposed, so that neighbouring threads write neighbouring slots of a transposed page.
             turned = tl.trans(ok)
@@ -201,14 +201,16 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
         ok = (t < rows)[:, None] & (e < DIM)[None, :]
         rest = tl.load(row + e[None, :], mask=ok, other=0.0).to(tl.float32)
         if head >= HEADS + KV_HEADS:
-            target = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
-            tl.store(target + e[None, :] * value_dim, cast(rest, values.dtype.element_ty), mask=ok)
+            value_row = (
+                values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
+            )
+            tl.store(value_row + e[None, :] * value_dim, cast(rest, values.dtype.element_ty), mask=ok)
         elif head < HEADS:
-            target = q + (t * HEADS + head)[:, None] * DIM
-            tl.store(target + e[None, :], cast(rest, q.dtype.element_ty), mask=ok)
+            q_row = q + (t * HEADS + head)[:, None] * DIM
+            tl.store(q_row + e[None, :], cast(rest, q.dtype.element_ty), mask=ok)
         else:
-            target = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[:, None]
-            tl.store(target + e[None, :] * key_dim, cast(rest, keys.dtype.element_ty), mask=ok)
+            key_row = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[:, None]
+            tl.store(key_row + e[None, :] * key_dim, cast(rest, keys.dtype.element_ty), mask=ok)
 
 
 @kernel()

@@ -1,19 +1,18 @@
 """SGMV on a GPU in two launches a site, without memset or atomics.
 
 Shrink: a program owns (chunk of rows, panels, part of K) and writes fp32 partial sums, a *plane* a part. Expand: a
-program owns (chunk, tile of columns), adds the planes up, scales, multiplies with B, adds to y in place.
+program owns (chunk, tile of columns), adds the planes up, scales, multiplies with B, adds to y in place. Few rows, as
+of a decode step, come in chunks of two, which expand multiplies without tensor cores: 14 of their 16 rows were empty.
 
 What holds bit for bit, for one device table and one site: a row's result does not depend on the order of rows, on the
 other rows or adapters of the batch, on where panels lie, nor on exact or capacity tables of the same block sizes. The
-order of fp32 additions over K belongs to the site: `split_k` sums of consecutive parts, added in order, whether as many
-programs or one compute them (`planes`). Between numbers of rows with another `block_m` a GPU may use other tensor-core
-instructions, and only closeness is claimed.
+order of fp32 additions over K belongs to the site: `split_k` sums of consecutive parts, which one program adds up in
+order, and expand those of as many programs. Between numbers of rows with another `block_m` only closeness is claimed.
 
 A segment's panels are in the plan's dtype or int8 codes, and its chunk says which: both forms may be in one launch.
 
 Half-precision weights are multiplied as they are in shrink, int8 codes in the same precision, which holds them exactly;
-in expand the fp32 sums keep 11 bits of mantissa (tf32).
-Speed on a GPU is NOT MEASURED yet.
+in expand the fp32 sums are kept for few rows, and have 11 bits of mantissa (tf32) for many.
 
 Source: SGMV, Punica (Chen et al. 2023); split sums as planes that expand adds up, and slices flattened into one list of
 tiles, SGLang's triton_v2; true ranks, S-LoRA (Sheng et al. 2023).
@@ -37,6 +36,8 @@ _SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
 _CODE_UNIT = tl.constexpr(ALIGNMENT_BYTES // CODE_BYTES)
 _MOST_R = tl.constexpr(64)
 """Most ranks of a product in expand."""
+LEAST_ROWS = 16
+"""Rows of a tensor core's product."""
 new_planes = torch.empty
 """Allocator of the planes; tests replace it by one that fills them with NaN."""
 
@@ -73,7 +74,7 @@ def shrink(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Te
         STEPS=steps,
         PARTS=config.split_k // config.planes,
         EVEN_K=steps * config.split_k * config.block_k == width,
-        BLOCK_M=tables.block_m,
+        BLOCK_M=max(LEAST_ROWS, tables.block_m),
         BLOCK_N=config.shrink_n,
         BLOCK_K=config.block_k,
         COMPUTE=compute,
@@ -93,8 +94,7 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
     widths = tables.sites[site].out_features
     tiles = [-(-width // config.expand_n) for width in widths]
     n0, n1, n2 = (*widths, 0, 0)[:MAX_SLICES]
-    precision = "ieee" if plan.dtype == torch.float32 else "tf32"
-    _expand_kernel[(tables.chunk_grid, sum(tiles))](
+    arguments = (
         y,
         v,
         slab.view(plan.dtype),
@@ -106,19 +106,25 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         tables.panels_at,
         v.shape[1],
         v.shape[2],
-        ROW=y.stride(0),
-        N0=n0,
-        N1=n1,
-        N2=n2,
-        UNIT=ALIGNMENT_BYTES // plan.dtype.itemsize,
-        PLANES=v.shape[0],
-        PLANES_PAD=power_of_two(v.shape[0], 1),
-        RANKS=tables.expand_ranks(layer, site),
-        BLOCK_M=tables.block_m,
-        BLOCK_N=config.expand_n,
-        PRECISION=precision,
-        num_warps=config.expand_warps,
     )
+    constants = {
+        "ROW": y.stride(0),
+        "N0": n0,
+        "N1": n1,
+        "N2": n2,
+        "UNIT": ALIGNMENT_BYTES // plan.dtype.itemsize,
+        "PLANES": v.shape[0],
+        "PLANES_PAD": power_of_two(v.shape[0], 1),
+        "RANKS": tables.expand_ranks(layer, site),
+        "BLOCK_M": tables.block_m,
+        "BLOCK_N": config.expand_n,
+    }
+    grid = (tables.chunk_grid, sum(tiles))
+    if tables.block_m < LEAST_ROWS:
+        _expand_few_kernel[grid](*arguments, **constants, num_warps=config.expand_warps)
+    else:
+        precision = "ieee" if plan.dtype == torch.float32 else "tf32"
+        _expand_kernel[grid](*arguments, **constants, PRECISION=precision, num_warps=config.expand_warps)
 
 
 def sgmv_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
@@ -253,6 +259,30 @@ def _sums(  # type: ignore[no-untyped-def]
     return total_sum
 
 
+@kernel()
+def _tile_of(  # type: ignore[no-untyped-def]
+    record, panels, tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the rank and width of a tile's slice, where its columns and ranks begin, the tile's columns within it, and
+    the places of the panels of scales and of its B.
+
+    Tiles of all slices are in one list: no program is launched for missing columns of a narrow slice.
+    """
+    r0, r1, r2 = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    in1, in2 = tile >= tiles0, tile >= tiles0 + tiles1
+    rank = tl.where(in2, r2, tl.where(in1, r1, r0))
+    width = tl.where(in2, N2, tl.where(in1, N1, N0))
+    column_at = tl.where(in2, N0 + N1, tl.where(in1, N0, 0))
+    rank_at = tl.where(in2, r0 + r1, tl.where(in1, r0, 0))
+    column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
+    panels_before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
+    scale_panel = panels + tl.load(record)
+    b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + panels_before
+    return rank, width, column_at, rank_at, column, scale_panel, b_panel
+
+
 @kernel("permutation_at", "record_at", "panels_at", "num_rows")
 def _expand_kernel(  # type: ignore[no-untyped-def]
     y,
@@ -285,24 +315,13 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         return
     begin = tl.load(chunk)
     record = ints + record_at + tl.load(chunk + 2) * _RECORD
-    r0, r1, r2 = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-    # Tiles of all slices in one list: no program is launched for missing columns of a narrow slice.
-    tile = tl.program_id(1)
-    tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    in1, in2 = tile >= tiles0, tile >= tiles0 + tiles1
-    rank = tl.where(in2, r2, tl.where(in1, r1, r0))
+    rank, width, column_at, rank_at, column, scale_panel, b_panel = _tile_of(
+        record, ints + panels_at, tl.program_id(1), N0, N1, N2, BLOCK_N
+    )
     if rank == 0:
         return
-    width = tl.where(in2, N2, tl.where(in1, N1, N0))
-    column_at = tl.where(in2, N0 + N1, tl.where(in1, N0, 0))
-    rank_at = tl.where(in2, r0 + r1, tl.where(in1, r0, 0))
-    column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
-    panels_before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
     are_codes = tl.load(chunk + 3) != 0
     factor = tl.load(chunk + 4).to(tl.float32, bitcast=True)
-    scale_panel = ints + panels_at + tl.load(record)
-    b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + panels_before
 
     block_r: tl.constexpr = RANKS if RANKS < _MOST_R else _MOST_R
     m, r = tl.arange(0, BLOCK_M), tl.arange(0, block_r)
@@ -331,4 +350,75 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         else:
             b_block = tl.load(panels + (units * UNIT)[:, None] + b_at, mask=b_ok, other=0.0).to(tl.float32)
         total = dot(low, b_block, total, PRECISION)
+    tl.store(target, cast(total, y.dtype.element_ty), mask=ok)
+
+
+@kernel("permutation_at", "record_at", "panels_at", "num_rows")
+def _expand_few_kernel(  # type: ignore[no-untyped-def]
+    y,
+    v,
+    panels,
+    codes,
+    scales,
+    ints,
+    permutation_at,
+    record_at,
+    panels_at,
+    num_rows,
+    rank_stride,
+    ROW: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    UNIT: tl.constexpr,
+    PLANES: tl.constexpr,
+    PLANES_PAD: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Do as `_expand_kernel`, for chunks of few rows."""
+    chunk = ints + tl.program_id(0) * _CHUNK
+    count = tl.load(chunk + 1)
+    if count == 0:
+        return
+    begin = tl.load(chunk)
+    record = ints + record_at + tl.load(chunk + 2) * _RECORD
+    rank, width, column_at, rank_at, column, scale_panel, b_panel = _tile_of(
+        record, ints + panels_at, tl.program_id(1), N0, N1, N2, BLOCK_N
+    )
+    if rank == 0:
+        return
+    are_codes = tl.load(chunk + 3) != 0
+    factor = tl.load(chunk + 4).to(tl.float32, bitcast=True)
+
+    m, r, plane = tl.arange(0, BLOCK_M), tl.arange(0, _PANEL), tl.arange(0, PLANES_PAD)
+    row_ok, column_ok = m < count, column < width
+    rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
+    scale = scales + tl.load(scale_panel).to(tl.int64) * _SCALE_UNIT + rank_at + r
+    places = (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)
+    v_rows = v + places[:, :, None] * rank_stride + (rank_at + r)[None, None, :]
+    b_at = (r * width)[:, None] + column[None, :]
+    target = y + rows[:, None] * ROW + (column_at + column)[None, :]
+    ok = row_ok[:, None] & column_ok[None, :]
+    total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
+    # All loads of few ranks go out at once.
+    unrolled: tl.constexpr = RANKS // _PANEL if RANKS <= _MOST_R else 1
+    panels_of_slice = (rank + _PANEL - 1) // _PANEL
+    for turn in tl.range(1 if RANKS <= _MOST_R else as_bound(panels_of_slice), num_stages=1):
+        for part in tl.static_range(unrolled):
+            panel = turn * unrolled + part
+            first = panel * _PANEL
+            rank_ok = first + r < rank
+            v_ok = row_ok[:, None, None] & (plane < PLANES)[None, :, None] & rank_ok[None, None, :]
+            low = tl.sum(tl.load(v_rows + first, mask=v_ok, other=0.0), 1)
+            low *= (factor * tl.load(scale + first, mask=rank_ok, other=0.0))[None, :]
+            unit = tl.load(b_panel + panel, mask=first < rank, other=0).to(tl.int64)
+            b_ok = rank_ok[:, None] & column_ok[None, :]
+            if are_codes:
+                b_codes = tl.load(codes + unit * _CODE_UNIT + b_at, mask=b_ok, other=0)
+                total += tl.sum(low[:, :, None] * b_codes.to(tl.float32)[None, :, :], 1)
+            else:
+                b_block = tl.load(panels + unit * UNIT + b_at, mask=b_ok, other=0.0)
+                total += tl.sum(low[:, :, None] * b_block.to(tl.float32)[None, :, :], 1)
     tl.store(target, cast(total, y.dtype.element_ty), mask=ok)

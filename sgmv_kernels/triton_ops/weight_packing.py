@@ -1,11 +1,12 @@
 """Codes as the GPU's kernels read them. Shapes: O out, H in, T tiles of a row, G groups of a row.
 
 A *tile* is what a kernel multiplies at once, in two halves: 64 codes for groups of 32, else a group, or 128 codes of a
-longer one. Rows are padded to whole tiles.
+longer one. Rows are padded to whole tiles. Tiles of neighbouring outputs lie side by side, so that what a program reads
+at once is one piece of memory:
 
-    int8  [O, H] int8: as they come
-    int4  [O, T * tile / 2] uint8: a byte holds a code of the first half of its tile and, above it, one of the second
-    q3h   [O, N * tile / 2] uint8, a tile being a group: a 7-bit pair is first + 11 * second, of the two halves as well.
+    int8  [T, O, tile] int8: as they come
+    int4  [T, O, tile / 2] uint8: a byte holds a code of the first half of its tile and, above it, one of the second
+    q3h   [N, O, tile / 2] uint8, a tile being a group: a 7-bit pair is first + 11 * second, of the two halves as well.
           Eight groups take seven planes: the low bits of plane j are the pairs of group j, its top bits are bit j of
           the pairs of the eighth group. Groups left over at the end of a row have a plane each: N = 7 (G // 8) + G % 8
 
@@ -70,13 +71,14 @@ def tile_of(levels: int, group: int) -> int:
 
 def pack_codes(codes: GroupQuantizedWeight) -> Tensor:
     """Pack codes into the layout of the module docstring."""
-    if codes.levels == INT8_LEVELS:
-        return codes.codes.contiguous()
     tile = tile_of(codes.levels, codes.group)
-    halves = pad(codes.codes, (0, -codes.in_features % tile)).reshape(codes.out_features, -1, 2, tile // 2)
+    padded = pad(codes.codes, (0, -codes.in_features % tile))
+    if codes.levels == INT8_LEVELS:
+        return padded.reshape(codes.out_features, -1, tile).transpose(0, 1).contiguous()
+    halves = padded.reshape(codes.out_features, -1, 2, tile // 2)
     first, second = halves[:, :, 0], halves[:, :, 1]
     if codes.levels == INT4_LEVELS:
-        return (first | second << 4).flatten(1)
+        return (first | second << 4).transpose(0, 1).contiguous()
     pairs = first + Q3H_LEVELS * second
     out, count, plane = pairs.shape
     runs = count // RUN
@@ -84,7 +86,7 @@ def pack_codes(codes: GroupQuantizedWeight) -> Tensor:
     planes = whole[:, :, : RUN - 1].clone()
     for bit in range(RUN - 1):
         planes[:, :, bit] |= (whole[:, :, RUN - 1] >> bit & 1) << 7
-    return torch.cat((planes.view(out, -1, plane), rest), dim=1).flatten(1)
+    return torch.cat((planes.view(out, -1, plane), rest), dim=1).transpose(0, 1).contiguous()
 
 
 def word_tiles(levels: int, group: int) -> int:

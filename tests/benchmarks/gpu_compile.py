@@ -10,7 +10,6 @@ import importlib
 import json
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -40,7 +39,6 @@ def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[A
     """Return (compute, steps) of a warm-up: what decides about kernels is in one layer."""
     from gpu_step import SPEC, random_weights
 
-    from lorasrv.worker.cuda_streams import SideStream
     from lorasrv.worker.decoder import Decoder, DecoderLimits
     from lorasrv.worker.device_pool import DevicePool
     from lorasrv.worker.warm_up import WarmUpSteps, compute
@@ -50,8 +48,7 @@ def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[A
     spec, ops = replace(SPEC, num_layers=1), Ops(device, "triton")
     memory = DevicePool(spec, PAGES, 16, KV_FORMATS[kv_format], device, scratch=True)
     limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
-    side = mock.Mock(joined=nullcontext, beside=nullcontext) if DRY_RUN else SideStream(device)
-    decoder = Decoder(random_weights(spec, ops, quantization, torch.bfloat16), memory, limits, ops, side)
+    decoder = Decoder(random_weights(spec, ops, quantization, torch.bfloat16), memory, limits, ops)
 
     def run(step: Any) -> None:
         compute(step, decoder, memory, limits, ops)

@@ -4,12 +4,14 @@
 
 - wheels/: every distribution that the server and the tests need, in the version that is installed here, but those that
   a machine with torch, triton and pytest has: the list is printed. `gpu_run.py` unpacks them.
+- answers/: tiny models, adapters made by PEFT and what PEFT answers (`gpu_answers.py`).
 - peers/: the Triton LoRA kernels of vLLM and SGLang, without the rest of their packages. They are run, never committed.
 
 Downloads go through pip. build/ is ignored by git: take build/gpu along, and see that it is below what may travel.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -83,6 +85,9 @@ def main() -> None:
                 for module in modules:
                     archive.extract(f"{folder}{module}.py", TARGET / "peers")
         print(f"{distribution}: {folder}")
+    answers = [sys.executable, str(Path(__file__).with_name("gpu_answers.py")), "--make"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    subprocess.run(answers, check=True, env=dict(os.environ) | {"PYTHONPATH": paths})
     size = sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file())
     print(f"{size / 2**20:.1f} MiB")
 

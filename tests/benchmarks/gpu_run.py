@@ -83,6 +83,7 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
         Stage("ops", 90, (*PYTEST, *spread, "-k", "triton", *ops_tests)),
         Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
         script("checks", 90),
+        script("answers", 150),
         script("memcheck", 90, "--small", file="gpu_checks.py", program=memcheck),
         script("kernels", 155, file="bench_gpu.py"),
         script("tune", 420, "--out", str(out), file="tune_triton.py"),

@@ -1,4 +1,4 @@
-"""Serve a random Llama-3-8B with 64 adapters on a GPU, as a user would start it, under the loads of `lorasrv bench`.
+"""Serve a random Llama-3-8B with 32 adapters on a GPU, as a user would start it, under the loads of `lorasrv bench`.
 
     python tests/benchmarks/gpu_server.py        # rows as lines of JSON; docs/gpu.md
 
@@ -19,13 +19,14 @@ from typing import Any
 
 from gpu_cases import DRY_RUN, emit, need_gpu
 
-from api.cli.bench.server import adapter_names, started
+from api.cli.bench.server import adapter_names, fill
+from api.cli.common.child_server import running_server
 
 COMMAND = (sys.executable, "-P", "-c", "from api.cli.main import main; main()", "bench", "--json")
-ADAPTERS, RANK = (2, 8) if DRY_RUN else (64, 16)
+ADAPTERS, RANK = (2, 8) if DRY_RUN else (32, 16)
 SHORT, LONG, OUTPUT = (8, 16, 4) if DRY_RUN else (64, 1024, 64)
-CLIENTS = "2" if DRY_RUN else "1,8,32,64"
-SOME = "0,2" if DRY_RUN else "0,1,8,32,64"
+CLIENTS = "2" if DRY_RUN else "1,32,64"
+SOME = "0,2" if DRY_RUN else "0,1,32"
 LOADS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cold", ("--adapters", str(ADAPTERS), "--concurrency", CLIENTS.split(",")[-1], "--warmup", "0")),
     ("short prompts", ("--adapters", SOME, "--concurrency", CLIENTS)),
@@ -120,12 +121,16 @@ def counted(url: str) -> dict[str, Any]:
 
 def main() -> None:
     names = adapter_names(ADAPTERS)
-    for quantization, speculation, loads in SERVERS:
-        server = {"base": quantization, "speculation": speculation}
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        begun = time.perf_counter()
+        fill(store, flags(Path(folder), "int4", "off"), names, RANK, 0)
+        emit("adapters", made=ADAPTERS, seconds=time.perf_counter() - begun)
+        for quantization, speculation, loads in SERVERS:
+            server = {"base": quantization, "speculation": speculation}
             begun = time.perf_counter()
-            with started(flags(Path(folder), quantization, speculation), names, RANK, 0) as url:
-                emit("start", **server, seconds_with_making_adapters=time.perf_counter() - begun)
+            with running_server([*flags(Path(folder), quantization, speculation), "--store", str(store)]) as url:
+                emit("start", **server, seconds=time.perf_counter() - begun)
                 for label, options in loads:
                     load(url, label, options, **server)
                 if loads is LOADS:

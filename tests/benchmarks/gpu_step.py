@@ -6,6 +6,7 @@ Floors are the bytes that a step must read and write at least over the bandwidth
 of block sizes of its own, the steps are timed with the built-in one too.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.cuda_graphs import GraphedSteps, Recorded, cuda_recorder
-from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.weights import LayerWeights, ModelWeights
@@ -89,7 +89,6 @@ class StepCase:
         adapters: int,
         dtype: torch.dtype,
         record: Callable[[Callable[[], torch.Tensor]], Recorded],
-        side: SideStream | None,
         context: int = CONTEXT,
     ) -> None:
         spec, self.weights = weights.spec, weights
@@ -111,7 +110,7 @@ class StepCase:
         self.rows, self.context, self.per_row = rows, context, per_row
         self.recorded: Recorded | None = None
         limits = DecoderLimits(MAX_LEN, rows, rows, dtype, dtype)
-        decoder = Decoder(weights, self.memory, limits, ops, side)
+        decoder = Decoder(weights, self.memory, limits, ops)
 
         def remember(compute: Callable[[], torch.Tensor]) -> Recorded:
             self.recorded = record(compute)
@@ -203,12 +202,12 @@ def time_steps(ops: Ops, bandwidth: float, table: str) -> None:
     for quantization in QUANTIZATIONS[:1] if DRY_RUN else QUANTIZATIONS:
         weights = random_weights(SPEC, ops, quantization, torch.bfloat16)
         for rows, adapters in WORK:
-            args = (ops, rows, adapters, torch.bfloat16, record)
-            case = StepCase(weights, *args, None if DRY_RUN else SideStream(ops.device))
+            case = StepCase(weights, ops, rows, adapters, torch.bfloat16, record)
             base, lora = measure(case, 0), measure(case, adapters)
             floors = case.base_bytes() / bandwidth * 1e3, case.lora_bytes(adapters, 2) / bandwidth * 1e3
             del case
-            one_stream = measure(StepCase(weights, *args, None), adapters)
+            # Graphs and what they compute hold each other.
+            gc.collect()
             emit(
                 f"decode step, {CONTEXT} keys a row, rank {RANK}, in a graph",
                 tiles=table,
@@ -218,7 +217,6 @@ def time_steps(ops: Ops, bandwidth: float, table: str) -> None:
                 base_ms=base.device,
                 floor_ms=floors[0],
                 with_adapters_ms=lora.device,
-                one_stream_ms=one_stream.device,
                 adapters_floor_ms=floors[1],
                 base_with_host_ms=base.whole,
                 adapters_with_host_ms=lora.whole,

@@ -42,6 +42,7 @@ from gpu_cases import (
     with_config,
 )
 
+from sgmv_kernels.formats.group_quant import Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import attention as triton_attention
 from sgmv_kernels.triton_ops import kernel_compiler
@@ -57,30 +58,31 @@ from sgmv_kernels.triton_ops.block_sizes import (
 from sgmv_kernels.triton_ops.linear import BITS, through_blas
 
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
-SUMS = {"split_k": (1, 2, 4, 8, 16), "block_k": (64, 128, 256)}
-SHRINK = {"shrink_n": (16, 32, 64), "shrink_warps": (2, 4, 8), "shrink_stages": (2, 3, 4)}
-EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (1, 2, 4, 8)}
+SUMS = {"split_k": (2, 4, 8, 16), "block_k": (64, 128, 256)}
+SHRINK = {"shrink_n": (16, 32), "shrink_warps": (4, 8), "shrink_stages": (3, 4)}
+EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (4, 8)}
+"""Of many rows. Of few they fix the order of additions, and are the built-in table's for all sites and ranks."""
 FEW = {"split_k": (4, 8), "block_k": (128,)}
 FEW_SHRINK = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
 FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (2, 4)}
+FEW_ROWS = 256
+DEFAULT_FEW = next(row for row in table_of(DEFAULT)["tiles"] if row["max_rows"] == FEW_ROWS)
 DECODE = ((1, 1), (32, 8), (32, 32))
 # (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
 ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
-LINEAR = {
-    "block_m": (16, 32, 64),
-    "block_n": (32, 64),
-    "split_k": (1, 4),
-    "warps": (4, 8),
-    "stages": (2, 3, 4),
-}
-FEW_LINEAR = {"block_m": (16, 32), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+LINEAR = {"block_n": (64, 128), "split_k": (1, 2, 4, 8), "warps": (4,), "stages": (3, 4)}
+FEW_LINEAR = {"block_n": (64, 128), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+RUNS = {"block_n": (64,), "split_k": (1, 2, 4, 8), "warps": (4, 8), "stages": (1, 2)}
+"""Of q3h, of which a program takes eight groups at a time."""
+MOST_RUN_ROWS = 32
 GROUPS = ((32, 32),)
 """(bound of the bucket, group that it is timed with): what a server takes unless told otherwise, q3h groups of 64."""
 # (bound of the bucket, rows that it is timed with)
-LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
+LINEAR_ROWS = ((16, 8), (32, 32), (64, 64), (128, 128), (None, 256))
+MOST_BLOCK_M = 128
 NARROW_OUT = 8192
 NARROW, WIDE = ("qkv", "o", "down"), ("gate_up", "head")
-CROSSOVER_ROWS = (2,) if DRY_RUN else (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CROSSOVER_ROWS = (2,) if DRY_RUN else (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 RANKS = (16, 64)
 DECODE_ATTENTION = {
     "split_tokens": (128, 256, 512),
@@ -110,7 +112,7 @@ if DRY_RUN:
         {"shrink_n": (16,), "shrink_warps": (4,), "shrink_stages": (3,)},
     )
     FEW_EXPAND = {"expand_n": (64,), "expand_warps": (4,)}
-    FEW_LINEAR = {"block_m": (16,), "block_n": (32, 64), "split_k": (1,), "warps": (4,), "stages": (3,)}
+    FEW_LINEAR, MOST_BLOCK_M = {"block_n": (32, 64), "split_k": (1,), "warps": (4,), "stages": (3,)}, 16
 
 
 def best(choices: Sequence[T], us: Callable[[T], float]) -> T:
@@ -171,9 +173,11 @@ def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick
         case = site_case(name, rows, min(adapters, rows), rank, device)
         fixed = next(row for row in sums if row["max_in"] is None or dims.in_features <= row["max_in"])
         base = {"split_k": fixed["split_k"], "block_k": fixed["block_k"]}
-        base["planes"] = fixed["split_k"] if rows <= 256 else 1
+        base["planes"] = fixed["split_k"] if rows <= FEW_ROWS else 1
+        if rows <= FEW_ROWS:
+            base |= {name: DEFAULT_FEW[name] for name in EXPAND}
         # Shrink and expand are separate launches: one after the other, not their product.
-        for options in (shrink, expand):
+        for options in (shrink, expand) if rows > FEW_ROWS else (shrink,):
             fixed_so_far = dict(base)
             base |= best(choices(options), lambda c, f=fixed_so_far, case=case: microseconds(ops, case, **f, **c))
         chosen = {name: size for name, size in base.items() if name not in ("split_k", "block_k", "planes")}
@@ -193,6 +197,15 @@ def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float
         return WORST
 
 
+def linear_options(levels: int, bound: int | None, quick: bool) -> list[LinearConfig]:
+    """Return what is tried for a bucket of rows: tiles that hold all of them, or as many as registers do."""
+    runs = levels == Q3H_LEVELS
+    rows = min(bound or MOST_BLOCK_M, MOST_RUN_ROWS if runs else MOST_BLOCK_M)
+    return [
+        LinearConfig(block_m=rows, **choice) for choice in choices(FEW_LINEAR if quick else RUNS if runs else LINEAR)
+    ]
+
+
 def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return `linear` and `dequantize_above`."""
     table, above = [], {}
@@ -204,11 +217,7 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
         cases = {site: linear_case(ops, site, levels, group) for site in timed}
         for (bound, rows), sites in itertools.product(LINEAR_ROWS, (NARROW, WIDE)):
             held = [case for site, case in cases.items() if site in sites]
-            options = [LinearConfig(**choice) for choice in choices(FEW_LINEAR if quick else LINEAR)]
-            # Blocks of far fewer or more rows than there are, and splits of a sum over many rows, only cost.
-            options = [
-                o for o in options if rows < 4 * o.block_m < 8 * max(16, rows) and (rows <= 64 or o.split_k == 1)
-            ]
+            options = linear_options(levels, bound, quick)
             chosen = best(options, lambda o, held=held, rows=rows: linear_us(held, rows, o))
             found[bound, sites] = chosen
             row = {"bits": bits, "max_group": most, "max_rows": bound}
@@ -264,6 +273,16 @@ def _attention_us(ops: Ops, lens: tuple[list[int], list[int]], made: list[Any]) 
     return gpu_cases.graph_us([partial(ops.paged_attention, q, kv, plan, DIM**-0.5) for q, kv, _ in made])
 
 
+def written(table: dict[str, Any]) -> str:
+    """Return the table as JSON with a line for each row."""
+    parts = []
+    for name, value in table.items():
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if isinstance(value, list) and value else ""
+        is_rows = rows and isinstance(value[0], dict)
+        parts.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if is_rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few choices, a few minutes")
@@ -293,7 +312,7 @@ def main() -> None:
         table["parts"], table["measured"] = [*table["parts"], part], True
         table["note"] = "The parts named were measured by tests/benchmarks/tune_triton.py; the others are not."
         for out in outs:
-            out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+            out.write_text(written(table), "utf-8")
     emit("tables", files=[out.name for out in outs], parts=table["parts"])
 
 

@@ -246,12 +246,12 @@ def test_a_graph_replays_with_other_sequences(ops: Ops) -> None:
         return plan_of(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages, ops.device)
 
     kv, q = pages_on(case.kv, ops.device), case.q_of(orders[0], ops.device)
-    held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 64, 0, 4, 64))
+    held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 256, 0, 4, 256))
     planned = replace(plan_for(orders[0]), prepared=held)
-    attention.attention(q, kv, planned, 0.1, None, None)
+    attention.attention(q, kv, planned, 0.1, None, None, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attention(q, kv, planned, 0.1, None, None)
+        out = attention.attention(q, kv, planned, 0.1, None, None, None)
     for order in orders:
         held.update(plan_for(order))
         graph.replay()

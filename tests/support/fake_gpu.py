@@ -36,8 +36,6 @@ class Wait(Enum):
     """Kinds of waits that can be left out."""
 
     STREAM_FOR_EVENT = auto()
-    SIDE_FOR_MAIN = auto()
-    MAIN_FOR_SIDE = auto()
     HOST_FOR_STREAM = auto()
     HOST_FOR_EVENT = auto()
 
@@ -136,11 +134,6 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         if event.point is not None and self._gpu.keeps(Wait.STREAM_FOR_EVENT):
             self._gpu.queue(event.point, self)
-
-    def wait_stream(self, other: "Stream") -> None:
-        point = other.point()
-        if self._gpu.keeps(Wait.MAIN_FOR_SIDE if self is self._gpu.main else Wait.SIDE_FOR_MAIN):
-            self._gpu.queue(point, self)
 
     def synchronize(self) -> None:
         self._gpu.host_waits()

@@ -125,8 +125,11 @@ class KernelPool:
         segments = _segments(rows)
         x, y = self.inputs(segments.num_rows, site, dtype)
         got = self.added(ops, segments, site, x, y, layer)
-        close = {"rtol": 1e-4, "atol": 2e-2, **close}
-        torch.testing.assert_close(got.float(), self.expected(segments, site, x, y, layer), **close)
+        want = self.expected(segments, site, x, y, layer)
+        # A GPU multiplies unequal dtypes in tf32, with 11 bits of mantissa.
+        is_rounded = ops.device.type == "cuda" and dtype != self.dtype
+        close = {"rtol": 1e-4, "atol": 5e-3 * float(want.abs().max()) if is_rounded else 2e-2, **close}
+        torch.testing.assert_close(got.float(), want, **close)
         base = [row for s in np.flatnonzero(segments.adapters == BASE) for row in segments.rows(s).tolist()]
         assert got.dtype == dtype
         assert torch.equal(got[base], y[base])

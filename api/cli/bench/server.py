@@ -36,12 +36,13 @@ def started(flags: Sequence[str], names: Sequence[str], rank: int, seed: int) ->
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         store = Path(folder) / "store"
         if names:
-            _fill(store, flags, names, rank, seed)
+            fill(store, flags, names, rank, seed)
         with running_server([*flags, "--store", str(store)]) as url:
             yield url
 
 
-def _fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> None:
+def fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> None:
+    """Make a store of adapters with random weights for the base that a server with these flags has."""
     from adapter_store.store import AdapterStore
     from lorasrv.config import BUILTIN_MODEL
     from lorasrv.models.loader import open_checkpoint

@@ -13,7 +13,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -40,7 +39,6 @@ from lorasrv.scheduler_output import (
 from lorasrv.worker import cuda_graphs
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_graphs import MAX_CONTEXT, PARTS, GraphedSteps, Recorded, _Bucket, buckets
-from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
@@ -66,23 +64,6 @@ Share = tuple[str | None, int] | tuple[str | None, int, int] | tuple[str | None,
 """(adapter, keys before, tokens: one unless told otherwise, how many of them are draft tokens)"""
 
 
-class FakeStream:
-    """Counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.num_begun = self.num_joined = 0
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        yield
-        self.num_joined += 1
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        self.num_begun += 1
-        yield
-
-
 class Served:
     """One model over a pool of random keys and values, on a fake GPU if there is one."""
 
@@ -90,7 +71,6 @@ class Served:
         self,
         folder: Path,
         kernels: str = "triton",
-        side: FakeStream | None = None,
         gpu: FakeGpu | None = None,
         kv_format: str = "float32",
     ) -> None:
@@ -101,7 +81,7 @@ class Served:
         weights = load_weights(checkpoint, get_format("none", self.ops), torch.float32, device=device)
         limits = DecoderLimits(MAX_LEN, 64, 4, torch.float32)
         self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS[kv_format], device, scratch=True)
-        self.decoder = Decoder(weights, self.memory, limits, self.ops, side if gpu is None else SideStream(device))
+        self.decoder = Decoder(weights, self.memory, limits, self.ops)
         for layer in range(2):
             self.memory.slab(layer).copy_(self._random_pages(layer))
         self.placements: dict[str, PlacedAdapter] = {}
@@ -393,15 +373,3 @@ def test_a_step_fits_the_bucket_that_it_gets(
             graphed._capacity_for = lambda rows, smaller=smaller: smaller
             with pytest.raises(CapacityExceeded):
                 graphed.compute(step)
-
-
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
-def test_a_shrink_beside_the_base_linear_adds_the_same(folder: Path, kernels: str) -> None:
-    stream = FakeStream()
-    beside, plain = Served(folder, kernels, stream), Served(folder, kernels)
-    want, _ = plain.eager(plain.step(STEPS[0]))
-    got, _ = beside.eager(beside.step(STEPS[0]))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert stream.num_begun == stream.num_joined == 2 * 4
-    beside.eager(beside.step(STEPS[2]))
-    assert stream.num_begun == 8

@@ -1,4 +1,4 @@
-"""A decode step of real CUDA graphs with a shrink in a side stream, against the same steps computed without."""
+"""A decode step of real CUDA graphs against the same steps computed without."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,6 @@ from gpu_step import StepCase, random_weights
 
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.cuda_graphs import cuda_recorder
-from lorasrv.worker.cuda_streams import SideStream
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.forward_batch import build_batch
 from sgmv_kernels.ops import Ops
@@ -30,7 +29,7 @@ SPEC = ModelSpec("llama", 3, 512, 1024, 8, 2, 64, 1000, 2048, 1e-5)
 def test_graphs_replay_what_steps_compute(quantization: str, context: int) -> None:
     ops = Ops(CUDA, "triton")
     weights = random_weights(SPEC, ops, quantization, torch.bfloat16)
-    case = StepCase(weights, ops, 7, 5, torch.bfloat16, cuda_recorder(), SideStream(CUDA), context)
+    case = StepCase(weights, ops, 7, 5, torch.bfloat16, cuda_recorder(), context)
     eager = Decoder(weights, case.memory, DecoderLimits(2048, 512, 64, torch.bfloat16, torch.bfloat16), ops)
     for adapters in (5, 3, 0, 1, 5, 0):
         step = case.step(adapters)

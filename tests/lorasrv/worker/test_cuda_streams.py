@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import DEVICE, FakeGpu, FakeGraph, Wait
+from fake_gpu import DEVICE, FakeGpu, Wait
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ from lorasrv.scheduler_output import (
     SwapOut,
 )
 from lorasrv.worker.adapter_packing import PackedAdapter
-from lorasrv.worker.cuda_streams import SideStream, StagingRing
+from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.executor import LaunchingExecutor
@@ -80,11 +80,10 @@ class World:
         self.region_pages = LAYOUT.num_pages(page_bytes)
         pages = LOW + REGIONS * self.region_pages
         self.memory = DevicePool(SPEC, pages, PAGE_SIZE, KV_FORMATS["float32"], device, scratch=False)
-        side = None
         if gpu is not None:
-            self.memory._ring, side = StagingRing(DEVICE, SLOT_BYTES), SideStream(DEVICE)
+            self.memory._ring = StagingRing(DEVICE, SLOT_BYTES)
         limits = DecoderLimits(64, 16, SEQUENCES, torch.float32)
-        self.decoder = Decoder(_weights(device), self.memory, limits, self.ops, side)
+        self.decoder = Decoder(_weights(device), self.memory, limits, self.ops)
         self.tables = [[PER_SEQUENCE * i, PER_SEQUENCE * i + 1] for i in range(SEQUENCES)]
         self.lengths = [0] * SEQUENCES
         self.resident: dict[int, tuple[str, PlacedAdapter]] = {}
@@ -331,18 +330,3 @@ def test_a_copy_that_fails_leaves_nothing_in_flight() -> None:
             pool.fill_(7)
             gpu.synchronize()
             assert pool.tolist() == [7] * len(source)
-
-
-def test_an_error_beside_joins_the_streams() -> None:
-    """Else the capture could not be ended, and its error would hide what happened."""
-
-    def compute() -> torch.Tensor:
-        with side.joined():
-            with side.beside():
-                torch.zeros(3, device=DEVICE)
-            raise torch.OutOfMemoryError("out of memory")
-
-    with FakeGpu() as gpu:
-        side = SideStream(DEVICE)
-        with pytest.raises(torch.OutOfMemoryError):
-            FakeGraph(gpu, compute)

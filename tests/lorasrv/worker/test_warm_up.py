@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +81,10 @@ class Server:
         table = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
         self.memory = DevicePool(spec, 4000, 16, KV_FORMATS[kv_format], META, scratch=True)
         limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
-        side = mock.Mock(joined=nullcontext, beside=nullcontext)
         self.ops, self.spec, self.limits, self.max_rank = ops, spec, limits, int(max_rank)
         # What its random steps had.
         self.kinds: set[str] = set()
-        self.decoder = Decoder(replace(weights, embed=table.rows), self.memory, limits, ops, side)
+        self.decoder = Decoder(replace(weights, embed=table.rows), self.memory, limits, ops)
         recorded = mock.Mock(output=torch.empty(SEATS, spec.vocab_size, device=META))
         self.graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
         self.warm_up = WarmUpSteps(spec, self.memory, limits, self.max_rank, has_trees=self.max_rank > 0)

@@ -86,7 +86,8 @@ def is_block(n: int) -> bool:
 
 def test_the_default_table_has_blocks_for_every_site() -> None:
     for rows, rank, width, out in itertools.product((1, 256, 257, 100_000), (1, 48, 768), WIDTHS, WIDTHS):
-        assert is_block(rows_config(DEFAULT, rows).block_m)
+        # Fewer rows than `tl.dot` takes are multiplied without it, or padded.
+        assert rows_config(DEFAULT, rows).block_m in (2, 4, 32, 64)
         config = sgmv_config(DEFAULT, rows, rank, SiteDims(width, (out, out)))
         assert all(is_block(n) for n in (config.block_k, config.shrink_n, config.expand_n))
         assert config.planes in (1, config.split_k)
@@ -98,6 +99,14 @@ def test_the_order_of_additions_belongs_to_the_site() -> None:
         every = itertools.product((1, 300, 5000), (8, 768), ((64,), (14336, 14336)))
         configs = [sgmv_config(DEFAULT, rows, rank, SiteDims(width, outs)) for rows, rank, outs in every]
         assert len({(config.split_k, config.block_k) for config in configs}) == 1
+
+
+@pytest.mark.parametrize("name", [DEFAULT, "NVIDIA H200"])
+def test_few_rows_add_ranks_in_one_order(name: str) -> None:
+    """Expand without tensor cores has the order of its tiles, which neither ranks nor sites may choose."""
+    every = itertools.product((1, 64, 256), (8, 48, 768), WIDTHS)
+    configs = [sgmv_config(name, rows, rank, SiteDims(width, (width,))) for rows, rank, width in every]
+    assert len({(config.expand_n, config.expand_warps) for config in configs}) == 1
 
 
 def test_the_default_table_has_blocks_for_every_head() -> None:
@@ -113,12 +122,6 @@ def test_the_default_table_has_blocks_for_every_linear() -> None:
         assert all(is_block(n) for n in (config.block_m, config.block_n))
         assert config.split_k >= 1
         assert dequantize_above(DEFAULT, bits) > 0
-
-
-def test_groups_have_tiles_of_their_own() -> None:
-    """A scale for 32 codes takes other tiles than one for 128."""
-    for bits, rows in itertools.product((8, 4), (1, 32)):
-        assert linear_config(DEFAULT, bits, 32, rows, 4096) != linear_config(DEFAULT, bits, 128, rows, 4096)
 
 
 def test_a_device_without_a_table_takes_the_default_one() -> None:

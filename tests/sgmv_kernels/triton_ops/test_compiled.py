@@ -34,6 +34,7 @@ from sgmv_kernels.triton_ops import page_mass as page_mass_triton
 from sgmv_kernels.triton_ops import pointwise as pointwise_triton
 from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 from sgmv_kernels.triton_ops import slots as slots_triton
+from sgmv_kernels.triton_ops.weight_packing import RUN
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Shared memory that a block may have."""
@@ -50,7 +51,7 @@ class Bounds:
     waits: int = 0
     # Beside loops; of older devices, and there of prompts over pages of codes with heads of 256 (docs/kernels.md).
     spills: int = 0
-    # In a loop: two for each stage of copies, others where warps share the weights of attention.
+    # In a loop: two for each stage of copies, others where warps share the weights of attention; of q3h for each tile.
     barriers: int = 9
 
 
@@ -273,7 +274,7 @@ def check(kind: str, arch: int, *options: str) -> None:
         if one.spills > (bounds.spills if arch < 90 and one.label.endswith(SPILLING) else 0)
         or one.loop_spills
         or one.shared > SHARED_BYTES[arch]
-        or one.barriers > bounds.barriers
+        or one.barriers > bounds.barriers * (RUN if one.kernel == "_runs_kernel" else 1)
         or one.waits > bounds.waits
         or (one.copy_bytes or bounds.copy_bytes) < bounds.copy_bytes
     ]
