@@ -1,7 +1,7 @@
 """Weights out of codes, in a GPU's registers: what the kernels of base linears share.
 
-A code becomes a whole number by one OR, as the mantissa of a float, and a weight by one multiply-add in the activations'
-own dtype. Each function has a form for Triton's interpreter, which runs no instructions of a GPU.
+A code becomes a whole number by one OR, as the mantissa of a float, and a weight by one multiply-add in the dtype of
+activations. Each function has a form for Triton's interpreter, which runs no instructions of a GPU.
 """
 
 from collections.abc import Callable
