@@ -1,6 +1,6 @@
 """A step that a GPU has in its queue, whose tokens are not known on the host yet.
 
-The next step may compute them: they go from device to device. NOT MEASURED: no GPU was at hand.
+The next step may compute them: they go from device to device.
 
 Source: steps that are planned while the one before runs, SGLang's overlap scheduler and vLLM's asynchronous scheduling.
 """

@@ -3,8 +3,7 @@
 The kernels that a step launches depend on its rows, on the rows that have logits, on the ranks of its adapters, on
 whether keys are cut into parts and whether there is a prompt: on numbers only by the bounds of the device's table and,
 up to `ROPE_ROWS` rows, by powers of two. So a step of every class launches all. The adapters of these steps change all
-that one can: the ends of the model, gains and shifts besides. Pages and panels lie at the start of the empty pool. NOT
-MEASURED: no GPU was at hand.
+that one can: the ends of the model, gains and shifts besides. Pages and panels lie at the start of the empty pool.
 
 Source: steps of made-up requests before the server is ready, vLLM.
 """
@@ -38,8 +37,6 @@ from sgmv_kernels.triton_ops.kernel_compiler import load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
 from sgmv_kernels.triton_ops.sgmv_metadata import EXPAND_RANKS
 
-MOST_LOGITS = 256
-"""Most prompt tokens of a step whose logits are computed: more make steps large, and take no other kernels."""
 COMMON_RANKS = (0, 16)
 _ADAPTER = AdapterKey("warm-up")
 
@@ -90,10 +87,12 @@ class WarmUpSteps:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
         adapters = list(self._adapters())
         bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
+        # More rows with logits make steps large, and take no other kernels.
+        asked = max(self._table["dequantize_above"].values()) + 1
         for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
             if rows <= self._limits.max_rows:
                 for adapter in adapters:
-                    yield self._step(self._prompts(rows, MOST_LOGITS, adapter), adapter)
+                    yield self._step(self._prompts(rows, asked, adapter), adapter)
             if rows <= self._limits.max_samples:
                 yield self._singles(rows, 0, self._cut_keys)
         if self._max_rank and self._spec.why_no_kv_policy is None:

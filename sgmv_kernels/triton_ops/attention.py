@@ -9,8 +9,6 @@ not read, and their scores are masked. Long contexts of few rows are cut into pa
 A row's result has the same bits whatever the batch, the order of sequences, and the places of pages. How many rows of a
 sequence a step computes may change the last bits.
 
-Speed on a GPU is NOT MEASURED yet.
-
 Source: tiles and online softmax, FlashAttention-2 (Dao 2023); pages, vLLM (Kwon et al. 2023), whose unified Triton
 kernel also lets the group fill the rows; parts and reduce, Flash-Decoding (Dao et al. 2023).
 """

@@ -1,14 +1,14 @@
 """Block sizes of the Triton kernels, from one JSON table a device. No autotuning while serving.
 
-`configs/<device name, other characters as _>.json`; `configs/default.json`, which is NOT MEASURED, where a device has
-none. A table holds lists of rows; the first row whose bounds hold is taken (null is no bound):
+`configs/<device name, other characters as _>.json`; `configs/default.json`, of which a part is measured, where a device
+has none. A table holds lists of rows; the first row whose bounds hold is taken (null is no bound):
 
     rows       by token rows: block_m, and whether the sum over K is split over programs (`planes`)
     sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
     tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
     attention  by head dim, and bytes of the wider of activations and pages
     linear     by bits of a code, its group, token rows and out_features: tiles, programs that share the sum over K,
-               launch options. A warp takes one tile of codes of every step (q3h: all warps share eight)
+               launch options
 
 `dequantize_above` says, by bits of a code, above how many token rows a base linear is dequantized and left to cuBLAS.
 
@@ -133,7 +133,7 @@ def linear_config(name: str, bits: int, group: int, rows: int, out: int) -> Line
 
 @cache
 def dequantize_above(name: str, bits: int) -> int:
-    """Return the token rows above which weights are dequantized for cuBLAS, a guess in the default table."""
+    """Return the token rows above which weights are dequantized for cuBLAS."""
     rows: int = table_of(name)["dequantize_above"][str(bits)]
     return rows
 

@@ -1,4 +1,4 @@
-"""Pages of codes on a GPU: rotation by a Hadamard matrix, the write of keys and values. Speed is NOT MEASURED yet."""
+"""Pages of codes on a GPU: rotation by a Hadamard matrix, the write of keys and values."""
 
 import torch
 import triton

@@ -15,7 +15,7 @@ rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes ins
 in registers, Marlin (Frantar et al. 2024) and its kernels for Hopper.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -127,6 +127,9 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     if len(x) > dequantize_above(name, bits):
         return through_blas(x, packed)
     config = linear_config(name, bits, packed.group, len(x), packed.out_features)
+    if x.dtype == torch.float32:
+        # Tiles of twice the bytes.
+        config = replace(config, block_m=min(config.block_m, 32), stages=2)
     return through_tiles(x, packed, config)
 
 

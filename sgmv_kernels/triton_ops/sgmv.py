@@ -2,7 +2,7 @@
 
 Shrink: a program owns (chunk of rows, panels, part of K) and writes fp32 partial sums, a *plane* a part. Expand: a
 program owns (chunk, tile of columns), adds the planes up, scales, multiplies with B, adds to y in place. Few rows, as
-of a decode step, come in chunks of two, which expand multiplies without tensor cores: 14 of their 16 rows were empty.
+of a decode step, come in chunks of two or four, which expand multiplies without tensor cores, whose tiles have 16 rows.
 
 What holds bit for bit, for one device table and one site: a row's result does not depend on the order of rows, on the
 other rows or adapters of the batch, on where panels lie, nor on exact or capacity tables of the same block sizes. The

@@ -5,10 +5,10 @@
 
 Two plain `lorasrv serve` processes with one thread each answer Poisson traffic over 64 adapters by Zipf's law. The
 script sends each request where `StaticChooser` says, the class that an edge runs, with the placement that is simulated.
-Costs are those that both servers learned while both served other adapters before; what a request needs outside a
-server is the difference between the TTFT seen by the client and by the server. The servers send no reports, nor do the
-simulated ones. Until tok/s is within 10 % and the p99 TTFT within 25 % in every run, figures of simulated clusters on
-this machine are no prediction: the last line says which it is.
+Costs are those that both servers learned while both served other adapters before; what a request needs besides steps
+and loads is the difference between the median TTFT of that traffic and of its simulation. The servers send no reports,
+nor do the simulated ones. Until tok/s is within 10 % and the p99 TTFT within 25 % in every run, figures of simulated
+clusters on this machine are no prediction: the last line says which it is.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ async def drive(pair: Pair, asks: Sequence[Sending]) -> tuple[list[RequestOutcom
     return outcomes, begun_s
 
 
-def learned(servers: Sequence[Server], edge_s: float) -> MachineProfile:
+def learned(servers: Sequence[Server]) -> MachineProfile:
     """Return the mean of what both servers have learned."""
     samples = []
     for server in servers:
@@ -111,7 +111,7 @@ def learned(servers: Sequence[Server], edge_s: float) -> MachineProfile:
 
     step = {part: mean(f'lorasrv_step_cost_seconds{{part="{part}"}}') for part in PARTS}
     load, copy = (mean(f'lorasrv_load_cost_seconds{{part="{part}"}}') for part in ("load_byte", "copy_byte"))
-    return MachineProfile(step, edge_s=edge_s, load_byte_s=load, copy_byte_s=copy)
+    return MachineProfile(step, load_byte_s=load, copy_byte_s=copy)
 
 
 def disk_loads(servers: Sequence[Server]) -> float:
@@ -132,10 +132,21 @@ def measured(outcomes: Sequence[RequestOutcome], begun_s: float) -> dict[str, fl
 
 
 def predicted(
-    trace: Path, placement: str, costs: MachineProfile, flags: Mapping[str, object], folder: Path
+    outcomes: Sequence[RequestOutcome],
+    adapter_bytes: int,
+    placement: str,
+    costs: MachineProfile,
+    flags: Mapping[str, object],
+    folder: Path,
 ) -> dict[str, float]:
     """Return what `lorasrv plan` says of the same requests."""
-    file = folder / "costs.json"
+    begin_s = min(o.sent_s for o in outcomes)
+    trace, file = folder / "sent.jsonl", folder / "costs.json"
+    requests = [
+        TraceRequest(o.sent_s - begin_s, o.prompt_tokens, o.output_tokens, o.model, adapter_bytes=adapter_bytes)
+        for o in outcomes
+    ]
+    write_trace(trace, requests)
     file.write_text(json.dumps(costs.to_dict()))
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
     its = ("--machines", 2, "--placement", placement, "--report-s", NEVER_S)
@@ -158,22 +169,17 @@ def compare(placement: str, number: int, a: object, folder: Path) -> bool:
         guess = MachineProfile({"step": 2e-2, "token": 2e-3, "request": 2e-3, **dict.fromkeys(PARTS[3:], 0.0)})
         before, _ = asyncio.run(drive(Pair(servers, placement, guess, 0), sendings(law, ADAPTERS, rng)))
         told = [request for trace in traces for request in read_trace(trace)]
-        inside_ms = statistics.median(request.ttft_ms or 0.0 for request in told)
-        costs = learned(servers, max(0.0, statistics.median(o.ttft_ms for o in before) - inside_ms) / 1e3)
         nbytes = next(request.adapter_bytes for request in told if request.adapter_bytes) or 0
+        costs = learned(servers)
+        simulated_ms = predicted(before, nbytes, placement, costs, flags, folder)["TTFT p50"]
+        besides_ms = max(0.0, statistics.median(o.ttft_ms for o in before) - simulated_ms)
+        costs = replace(costs, edge_s=besides_ms / 1e3)
         loads = disk_loads(servers)
         pair = Pair(servers, placement, costs, nbytes)
         law = replace(law, seconds=a.seconds, adapters=ADAPTERS, seed=number)
         outcomes, begun_s = asyncio.run(drive(pair, sendings(law, 0, rng)))
         real = {**measured(outcomes, begun_s), "loads": disk_loads(servers) - loads}
-    begin_s = min(o.sent_s for o in outcomes)
-    trace = folder / "sent.jsonl"
-    requests = [
-        TraceRequest(o.sent_s - begin_s, o.prompt_tokens, o.output_tokens, o.model, adapter_bytes=nbytes)
-        for o in outcomes
-    ]
-    write_trace(trace, requests)
-    plan = predicted(trace, placement, costs, flags, folder)
+    plan = predicted(outcomes, nbytes, placement, costs, flags, folder)
     ratios = {name: plan[name] / max(1e-9, real[name]) for name in plan}
     for name in plan:
         row(placement, number, name, plan[name], real[name], ratios[name])

@@ -5,7 +5,7 @@
 
 In float32 every token must be PEFT's, whatever shares the batch: other adapters, the base, drafts, preempted requests.
 With bf16 activations and quantized bases the next token is asked for behind every prefix of PEFT's answers, and must be
-PEFT's for most of those where the likeliest token leads clearly. Exit code 1: it was not.
+PEFT's where the likeliest token leads clearly, for most of them, and for four tenths in int4. Exit code 1: it was not.
 """
 
 import argparse
@@ -135,10 +135,10 @@ def checked(folder: Path, what: str) -> dict[str, Any]:
     try:
         if what in EXACT:
             same, count = exact(folder, EXACT[what])
-            return row | {"of": "answers", "count": count, "same": same, "ok": same == count}
+            return row | {"of": "answers", "count": count, "same": same, "ok": 0 < count == same}
         options, lead, share = MOVED[what]
         same, count = moved(folder, options, lead)
-        return row | {"of": "next tokens", "count": count, "same": same, "ok": same >= share * count}
+        return row | {"of": "next tokens", "count": count, "same": same, "ok": count > 0 and same >= share * count}
     except Exception as problem:
         return row | {"ok": False, "why": f"{problem!r:.200}", "trace": traceback.format_exc()[-1500:]}
 
@@ -153,6 +153,7 @@ def main() -> int:
     folders = [folder for name in MODELS if (folder := HELD / name).is_dir()]
     if not folders:
         emit("skipped", why="no build/gpu/answers: gpu_fetch.py")
+        return 0 if DRY_RUN else 1
     work = [(folder, what) for folder in folders for what in (*EXACT, *MOVED) if folder is folders[0] or what in OF_ALL]
     failed = 0
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:

@@ -68,7 +68,7 @@ class Stage:
 
 
 def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
-    """Return all stages in order; three calls of 570 s hold env to kernels, tune and steps, server and peers."""
+    """Return all stages in order; four calls of 570 s hold env to answers, to kernels, to steps, and the rest."""
 
     def script(name: str, seconds: float, *arguments: str, file: str = "", program: tuple[str, ...] = ()) -> Stage:
         return Stage(name, seconds, (str(HERE / (file or f"gpu_{name}.py")), *arguments), program)

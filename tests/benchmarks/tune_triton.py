@@ -69,7 +69,7 @@ FEW_ROWS = 256
 DEFAULT_FEW = next(row for row in table_of(DEFAULT)["tiles"] if row["max_rows"] == FEW_ROWS)
 DECODE = ((1, 1), (32, 8), (32, 32))
 # (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
-ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
+ROWS = ((16, 8), (64, 32), (256, 32), (1024, 8), (None, 8))
 LINEAR = {"block_n": (64, 128), "split_k": (1, 2, 4, 8), "warps": (4,), "stages": (3, 4)}
 FEW_LINEAR = {"block_n": (64, 128), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
 RUNS = {"block_n": (64,), "split_k": (1, 2, 4, 8), "warps": (4, 8), "stages": (1, 2)}

@@ -33,7 +33,7 @@ def test_a_replayed_step_is_two_copies(mode: str, adapters: int) -> None:
 
 def test_a_step_without_a_graph_launches_each_kernel_once() -> None:
     """Of a layer: two norms, four times shrink, linear and expand, rotation and write, attention and its reduce, SiLU;
-    what a product of K in parts adds is not there in int4 up to 64 rows."""
+    and one each to add what three narrow linears compute in parts."""
     with launches() as launched:
         engine = warmed(ROWS, 8, CONTEXT, 20, "eager")
         launched.clear()

@@ -191,7 +191,10 @@ def compile_served(compiler: Compiler, *, full: bool) -> None:
     """Compile what the engine launches for a base in every format, activations and adapters in bf16."""
     for levels, group in LINEARS:
         shapes = ((28672, 4096), (4096, 14336), (1536, 576))[: 3 if full or group == 32 else 1]
-        for rows, (out, width) in itertools.product((1, 32), [shape for shape in shapes if shape[1] % group == 0]):
+        fitting = [shape for shape in shapes if shape[1] % group == 0]
+        # Tiles for more rows in all groups that `linear` has tiles of its own for, and of one width.
+        many = itertools.product((64, 128) if full or group == 32 else (), fitting[:1])
+        for rows, (out, width) in (*itertools.product((1, 32), fitting), *many):
             compiler.label = f"{levels} levels, groups of {group}, {rows} rows, {width} -> {out}"
             compile_linear(BF16, rows, out, width, group, levels)
     for (site, dims), rows, rank in itertools.product(SITES.items(), (32, 512, 2048), (16, 64)):
@@ -239,6 +242,7 @@ def compile_others(compiler: Compiler, *, full: bool) -> None:
     compile_attention(FP32, "float32", 9, 3, 80)
     for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
         compile_linear(FP32, 1, 576, 576, 64, levels)
+        compile_linear(FP32, 64, 4096, 4096, 128, levels)
         compile_linear(FP16, 9, 576, 576, 64, levels)
 
 

@@ -49,6 +49,17 @@ def test_half_activations(ops: Ops, dtype: torch.dtype) -> None:
     filled(dtype).check(ops, [4, -1, 0, 4], 2, dtype=dtype, rtol=2e-2, atol=0.3)
 
 
+@pytest.mark.parametrize("block_m", [4, 32])
+@pytest.mark.parametrize("site", range(len(SITES)))
+def test_chunks_of_any_size(ops: Ops, monkeypatch: pytest.MonkeyPatch, site: int, block_m: int) -> None:
+    """As steps of more rows have; ranks of every class, 0 and codes beside each other, and chunks that are not full."""
+    config = triton_configs.RowsConfig(block_m, planes=block_m < 16)
+    monkeypatch.setattr("sgmv_kernels.triton_ops.sgmv_metadata.rows_config", lambda *_: config)
+    rows = [0, 1, 2, 3, 4, -1] + [0] * 5 + [3] * 4
+    got, y = filled(FLOAT).check(ops, rows, site)
+    assert not torch.equal(got, y)
+
+
 def test_planes_and_one_program_add_the_same_parts(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """`planes` says how many programs compute the parts of K, not what the sum is but for its last bits."""
     pool, rows, seen = filled(FLOAT), [0, 2, 4, 0], []
