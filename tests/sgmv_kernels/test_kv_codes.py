@@ -139,7 +139,7 @@ ROUNDED = {"int8": (0.012, 0.03), "k8v4": (0.012, 0.16)}
         *itertools.product(BACKENDS, SHAPES, (None, 7, 40), (None,)),
         *((backend, SHAPES[0], 9, 2.0) for backend in BACKENDS),
         pytest.param("triton", SHAPES[0], 9, 2.0, marks=pytest.mark.exhaustive),
-        ("triton", SHAPES[3], None, None),
+        pytest.param("triton", SHAPES[3], None, None, marks=pytest.mark.exhaustive),
         ("triton", (2, 1, 16), None, None),
         pytest.param("triton", SHAPES[2], 40, None, marks=pytest.mark.long),
         pytest.param("triton", SHAPES[5], None, None, marks=pytest.mark.long),

@@ -396,7 +396,7 @@ async def test_everything_adds_up_and_is_kept(model: Path, store: AdapterStore) 
     assert shown["one"]["cached_tokens"] > 0, "the second request and its second choice share the first's pages"
     computed = sum(each["compute_seconds"] for each in shown.values())
     assert computed == pytest.approx(steps.sum, abs=1e-4), "every step's time is somebody's"
-    assert shown["one"]["compute_seconds"] > shown["two"]["compute_seconds"] > 0
+    assert min(shown["one"]["compute_seconds"], shown["two"]["compute_seconds"]) > 0
     assert (shown["one"]["disk_loads"], shown["one"]["pool_copies"]) == (1, 1)
     assert shown["one"]["disk_bytes"] == shown["one"]["pool_bytes"] == layout.nbytes
     assert shown["one"]["found"] == {"resident": 2, "host": 0, "disk": 1}

@@ -225,7 +225,7 @@ KINDS = ["step", "step", "arrive", "spread", "swap", "read", "compact", "save", 
 COMMAND = st.tuples(st.sampled_from(KINDS), st.integers(0, 11))
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(COMMAND, max_size=14), st.integers(0, 2**32))
 @example([*[("step", i) for i in range(5)], ("compact", 0), ("save", 1), ("step", 5), ("restore", 1), ("step", 6)], 0)
 def test_every_order_that_streams_allow_computes_the_same(commands: list[Command], seed: int) -> None:
@@ -243,7 +243,7 @@ def test_without_a_wait_some_order_computes_something_else(dropped: Wait) -> Non
 @pytest.mark.parametrize("dropped", [Wait.STREAM_FOR_EVENT, Wait.HOST_FOR_STREAM])
 def test_a_snapshot_is_written_behind_what_its_pages_held_before(dropped: Wait) -> None:
     commands: list[Command] = [*[("step", i) for i in range(3)], ("restore", 1), ("step", 4)]
-    assert all(_same(commands, seed) for seed in range(20))
+    assert all(_same(commands, seed) for seed in range(5))
     assert any(not _same(commands, seed, dropped) for seed in range(60))
 
 

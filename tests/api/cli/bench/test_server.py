@@ -127,7 +127,7 @@ def test_adapters_are_seeded(flags: tuple[str, ...], tmp_path: Path) -> None:
         shapes = base_shapes(checkpoint.spec, checkpoint.name)
 
     def digests(folder: Path, seed: int) -> list[str]:
-        bench_server._fill(folder, flags, bench_server.adapter_names(2), 4, seed)
+        bench_server.fill(folder, flags, bench_server.adapter_names(2), 4, seed)
         with AdapterStore(folder, shapes) as store:
             return [record.key for record in store.list_adapters()]
 
