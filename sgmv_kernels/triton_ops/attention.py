@@ -28,6 +28,7 @@ from sgmv_kernels.triton_ops.common import (
     as_bound,
     cast,
     dot,
+    finished,
     kernel,
     power_of_two,
     product_dtype,
@@ -383,7 +384,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 mask=key_ok[:, None] & v_ok[None, :],
                 other=0.0,
             )
-            acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION)
+            acc = finished(dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc, PRECISION))
 
     if PAIRED:
         acc += least[:, None]

@@ -20,6 +20,7 @@ from sgmv_kernels.metadata.segments import Int32
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 MOST_REGISTERS = 255
 """As many as there are. Not told so, ptxas may spill to fit one more block beside (10 to 30 values on sm89)."""
+_KEEP = tl.constexpr("mov.b32 $0, $1;")
 ALIGNMENT_INTS = 16
 """Sections of a packed buffer begin at multiples of this, so that they are 64-byte aligned."""
 
@@ -76,6 +77,23 @@ def _dot_compiled(a, b, total, precision: tl.constexpr):  # type: ignore[no-unty
 dot: Callable[[Any, Any, Any, str], Any] = _dot_interpreted if INTERPRETED else _dot_compiled
 """total + a b. The interpreter's product is BLAS's, whose last bit depends on where in a tile a row stands, which a
 tensor core's does not; in fp64, rounded to fp32, it does not show."""
+
+
+def _finished_interpreted(total: Any) -> Any:
+    return total
+
+
+@kernel()
+def _finished_compiled(total):  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise(_KEEP, "=r,r", [total], tl.float32, is_pure=True, pack=1)
+
+
+finished: Callable[[Any], Any] = _finished_interpreted if INTERPRETED else _finished_compiled
+"""Function that waits for the products of a sum, and costs no instruction of its own.
+
+Triton 3.6 lets the last product of a loop's turn run on, and the next turn overwrites the registers that it reads: seen
+on an H200, in some 1 of 500 launches.
+"""
 
 
 @kernel()

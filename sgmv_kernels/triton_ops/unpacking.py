@@ -50,7 +50,6 @@ cvt.u32.u16 pair, $1; prmt.b32 pair, pair, 0, 0x4140;
 lop3.b32 pair, pair, 0x00800080, 0x64006400, 0xBE;
 fma.rn.f16x2 pair, pair, one, off; fma.rn.f16x2 $0, pair, $2, none; }""")
 """Two bytes of int8 and their scales -> two weights. bf16: 128 + the low seven bits, less 128 or, by the sign, 256."""
-_KEEP = tl.constexpr("mov.b32 $0, $1;")
 
 
 def _weights_of_int4_interpreted(stored: Any, scale: Any, offset: Any, scale2: Any, offset2: Any, compute: Any) -> Any:
@@ -101,23 +100,6 @@ def _weights_of_int8_compiled(stored, scale, COMPUTE: tl.constexpr):  # type: ig
 
 weights_of_int8: Callable[..., Any] = _weights_of_int8_interpreted if INTERPRETED else _weights_of_int8_compiled
 """Function that turns int8 codes into weights."""
-
-
-def _finished_interpreted(total: Any) -> Any:
-    return total
-
-
-@kernel()
-def _finished_compiled(total):  # type: ignore[no-untyped-def]
-    return tl.inline_asm_elementwise(_KEEP, "=r,r", [total], tl.float32, is_pure=True, pack=1)
-
-
-finished: Callable[[Any], Any] = _finished_interpreted if INTERPRETED else _finished_compiled
-"""Function that waits for the products of a sum, and costs no instruction of its own.
-
-Triton 3.6 lets the last product of a loop's turn run on, and the next turn overwrites the registers that it reads: seen
-on an H200, in some 1 of 500 launches.
-"""
 
 
 @kernel()

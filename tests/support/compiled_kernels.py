@@ -52,12 +52,15 @@ class Facts:
     copy_bytes: int | None
     # Loads in a loop of products whose result is used before the next product: an instruction waits for memory.
     waits: int
+    # Loops that turn while a product still reads registers, which the next turn may overwrite.
+    races: int
 
     def __str__(self) -> str:
         return (
             f"{self.label} {self.kernel}: {self.registers} registers, {self.spills} spills, "
             f"{self.loop_spills} of them in its loop, {self.shared} B shared, "
-            f"copies of {self.copy_bytes} B; in its loop of {self.loop} {self.barriers} barriers, {self.waits} waits"
+            f"copies of {self.copy_bytes} B; in its loop of {self.loop} {self.barriers} barriers, {self.waits} waits, "
+            f"{self.races} races"
         )
 
 
@@ -127,7 +130,21 @@ def facts_of(kernel: str, label: str, made: Any) -> Facts:
         sum("BAR.SYNC" in text for text in loop),
         min(copies, default=None),
         waits_of(loop),
+        races_of(made.asm["ttgir"]),
     )
+
+
+def races_of(ttgir: str) -> int:
+    """Return the loops at whose end a product with an operand in registers has not been waited for."""
+    races, is_running = 0, False
+    for line in ttgir.splitlines():
+        if "warp_group_dot_wait" in line:
+            is_running = is_running and "pendings = 0" not in line
+        elif "warp_group_dot " in line and "isAsync = true" in line and "dot_op" in line:
+            is_running = True
+        elif "scf.yield" in line:
+            races += is_running
+    return races
 
 
 def num_spills(code: Iterable[str]) -> int:
