@@ -109,12 +109,16 @@ def written(parts: list[tuple[str, float]]) -> str:
     ids=["numba", "stored", "torch", "triton"],
     indirect=True,
 )
-def test_sums_are_those_of_peft_in_one_batch(served: ServedLogits, peft_logits: Any) -> None:
+def test_sums_are_those_of_peft_in_one_batch(
+    served: ServedLogits, peft_logits: Any, request: pytest.FixtureRequest
+) -> None:
     """Beside each adapter alone and the base. Sums differ from each part alone, and from the base."""
+    # Triton's interpreter takes minutes for all.
+    sums, alone = (SUMS[2:4], ["odd"]) if request.node.callspec.id == "triton" else (SUMS, list(ADAPTERS))
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist() for i in range(len(SUMS))]
-    asked = [(prompt, written(parts), parts) for prompt, parts in zip(prompts, SUMS, strict=True)]
-    asked += [(prompts[0], name, [(name, 1.0)]) for name in ADAPTERS]
+    prompts = [torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist() for i in range(len(sums))]
+    asked = [(prompt, written(parts), parts) for prompt, parts in zip(prompts, sums, strict=True)]
+    asked += [(prompts[0], name, [(name, 1.0)]) for name in alone]
     got = served.first_logits(
         [*(prompt for prompt, _, _ in asked), prompts[0]], [*(name for _, name, _ in asked), None]
     )
@@ -122,10 +126,11 @@ def test_sums_are_those_of_peft_in_one_batch(served: ServedLogits, peft_logits: 
     for (prompt, name, parts), logits in zip(asked, got, strict=False):
         want = peft_logits(parts, prompt)
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    for prompt, parts, logits in zip(prompts, SUMS, got, strict=False):
+    for prompt, parts, logits in zip(prompts, sums, got, strict=False):
         for name, _ in parts:
-            [alone] = served.first_logits([prompt], [name])
-            assert (logits - alone).abs().max() > APART, f"{written(parts)} is {name}"
+            if len(sums) == len(SUMS) or name in alone:
+                [without] = served.first_logits([prompt], [name])
+                assert (logits - without).abs().max() > APART, f"{written(parts)} is {name}"
 
 
 @pytest.mark.parametrize("served", [{"quantization": "int8"}], indirect=True)
