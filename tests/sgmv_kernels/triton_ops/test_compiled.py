@@ -76,6 +76,8 @@ HEADS = ((32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 1, 80))
 """Query heads, key heads and their numbers, the commonest first."""
 COMMON_HEADS = 2
 SPILLING = "pages, heads of 256"
+WAITING, MOST_WAITS = "heads of 256", 2
+"""Its attention waits for the next page of its table, as it waits for its last product first."""
 SITES = {
     "qkv": SiteDims(4096, (4096, 1024, 1024)),
     "gate_up": SiteDims(4096, (14336, 14336)),
@@ -279,7 +281,7 @@ def check(kind: str, arch: int, *options: str) -> None:
         or one.loop_spills
         or one.shared > SHARED_BYTES[arch]
         or one.barriers > bounds.barriers * (RUN if one.kernel == "_runs_kernel" else 1)
-        or one.waits > bounds.waits
+        or one.waits > (MOST_WAITS if one.label == WAITING else bounds.waits)
         or one.races
         or (one.copy_bytes or bounds.copy_bytes) < bounds.copy_bytes
     ]
