@@ -2,10 +2,10 @@
 
 A program owns (rows, outputs, part of K). The product is that of the transposes: weights are its first operand, which
 tensor cores of sm90 take from registers, so what is unpacked never goes through shared memory. Codes become whole
-numbers by one OR, and weights by one multiply-add in the activations' dtype. So a weight is rounded as the
-activations are, its scale and offset before it; sums are fp32. With `split_k` over 1 a part's sums are a *plane*, and a
-second kernel adds the planes in order. Very many rows: the weight is dequantized to the activations' dtype and
-multiplied by cuBLAS.
+numbers by one OR, and weights by one multiply-add in the activations' dtype. So a weight is rounded as the activations
+are; int8, and int4 without a table, round its scale and offset before. Sums are fp32. With `split_k` over 1 a part's
+sums are a *plane*, and a second kernel adds the planes in order. Very many rows: the weight is dequantized to the
+activations' dtype and multiplied by cuBLAS.
 
 A row's result does not depend on the rows beside it; between numbers of rows with another configuration only closeness
 is claimed.
