@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -40,6 +41,7 @@ from api.replication.follower import Follower
 from api.replication.gate import ReplicationGate
 from api.replication.headers import REVISION
 from api.replication.peer_headers import PeerHeaders
+from api.replication.share_holder import ShareHolder
 from api.replication.usage_sender import UsageSender
 from api.routes import (
     adapter_stats,
@@ -124,7 +126,8 @@ def create_app(
     Raises:
         ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
     """
-    limits = AdapterLimits(engine, store, settings.limits("adapter"))
+    clock = time.monotonic if follower is None else follower.clock
+    limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine, clock))
     limits.check()
     verifier = Verifier()
     services = Services.create(engine, store, settings, limits, verifier, follower)
@@ -148,6 +151,10 @@ def create_app(
         noting = asyncio.create_task(keys.keep_uses())
         forgetting = asyncio.create_task(_forget_answers(keys, engine))
         try:
+            if follower is not None:
+                await follower.share(limits.shares)
+            else:
+                await services.registry.start()
             await limits.apply_all()
             await batch_keeper.start()
             if follower is not None:
@@ -166,7 +173,7 @@ def create_app(
             await engine.shutdown()
             await keys.write_uses()
             keys.close()
-            services.registry.close()
+            await services.registry.close()
             await watching.close()
             if sender is not None:
                 await sender.close()

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
@@ -48,6 +49,40 @@ class Limits:
                 raise InvalidLimits(f"must be at most {MAX_VALUE}; leave it out for no limit", name)
         if self.weight > MAX_WEIGHT or self.weight < 1 / MAX_WEIGHT:
             raise InvalidLimits(f"must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}, not {self.weight}", "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitShare:
+    """Bound what this engine may use of the limits of an adapter that several servers answer for; None: all of it.
+
+    Args:
+        max_running: running requests; with 0 none begins.
+        tokens_per_s: tokens computed in a second; 0 takes the rate away once nothing runs and nothing is owed.
+    """
+
+    max_running: int | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Return whether no request may begin."""
+        return self.max_running == 0
+
+    def union(self, other: "LimitShare") -> "LimitShare":
+        """Return the least share that allows all that one of both does."""
+        return LimitShare(
+            _larger(self.max_running, other.max_running),
+            _larger(self.tokens_per_s, other.tokens_per_s),
+        )
+
+
+_N = TypeVar("_N", int, float)
+NO_SHARE = LimitShare(0, 0.0)
+WHOLE = LimitShare()
+
+
+def _larger(one: _N | None, other: _N | None) -> _N | None:
+    return None if one is None or other is None else max(one, other)
 
 
 BUILTIN_MODEL = "smollm2-135m"

@@ -1,5 +1,6 @@
 """Token bucket: a rate limit that may be overdrawn once and must then be paid off. A leaf: no torch, no HTTP."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ class TokenBucket:
     """Fill steadily up to a capacity; a larger `take` leaves a debt.
 
     Args:
-        rate: tokens a second, above 0.
+        rate: tokens a second; with 0 it never fills.
         capacity: most tokens that it holds. A new bucket is full.
         clock: monotonic seconds.
     """
@@ -50,7 +51,9 @@ class TokenBucket:
     def wait_s(self, amount: float) -> float:
         """Return the seconds until `amount` tokens are available if none is taken meanwhile; 0 if they are."""
         missing = amount - self.level
-        return 0.0 if missing <= _ROUNDING else missing / self.rate
+        if missing <= _ROUNDING:
+            return 0.0
+        return missing / self.rate if self.rate else math.inf
 
     def resize(self, rate: float, capacity: float) -> None:
         """Change rate and capacity."""

@@ -1,4 +1,5 @@
-"""Follow a registry: names and keys by its feed, a lease that says how long they may be trusted, and loans with it.
+"""Follow a registry: names and keys by its feed, a lease that says how long they may be trusted, and with it what keys
+and adapters may use.
 
 A lease is extended when the registry has said which revision it has, and this server has that revision and those keys;
 it counts from the moment before the question. A server without one is not ready and answers 503, so that a deleted
@@ -26,6 +27,7 @@ from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
 from api.replication.key_feed import KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
+from api.replication.share_holder import ShareHolder
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
@@ -101,6 +103,7 @@ class Follower:
         self._renewed_s = 0.0
         self._is_cut_off = False
         self._limiter = BorrowingLimiter(self.renewed, clock)
+        self._shares: ShareHolder | None = None
         self._on_changed: OnChanged | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._was_leased = False
@@ -119,6 +122,11 @@ class Follower:
         """Return a new limiter of keys, whose questions go with those for leases from now on."""
         self._limiter = BorrowingLimiter(self.renewed, self.clock, on_refused)
         return self._limiter
+
+    async def share(self, shares: ShareHolder) -> None:
+        """Have an engine share the limits of adapters; its questions go with those for leases from now on."""
+        self._shares = shares
+        await shares.begin(self.renewed, self._renew_now.set)
 
     async def start(self, on_changed: OnChanged) -> None:
         """Begin to follow."""
@@ -256,14 +264,23 @@ class Follower:
                 pass
 
     async def _ask_for_lease(self) -> bool:
-        """Ask for a lease, and for permits of keys; return whether it counts already."""
+        """Ask for a lease, and for what keys and adapters may use; return whether it counts already."""
         begun_s = self.clock()
-        said = {"replica": self.replica, "history": self._history, "revision": self._store.feed.revision}
+        said: dict[str, Any] = {
+            "replica": self.replica,
+            "history": self._history,
+            "revision": self._store.feed.revision,
+            "loans": self._limiter.question(),
+        }
+        if self._shares is not None:
+            said["shares"] = self._shares.question()
         is_cut_off = True
         try:
-            answer = json.loads(await self.client.post(LEASE, said | {"loans": self._limiter.question()}))
+            answer = json.loads(await self.client.post(LEASE, said))
             until_s = begun_s + float(answer["lease_s"])
             self._limiter.answered(answer["loans"], until_s)
+            if self._shares is not None:
+                self._shares.answered(answer["shares"], until_s)
             is_cut_off = False
         finally:
             self._is_cut_off, self._renewed_s = is_cut_off, begun_s

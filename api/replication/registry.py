@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,14 @@ from adapter_store.registry.feed import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.auth.principal import KeyLimits
+from api.replication.headers import RENEW_S
 from api.replication.key_feed import KeyFeed
 from api.replication.leases import Leases
 from api.replication.lending import LendingLimiter
 from api.replication.loans import LoanQuestion
+from api.replication.share_holder import ShareHolder
+from api.replication.share_lender import HERE, ShareLender
+from api.replication.shares import ShareQuestion
 
 KEYS_EVERY_S = 0.1
 """Time between two looks at the keys, which commands change beside the server; a look takes some microseconds."""
@@ -28,6 +33,7 @@ class Registry:
 
     Args:
         draining: who waits for changes is sent away when it begins.
+        shares: what this server's own engine may use of adapters' limits.
         on_refused: as of `RateLimiter`.
 
     Raises:
@@ -35,18 +41,32 @@ class Registry:
     """
 
     def __init__(
-        self, store: AdapterStore, draining: Draining, on_refused: Callable[[Exception], object] = lambda _: None
+        self,
+        store: AdapterStore,
+        draining: Draining,
+        shares: ShareHolder,
+        on_refused: Callable[[Exception], object] = lambda _: None,
     ) -> None:
         self._store, self._draining = store, draining
         self._keys = KeyFeed(store.root)
         self.leases = Leases(store.root)
         self.limiter = LendingLimiter(self.leases, time.monotonic, on_refused)
+        self._shares, self._lender = shares, ShareLender(self.leases, store.limits)
+        self._sharing: asyncio.Task[None] | None = None
         self._limits: tuple[str | None, Mapping[str, KeyLimits]] = None, {}
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_listening = store.feed.listen(self._tell)
 
-    def close(self) -> None:
+    async def start(self) -> None:
+        """Share the limits of adapters from the start if there are followers of the process before."""
+        if not self.leases.are_all_known:
+            self._share()
+
+    async def close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
         self._stop_listening()
         self._keys.close()
 
@@ -89,8 +109,29 @@ class Registry:
             except TimeoutError:
                 continue
 
-    async def lease(self, replica: str, history: str, revision: int, loans: LoanQuestion) -> dict[str, Any]:
-        """Extend a follower's lease, say what it must have for it to count, and lend it what keys may use.
+    def _share(self) -> None:
+        """Share the limits of adapters with followers from now on."""
+        if self._sharing is None:
+            self._sharing = asyncio.create_task(self._keep_own_shares())
+
+    async def _keep_own_shares(self) -> None:
+        """Ask for this server's own engine, as a follower does with its lease."""
+        await self._shares.begin(self._ask_own, self._tell_own)
+        while True:
+            self._tell_own()
+            await asyncio.sleep(RENEW_S)
+
+    async def _ask_own(self) -> None:
+        self._tell_own()
+
+    def _tell_own(self) -> None:
+        answer = self._lender.lend(HERE, ShareQuestion.model_validate(self._shares.question()))
+        self._shares.answered(answer, math.inf)
+
+    async def lease(
+        self, replica: str, history: str, revision: int, loans: LoanQuestion, shares: ShareQuestion
+    ) -> dict[str, Any]:
+        """Extend a follower's lease, say what it must have for it to count, and what keys and adapters may use there.
 
         Raises:
             OSError: the disk failed.
@@ -98,6 +139,7 @@ class Registry:
         self.check_is_owner()
         now = await run_in_threadpool(self._store.feed.head)
         await self.leases.renew(replica, revision if history == now.history else -1)
+        self._share()
         tag, keys = self._keys.current()
         if self._limits[0] != tag:
             self._limits = tag, {key["name"]: KeyLimits(**json.loads(key["limits"])) for key in keys}
@@ -107,6 +149,7 @@ class Registry:
             "revision": now.revision,
             "keys": tag,
             "loans": self.limiter.lend(replica, loans, self._limits[1]),
+            "shares": self._lender.lend(replica, shares),
         }
 
     def blob(self, digest: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.config import Limits, ModelOptions
+from lorasrv.config import NO_SHARE, Limits, LimitShare, ModelOptions
 from lorasrv.engine.output_processor import InFlightRequests
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import EngineDead, NoEngine
@@ -94,6 +94,10 @@ class StoreEngine:
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         """Do nothing: the followers apply limits."""
+
+    async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        """Return that nothing is used."""
+        return NO_SHARE
 
     async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None:
         """Return the tokenizer of an adapter, as `AsyncEngine.own_tokenizer`."""

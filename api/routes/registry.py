@@ -12,6 +12,7 @@ from adapter_store.registry.feed import Position
 from api.asgi.json_body import JsonRoute
 from api.errors import ApiError
 from api.replication.loans import LoanQuestion
+from api.replication.shares import ShareQuestion
 from api.routes.adapter_stats import unusable_ledger
 from api.serving.services import ServicesDep
 from lorasrv.metrics.usage_batch import MAX_NUMBER, from_rows
@@ -36,6 +37,7 @@ class LeaseBody(BaseModel):
     # Whether it ends now.
     ends: bool = False
     loans: LoanQuestion = LoanQuestion(number=0)
+    shares: ShareQuestion = ShareQuestion(number=0)
 
 
 class UsageBody(BaseModel):
@@ -85,7 +87,7 @@ async def lease(body: LeaseBody, services: ServicesDep) -> dict[str, Any]:
     if body.ends:
         await services.registry.leases.end(body.replica)
         return {"lease_s": 0.0}
-    return await services.registry.lease(body.replica, body.history, body.revision, body.loans)
+    return await services.registry.lease(body.replica, body.history, body.revision, body.loans, body.shares)
 
 
 @router.post("/v1/registry/usage")

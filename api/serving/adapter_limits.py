@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.store import AdapterStore
+from api.replication.share_holder import ShareHolder
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits
 
@@ -15,10 +16,15 @@ if TYPE_CHECKING:
 
 
 class AdapterLimits:
-    """Apply the store's limits of each id in the engine; unset limits have the server's defaults."""
+    """Apply the store's limits of each id in the engine; unset limits have the server's defaults.
 
-    def __init__(self, engine: "AsyncEngine", store: AdapterStore, defaults: Limits) -> None:
+    Args:
+        shares: told which adapters have limits of their own.
+    """
+
+    def __init__(self, engine: "AsyncEngine", store: AdapterStore, defaults: Limits, shares: ShareHolder) -> None:
         self._engine = engine
+        self.shares = shares
         self._store = store
         self._defaults = defaults
 
@@ -49,8 +55,11 @@ class AdapterLimits:
 
         Raises: EngineDead.
         """
-        # No await between reading and sending: of two changes, the one sent last includes both.
-        await self._engine.set_limits(adapter_id, self._merged(self._store.limits(adapter_id)))
+        # No await between reading and sending: of two changes, the one sent last includes both. The share goes first,
+        # so that no request runs with the limits of all servers.
+        own = self._store.limits(adapter_id)
+        limiting = self._engine.set_limits(adapter_id, self._merged(own))
+        await asyncio.gather(self.shares.set_limited(adapter_id, own), limiting)
 
     def _merged(self, own: Mapping[str, Any]) -> Limits | None:
         """Return the id's limits merged with the defaults; None if it has none."""

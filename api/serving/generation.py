@@ -167,6 +167,7 @@ async def generate(
         shared["prefix"] = await services.prefixes.of_prompt(target.persona, planned.prompts[0])
 
     async def begin() -> AddPrompt:
+        await services.limits.shares.ready(shared["adapter_id"], len(planned.prompts) * planned.width)
         grammar = planned.grammar
         add = partial(
             engine.add_choices,

@@ -124,7 +124,7 @@ class Services:
         started_s, draining = int(time.time()), Draining()
         personas = Personas(store)
         on_refused = engine.observers.on_refused
-        registry = Registry(store, draining, on_refused)
+        registry = Registry(store, draining, limits.shares, on_refused)
         limiter = registry.limiter if follower is None else follower.limiter(on_refused)
         base = base_card(
             settings.served_model_name or engine.model_name,

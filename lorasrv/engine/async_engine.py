@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, Limits, SchedulerOptions
+from lorasrv.config import EngineConfig, Limits, LimitShare, SchedulerOptions
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.factory import BuiltModel, Progress, build
@@ -33,6 +33,7 @@ from lorasrv.engine.messages import (
     Message,
     PinAdapter,
     SetLimits,
+    SetShare,
     Shutdown,
     SnapshotStatus,
     UnpinAdapter,
@@ -341,6 +342,17 @@ class AsyncEngine:
             EngineDead: the engine does not run.
         """
         await self._call_utility(SetLimits(adapter_id, limits))
+
+    async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        """Set what this engine may use of an adapter's limits, from the next step on.
+
+        Returns:
+            What it uses for now, the share at least: more while requests run that have begun.
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        used: LimitShare = await self._call_utility(SetShare(adapter_id, share))
+        return used
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
         """Drop an adapter's past answers, or those under a salt, that later ones are drafted from.

@@ -24,6 +24,7 @@ from lorasrv.engine.messages import (
     OfferPages,
     PinAdapter,
     SetLimits,
+    SetShare,
     UnpinAdapter,
     UtilityRequest,
     UtilityResult,
@@ -205,6 +206,8 @@ class EngineCore:
             case SetLimits():
                 self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
                 self._complete_call(number, None)
+            case SetShare():
+                self._complete_call(number, self._scheduler.quotas.set_share(request.adapter_id, request.share))
             case ForgetAnswers():
                 self._scheduler.forget_answers(request.adapter, request.salt)
                 self._complete_call(number, None)

@@ -4,7 +4,7 @@ so that any transport can carry them."""
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.config import Limits
+from lorasrv.config import Limits, LimitShare
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, FixedPrefix
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -61,6 +61,14 @@ class SetLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SetShare:
+    """Set what this engine may use of an adapter's limits. The result is the `LimitShare` that it uses for now."""
+
+    adapter_id: str
+    share: LimitShare
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetAnswers:
     """Drop an adapter's past answers, or those under a salt, that later ones are drafted from. The result is None."""
 
@@ -108,6 +116,7 @@ UtilityRequest = (
     | PinAdapter
     | UnpinAdapter
     | SetLimits
+    | SetShare
     | ForgetAnswers
     | MakeSnapshot
     | FindSnapshot

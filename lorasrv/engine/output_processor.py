@@ -8,8 +8,8 @@ may name the same content. Streams and `InFlightRequests` belong to the event lo
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -284,6 +284,8 @@ class InFlightRequests(RequestObserver):
     def __init__(self, abort: Callable[[RequestId, Exception], object]) -> None:
         self._abort = abort
         self._uses: dict[RequestId, InFlightUse] = {}
+        self._adapters: dict[RequestId, str] = {}
+        self._live = Counter[str]()
         self._has_ended = asyncio.Event()
 
     @contextmanager
@@ -303,15 +305,26 @@ class InFlightRequests(RequestObserver):
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
         for request in requests:
             self._uses[request.request_id].is_accepted = True
+            self._adapters[request.request_id] = request.adapter_id
+            self._live[request.adapter_id] += 1
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         use = self._uses.pop(request_id, None)
         if use is None:
             return
+        if (adapter_id := self._adapters.pop(request_id, None)) is not None:
+            self._live[adapter_id] -= 1
+            if not self._live[adapter_id]:
+                del self._live[adapter_id]
         use.open.discard(request_id)
         if not use.open:
             has_ended, self._has_ended = self._has_ended, asyncio.Event()
             has_ended.set()
+
+    @property
+    def by_adapter(self) -> Mapping[str, int]:
+        """Return how many accepted choices of each adapter have not finished; those with none are left out."""
+        return self._live
 
     async def until_unused(self, adapter_id: str, versions: Collection[int], timeout_s: float) -> int:
         """Wait until no request uses one of these versions, at most `timeout_s`.

@@ -5,6 +5,7 @@ buckets that may go into debt: a prompt chunk is computed whole, and the account
 Quotas only answer questions; the caller decides what to do with a request that exceeds them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
-from lorasrv.config import Limits
+from lorasrv.config import WHOLE, Limits, LimitShare
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
 from lorasrv.request import AdapterTerm, Request
 from lorasrv.token_bucket import TokenBucket
 
 BURST_S = 2.0
-"""An account that was idle may compute the tokens of this many seconds at once."""
+"""An account that was idle may compute the tokens of this many seconds at once, if it is not shared."""
 MIN_SWEEP = 512
 _NONE = Limits()
 
@@ -76,6 +77,7 @@ class _QuotaAccount:
     limits: Limits
     # Tokens it may compute; None if its rate is not limited.
     tokens: TokenBucket | None
+    share: LimitShare = WHOLE
     num_running: int = 0
     num_waiting: int = 0
     # Waiting requests that the next step can admit, as far as limits and request slots go.
@@ -94,15 +96,21 @@ class _QuotaAccount:
         return self.num_waiting - self.num_with_slot
 
     @property
+    def most_running(self) -> int | None:
+        """Return how many requests may run here at a time; None: any number."""
+        return min(
+            (most for most in (self.limits.max_running, self.share.max_running) if most is not None), default=None
+        )
+
+    @property
     def has_slot(self) -> bool:
-        most = self.limits.max_running
+        most = self.most_running
         return most is None or self.num_running + self.num_with_slot < most
 
     def allows(self, num_running: int, resident_bytes: int) -> bool:
         """Return whether so many requests may run at a time and hold so many bytes of the pool."""
-        limits = self.limits
-        slots_fit = limits.max_running is None or num_running <= limits.max_running
-        return slots_fit and (limits.resident_bytes is None or resident_bytes <= limits.resident_bytes)
+        most, most_bytes = self.most_running, self.limits.resident_bytes
+        return (most is None or num_running <= most) and (most_bytes is None or resident_bytes <= most_bytes)
 
     @property
     def label(self) -> str:
@@ -124,6 +132,7 @@ class Quotas:
         self._page_bytes = memory.layout.block_bytes
         self._clock = memory.clock
         self._own: dict[str, Limits] = {}
+        self._shares: dict[str, LimitShare] = {}
         self._adapters: dict[str, _QuotaAccount] = {}
         self._keys: dict[str, _QuotaAccount] = {}
         self._reserved: dict[RequestId, int] = {}
@@ -138,15 +147,41 @@ class Quotas:
             self._own.pop(adapter_id, None)
         else:
             self._own[adapter_id] = limits
-        if (account := self._adapters.get(adapter_id)) is not None:
-            account.limits = self._limits_of(adapter_id)
-            self._relieve(account)
-            rate = account.limits.tokens_per_s
-            if rate is None or account.tokens is None:
-                account.tokens = self._bucket(account.limits)
-            else:
-                account.tokens.resize(rate, BURST_S * rate)
-            account.num_with_slot = min(account.num_with_slot, account.limits.max_running or account.num_with_slot)
+        self._fit(adapter_id)
+
+    def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        """Set what this engine may use of an adapter's limits; running requests go on.
+
+        Returns:
+            What it uses for now, the share at least: more requests while they run, and its rate until that can be
+            taken away.
+        """
+        if share == WHOLE:
+            self._shares.pop(adapter_id, None)
+        else:
+            self._shares[adapter_id] = share
+        account = self._fit(adapter_id)
+        if account is None:
+            return share
+        rate = share.tokens_per_s
+        if rate is not None and account.tokens is not None:
+            rate = max(rate, account.tokens.rate)
+        return share.union(LimitShare(account.num_running, rate))
+
+    def _fit(self, adapter_id: str) -> _QuotaAccount | None:
+        """Apply the limits and the share of an adapter to its account, if it has one."""
+        if (account := self._adapters.get(adapter_id)) is None:
+            return None
+        account.limits, account.share = self._limits_of(adapter_id), self._shares.get(adapter_id, WHOLE)
+        self._relieve(account)
+        if (most := account.most_running) is not None:
+            account.num_with_slot = min(account.num_with_slot, most)
+        rate = _rate(account.limits, account.share)
+        if rate is None or account.tokens is None:
+            account.tokens = self._bucket(account.limits, account.share)
+        elif rate or not (account.num_running or account.tokens.level < 0):
+            account.tokens.resize(rate, BURST_S * rate)
+        return account
 
     def weight(self, adapter_id: str) -> float:
         """Return an adapter's weight in fair sharing."""
@@ -212,7 +247,7 @@ class Quotas:
         """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
         The caller asks again when `take_relieved` names the limit."""
         for account in reversed(self._accounts(request)):
-            most = account.limits.max_running
+            most = account.most_running
             if most is not None and account.num_running >= most:
                 return Blocker(account.kind, account.name), None
             if not self._has_bytes(account, request):
@@ -235,8 +270,8 @@ class Quotas:
     def retry_after_s(self, request: Request, answer_s: float, max_running: int) -> float:
         """Estimate the seconds until one more request could wait, if an answer takes `answer_s`."""
         blocker = self.rate_blocker(request)
-        owed_s = 0.0 if blocker is None else blocker[1] - self._clock()
-        queues = (a.num_waiting / (a.limits.max_running or max_running) for a in self._accounts(request))
+        owed_s = 0.0 if blocker is None or blocker[1] == math.inf else blocker[1] - self._clock()
+        queues = (a.num_waiting / (a.most_running or max_running) for a in self._accounts(request))
         return owed_s + max(queues) * answer_s
 
     # Transitions of a request.
@@ -358,20 +393,33 @@ class Quotas:
     def _accounts(self, request: Request) -> tuple[_QuotaAccount, _QuotaAccount]:
         """Return the accounts of the request's adapter and key, without storing new ones."""
         message = request.message
-        adapter = self._adapters.get(message.adapter_id) or self._account(
-            "adapter", message.adapter_id, self._limits_of(message.adapter_id)
+        name = message.adapter_id
+        adapter = self._adapters.get(name) or self._account(
+            "adapter", name, self._limits_of(name), self._shares.get(name, WHOLE)
         )
-        key = self._keys.get(message.principal) or self._account("key", message.principal, self._of_keys)
+        key = self._keys.get(message.principal) or self._account("key", message.principal, self._of_keys, WHOLE)
         return adapter, key
 
-    def _account(self, kind: str, name: str, limits: Limits) -> _QuotaAccount:
-        return _QuotaAccount(kind, name, limits, self._bucket(limits))
+    def _account(self, kind: str, name: str, limits: Limits, share: LimitShare) -> _QuotaAccount:
+        return _QuotaAccount(kind, name, limits, self._bucket(limits, share), share)
 
-    def _bucket(self, limits: Limits) -> TokenBucket | None:
-        rate = limits.tokens_per_s
-        return None if rate is None else TokenBucket(rate, BURST_S * rate, self._clock)
+    def _bucket(self, limits: Limits, share: LimitShare) -> TokenBucket | None:
+        """Return a full bucket; an empty one for a share, as other engines may have used the burst."""
+        rate = _rate(limits, share)
+        if rate is None:
+            return None
+        bucket = TokenBucket(rate, BURST_S * rate, self._clock)
+        if share.tokens_per_s is not None:
+            bucket.take(bucket.capacity)
+        return bucket
 
     def _open(self, request: Request) -> tuple[_QuotaAccount, _QuotaAccount]:
         adapter, key = self._accounts(request)
         self._adapters[adapter.name], self._keys[key.name] = adapter, key
         return adapter, key
+
+
+def _rate(limits: Limits, share: LimitShare) -> float | None:
+    """Return the tokens that may be computed here in a second; None: any number."""
+    rates = [rate for rate in (limits.tokens_per_s, share.tokens_per_s) if rate is not None]
+    return None if limits.tokens_per_s is None else min(rates)

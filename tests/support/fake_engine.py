@@ -15,7 +15,7 @@ from tiny_adapter import BASE, FFN, HIDDEN, LAYERS
 
 from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey
-from lorasrv.config import Limits
+from lorasrv.config import Limits, LimitShare
 from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.output_processor import InFlightRequests
@@ -210,6 +210,7 @@ class FakeEngine:
         self.asked: list[tuple[object, ...]] = []
         self.forgotten: list[AdapterKey | None] = []
         self.limits: dict[str, Limits | None] = {}
+        self.shares: dict[str, LimitShare] = {}
         # The rest is the real one's.
         self.model_name = BASE
         self.weights = ServedWeights("int8")
@@ -335,6 +336,11 @@ class FakeEngine:
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         assert self.is_alive
         self.limits[adapter_id] = limits
+
+    async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        assert self.is_alive
+        self.shares[adapter_id] = share
+        return share
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
         return self._reply().tier

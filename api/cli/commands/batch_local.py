@@ -8,6 +8,7 @@ from api.batches.in_process import in_process_client
 from api.batches.runner import Ask
 from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
+from api.replication.share_holder import ShareHolder
 from api.server import open_store
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.services import Services
@@ -31,7 +32,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
     settings = fitted(settings)
     with open_store(settings) as store:
         engine = AsyncEngine.build(settings.engine_config(), store, progress)
-        limits = AdapterLimits(engine, store, settings.limits("adapter"))
+        limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine))
         limits.check()
         services = Services.create(engine, store, settings, limits, Verifier())
         yield _running(engine, services)

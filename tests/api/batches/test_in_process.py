@@ -15,6 +15,7 @@ from api.batches.in_process import in_process_client
 from api.batches.manager import BatchManager
 from api.batches.results import LineReply
 from api.config.settings import ServerSettings
+from api.replication.share_holder import ShareHolder
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.services import Services
 from lorasrv.engine.async_engine import AsyncEngine
@@ -72,7 +73,7 @@ async def test_online_requests_go_first(model: Path, tiny_store: AdapterStore, t
     ended, begun = 0, asyncio.Event()
     engine = AsyncEngine.build(engine_config(model, max_num_seqs=2), tiny_store)
     settings = ServerSettings()
-    limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
+    limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"), ShareHolder(engine))
     ask = in_process_client(Services.create(engine, tiny_store, settings, limits, Verifier()))
 
     async def counted(url: str, body: Mapping[str, Any]) -> LineReply:

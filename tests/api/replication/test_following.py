@@ -23,6 +23,7 @@ from api.auth.principal import KeyLimits, Scope
 from api.replication import usage_sender
 from api.replication.headers import LEASE_S, MIN_REVISION, REVISION, USAGE
 from api.routes import registry as routes
+from lorasrv.config import NO_SHARE, WHOLE, LimitShare
 from lorasrv.metrics import usage_ledger
 from lorasrv.metrics.usage import Usage
 from lorasrv.metrics.usage_batch import MAX_NUMBER, UsageBatch, from_rows
@@ -132,6 +133,26 @@ def test_limits_and_deletions_reach_the_engines(cluster: Cluster, upload: Callab
     eventually(lambda: node.engine.limits["mia"] is None)
     eventually(lambda: ("pin", key, False) in node.engine.asked)
     assert key in node.engine.forgotten
+
+
+def test_all_servers_together_keep_an_adapters_limits(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """Whoever is asked has them all, the registry too; who is asked no more gives them up."""
+    nodes = [cluster.registry, cluster.follow("a"), cluster.follow("bb")]
+    upload(cluster.registry, "mia")
+    assert nodes[1].ask("mia").status_code == 200
+    limits = {"max_running": 4, "tokens_per_s": 100.0}
+    cluster.registry.http.patch("/v1/adapters/mia", json={"limits": limits}).raise_for_status()
+    for node in nodes:
+        eventually(lambda node=node: node.engine.limits.get("mia") is not None)
+        assert node.engine.shares["mia"] == NO_SHARE, "told before the limits"
+    for asked in nodes:
+        eventually(lambda: all(node.engine.shares["mia"] == NO_SHARE for node in nodes))
+        assert asked.ask("mia").status_code == 200
+        eventually(lambda asked=asked: asked.engine.shares["mia"] == LimitShare(1, 100.0))
+        assert [node.engine.shares["mia"] for node in nodes if node is not asked] == [NO_SHARE] * 2
+    cluster.registry.http.patch("/v1/adapters/mia", json={"limits": {}}).raise_for_status()
+    for node in nodes:
+        eventually(lambda node=node: node.engine.shares["mia"] == WHOLE)
 
 
 def test_changes_belong_to_the_registry(cluster: Cluster, upload: Callable[..., int]) -> None:

@@ -12,6 +12,7 @@ from fake_engine import cold, say
 from adapter_store.store import AdapterStore
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.config.settings import ServerSettings
+from api.replication.share_holder import ShareHolder
 from api.schemas.openai import CompletionBody
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.generation import collect, generate_openai
@@ -175,7 +176,7 @@ async def test_no_prefix_is_shared_across_adapters_and_keys(tiny_model: ModelOpt
     """
     engine = AsyncEngine.build(EngineConfig(model=tiny_model, memory=MemoryOptions(pool_bytes=4 << 20)), tiny_store)
     settings = ServerSettings()
-    limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
+    limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"), ShareHolder(engine))
     services = Services.create(engine, tiny_store, settings, limits, Verifier())
     scopes = frozenset({Scope.INFER})
     ann, bob = Caller("ann", scopes, ("one", "two")), Caller("bob", scopes, ("one",))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_scheduler import scheduler
 
-from lorasrv.config import Limits
+from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
 
@@ -195,6 +195,62 @@ def test_lowering_a_limit_ends_what_could_never_run() -> None:
     bench.add("third", 8, 20, adapter_id="mia")
     bench.run()
     assert bench.ends()["third"] is FinishReason.LENGTH
+
+
+def test_a_share_bounds_what_begins_and_not_what_runs() -> None:
+    bench = scheduler("fair", pages=400, bench={"step_s": 0.01})
+    quotas = bench.scheduler.quotas
+    quotas.set_limits("mia", Limits(max_running=4, tokens_per_s=100.0, max_queued=9))
+    assert quotas.set_share("mia", NO_SHARE) == NO_SHARE
+    for i in range(5):
+        bench.add(f"r{i}", 8, 200, adapter_id="mia")
+    step = bench.step()
+    assert not step.scheduled
+    assert step.wake_s is None, "only another share helps"
+    share = LimitShare(3, 50.0)
+    assert quotas.set_share("mia", share) == share
+    assert len(names(bench.step())) == 3
+    assert quotas.set_share("mia", NO_SHARE) == share
+    bench.scheduler.finish(RequestId("r0"), RequestStatus.FINISHED_ABORTED)
+    bench.now += 10.0
+    assert names(bench.step()) == ["r1", "r2"], "they go on, at their rate"
+    assert quotas.set_share("mia", NO_SHARE) == LimitShare(2, 50.0)
+    for name in ("r1", "r2"):
+        bench.scheduler.finish(RequestId(name), RequestStatus.FINISHED_ABORTED)
+    assert quotas.set_share("mia", NO_SHARE) == NO_SHARE
+    bench.now += 10.0
+    assert not bench.step().scheduled
+    assert quotas.set_share("mia", WHOLE) == WHOLE
+    assert names(bench.step()) == ["r3", "r4"]
+
+
+def test_a_share_keeps_its_rate_until_what_it_owes_is_paid() -> None:
+    bench = scheduler("fair", pages=400, bench={"step_s": 0.01})
+    quotas = bench.scheduler.quotas
+    quotas.set_limits("mia", Limits(tokens_per_s=50.0))
+    quotas.set_share("mia", LimitShare(None, 10.0))
+    bench.add("r", 20, 1, adapter_id="mia")
+    bench.run()
+    assert quotas.set_share("mia", NO_SHARE) == LimitShare(0, 10.0), "it had no burst, and owes 20 tokens"
+    bench.now += 1.9
+    assert quotas.set_share("mia", NO_SHARE) == LimitShare(0, 10.0)
+    bench.now += 0.2
+    assert quotas.set_share("mia", NO_SHARE) == NO_SHARE
+
+
+def test_a_share_refuses_nothing_that_the_limit_allows() -> None:
+    """Beams that run together wait for a larger share."""
+    bench = scheduler("fair", pages=400)
+    quotas = bench.scheduler.quotas
+    quotas.set_limits("mia", Limits(max_running=4))
+    quotas.set_share("mia", LimitShare(2, None))
+    bench.add_beams("b", 8, 6, 4, adapter_id="mia")
+    for _ in range(5):
+        bench.step()
+    assert not bench.ends()
+    quotas.set_share("mia", LimitShare(4, None))
+    bench.run()
+    assert set(bench.ends().values()) == {FinishReason.LENGTH}
 
 
 def test_accounts_without_anything_are_forgotten() -> None:

@@ -1,0 +1,195 @@
+"""Keep an engine within its shares of adapters' limits; a server's side of `shares.py`."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from api.replication.headers import RENEW_S
+from api.replication.shares import GRACE_S, MAX_SHARES, SHARED_LIMITS, ShareReport, answers_of
+from lorasrv.config import NO_SHARE, WHOLE, LimitShare
+from lorasrv.errors import EngineDead
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Hold the share of one adapter."""
+
+    # At least what the engine may be using.
+    held: LimitShare = NO_SHARE
+    # What the engine was told last, and how often it was told something.
+    told: LimitShare = NO_SHARE
+    num_told: int = 0
+    # Whether the lease is over, and the engine has not said yet what still runs.
+    is_ending: bool = False
+    # Requests that are about to come.
+    pending: int = 0
+    # Most requests at a time in this period of `RENEW_S` and the one before.
+    peak: int = 0
+    peak_before: int = 0
+    turned_s: float = -math.inf
+    # Requests that the last question told.
+    asked_for: int = 0
+
+
+class ShareHolder:
+    """Tell an engine what it may use of the limits of adapters. For the event loop's thread.
+
+    A server that nobody follows, and that follows nobody, keeps its adapters' limits whole: `begin` changes that.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, engine: "AsyncEngine", clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock = engine, clock
+        self._ask: Callable[[], Awaitable[object]] | None = None
+        self._ask_soon: Callable[[], object] = lambda: None
+        self._holdings: dict[str, _Holding] = {}
+        # Those that hold something, or are asked for.
+        self._active: dict[str, _Holding] = {}
+        self._until_s = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked = 0
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether limits are shared with other servers."""
+        return self._ask is not None
+
+    async def begin(self, ask: Callable[[], Awaitable[object]], ask_soon: Callable[[], object]) -> None:
+        """LimitShare limits from now on: without a share, no request of a limited adapter begins.
+
+        Args:
+            ask: sends `question` to the registry and has `answered` called; returns when that is done, or has failed.
+            ask_soon: has that done by and by.
+        """
+        self._ask, self._ask_soon = ask, ask_soon
+        self._active = dict(self._holdings)
+        for holding in self._holdings.values():
+            holding.held = WHOLE
+        await asyncio.gather(*(self._tell(adapter_id, NO_SHARE) for adapter_id in self._active))
+
+    async def set_limited(self, adapter_id: str, limits: Collection[str]) -> None:
+        """Note which limits an adapter has; the engine is told before anything is awaited."""
+        is_limited = not SHARED_LIMITS.isdisjoint(limits)
+        if is_limited == (adapter_id in self._holdings):
+            return
+        if is_limited:
+            self._holdings[adapter_id] = _Holding(held=WHOLE)
+        else:
+            del self._holdings[adapter_id]
+            self._active.pop(adapter_id, None)
+        if self.is_on:
+            if is_limited:
+                self._active[adapter_id] = self._holdings[adapter_id]
+            await self._tell(adapter_id, NO_SHARE if is_limited else WHOLE)
+
+    async def ready(self, adapter_id: str, answers: int) -> None:
+        """Ask for a share before an adapter's request comes to the engine, if there is none; the request may come
+        whatever was answered, and waits in the engine's queue."""
+        holding = self._holdings.get(adapter_id)
+        if holding is None or self._ask is None:
+            return
+        self._active[adapter_id] = holding
+        holding.pending += answers
+        try:
+            wanted = self._note_wanted(adapter_id, holding)
+            has_too_few = holding.told.max_running is not None and wanted > holding.told.max_running
+            # Where more was asked for already and not granted, asking again with each request would not help.
+            if has_too_few and holding.asked_for <= (holding.told.max_running or 0):
+                if holding.told.is_nothing:
+                    await self._ask()
+                else:
+                    self._ask_soon()
+        finally:
+            holding.pending -= answers
+
+    def question(self) -> dict[str, Any]:
+        """Return what the registry is asked with the next lease, as JSON."""
+        self._asked += 1
+        self._end_if_over()
+        # Requests that nobody has announced count as well.
+        live = self._engine.in_flight.by_adapter
+        self._active |= {name: self._holdings[name] for name in live if name in self._holdings}
+        reports = []
+        for adapter_id, holding in list(self._active.items()):
+            wanted = self._note_wanted(adapter_id, holding)
+            if not wanted and holding.held == holding.told == NO_SHARE:
+                del self._active[adapter_id]
+            elif not holding.is_ending:
+                holding.asked_for = wanted
+                held = holding.held
+                reports.append(ShareReport(adapter_id, held.max_running, held.tokens_per_s, wanted))
+        return {"number": self._asked, "shares": reports[:MAX_SHARES]}
+
+    def answered(self, answer: Any, until_s: float) -> None:
+        """Take over what this server may hold.
+
+        Args:
+            until_s: when the lease is over, by the clock of this server.
+
+        Raises:
+            KeyError, TypeError, ValueError: that is no answer.
+        """
+        number, shares = answers_of(answer)
+        if number != self._asked:
+            return
+        self._until_s = until_s - GRACE_S
+        if self._timer is not None:
+            self._timer.cancel()
+        if math.isfinite(until_s):
+            self._timer = asyncio.get_running_loop().call_later(self._until_s - self._clock(), self._end_if_over)
+        for adapter_id, share in shares.items():
+            holding = self._active.get(adapter_id)
+            if holding is not None and not holding.is_ending and not share == holding.told == holding.held:
+                self._start_telling(adapter_id, share)
+
+    def _end_if_over(self) -> None:
+        """End all shares if their time is over."""
+        if self._clock() < self._until_s:
+            return
+        self._until_s = math.inf
+        for adapter_id, holding in self._active.items():
+            holding.is_ending = True
+            self._start_telling(adapter_id, NO_SHARE)
+
+    def _note_wanted(self, adapter_id: str, holding: _Holding) -> int:
+        """Return how many requests want to run, or did a moment ago."""
+        now_s = self._clock()
+        live = self._engine.in_flight.by_adapter.get(adapter_id, 0) + holding.pending
+        if now_s - holding.turned_s >= RENEW_S:
+            is_next = now_s - holding.turned_s < 2 * RENEW_S
+            holding.peak_before, holding.peak = holding.peak if is_next else 0, 0
+            holding.turned_s = now_s
+        holding.peak = max(holding.peak, live)
+        return max(holding.peak, holding.peak_before)
+
+    def _start_telling(self, adapter_id: str, share: LimitShare) -> None:
+        task = asyncio.create_task(self._tell(adapter_id, share))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, adapter_id: str, share: LimitShare) -> None:
+        """Tell the engine a share; what it uses then is what this server holds."""
+        holding = self._holdings.get(adapter_id)
+        if holding is not None:
+            holding.held, holding.told = holding.held.union(share), share
+            holding.num_told += 1
+        number = holding.num_told if holding is not None else 0
+        try:
+            used = await self._engine.set_share(adapter_id, share)
+        except EngineDead:
+            return
+        if holding is not None and holding.num_told == number:
+            is_given_up = used == NO_SHARE != holding.held
+            holding.held, holding.is_ending = used, False
+            if is_given_up:
+                # Others may have it at once.
+                self._ask_soon()

@@ -1,0 +1,82 @@
+"""Shares of an adapter's limits, so that all servers that follow a registry keep `max_running` and `tokens_per_s`.
+
+A share is how many requests of an adapter may run at a server, and how many tokens a second it may compute for them.
+With its lease a server tells what it holds of each limit and how many requests it has, and is told what it may hold.
+More is granted only of what nobody holds, and a server gives up what it holds only once its engine has stopped using
+it. So the sum of all shares is the limit at most, whatever happens to messages. Shares end `GRACE_S` before the lease:
+requests that run then go on, and none begins.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from adapter_store.registry.references import MAX_ID_CHARS
+from lorasrv.config import MAX_VALUE, LimitShare
+
+GRACE_S = 5.0
+"""An engine stops using a share so long before the registry may lend it to others; it is told between two steps."""
+SHARED_LIMITS = frozenset({"max_running", "tokens_per_s"})
+"""Limits of adapters that all servers keep together; the others are those of each engine."""
+MAX_SHARES = 20_000
+_Requests = Annotated[int, Field(ge=0, le=MAX_VALUE)]
+_Rate = Annotated[float, Field(ge=0, le=MAX_VALUE, allow_inf_nan=False)]
+
+
+class ShareReport(NamedTuple):
+    """Tell the registry what a server holds of an adapter's limits, as a list of JSON; None: all."""
+
+    adapter_id: Annotated[str, Field(max_length=MAX_ID_CHARS)]
+    max_running: _Requests | None
+    tokens_per_s: _Rate | None
+    # Requests that run or wait, or did a moment ago.
+    wanted: _Requests
+
+    @property
+    def held(self) -> LimitShare:
+        return LimitShare(self.max_running, self.tokens_per_s)
+
+
+class ShareQuestion(BaseModel):
+    """Hold all shares of a server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # Counts the questions of a server, from 1.
+    number: Annotated[int, Field(ge=0, le=MAX_VALUE)]
+    shares: Annotated[Sequence[ShareReport], Field(max_length=MAX_SHARES)] = ()
+
+
+def answers_of(answer: Any) -> tuple[int, dict[str, LimitShare]]:
+    """Return the number of the question, and what the server may hold of each adapter's limits.
+
+    Raises:
+        KeyError, TypeError, ValueError: that is no answer of this version's registry.
+    """
+    return int(answer["number"]), {str(adapter_id): LimitShare(*held) for adapter_id, *held in answer["shares"]}
+
+
+def divide(most: int, wanted: Sequence[int], turn: int) -> list[int]:
+    """Divide a number into parts as equal as what is wanted of it allows.
+
+    Args:
+        wanted: of each part, its most.
+        turn: which part gets the first of the ones that are left over; another one each time.
+
+    Returns:
+        The parts, `most` at most in all.
+    """
+    parts, left = [0] * len(wanted), most
+    while open_parts := [place for place, part in enumerate(parts) if part < wanted[place]]:
+        each = left // len(open_parts)
+        if not each:
+            first = turn % len(open_parts)
+            for place in (open_parts[first:] + open_parts[:first])[:left]:
+                parts[place] += 1
+            break
+        for place in open_parts:
+            more = min(each, wanted[place] - parts[place])
+            parts[place] += more
+            left -= more
+    return parts

@@ -1,0 +1,562 @@
+"""All servers together keep the limits of an adapter, whatever happens to messages; schedulers are real."""
+
+import asyncio
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+from clock import Clock
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiny_scheduler import scheduler
+
+from api.replication.headers import LEASE_S, RENEW_S
+from api.replication.leases import Leases
+from api.replication.share_holder import ShareHolder
+from api.replication.share_lender import HERE, TURN_S, ShareLender
+from api.replication.shares import GRACE_S, ShareQuestion, divide
+from lorasrv.config import NO_SHARE, Limits, LimitShare
+from lorasrv.outputs import RequestId
+from lorasrv.request import RequestStatus
+
+RUNNING, RATE = 5, 40.0
+LIMITS = {"max_running": RUNNING, "tokens_per_s": RATE}
+PROMPT, CHUNK = 3, 16
+FOLLOWERS = 2
+servers = st.integers(0, FOLLOWERS)
+followers = st.integers(1, FOLLOWERS)
+mostly = st.sampled_from([True, True, False])
+ARRIVES, UNANSWERED, LOST = "arrives", "is not answered", "is lost"
+
+
+@given(most=st.integers(0, 30), wanted=st.lists(st.integers(0, 12), min_size=1, max_size=6), turn=st.integers(0, 50))
+def test_parts_are_as_equal_as_what_is_wanted_allows(most: int, wanted: list[int], turn: int) -> None:
+    parts = divide(most, wanted, turn)
+    assert sum(parts) == min(most, sum(wanted))
+    for part, want in zip(parts, wanted, strict=True):
+        assert part <= want
+        # Whoever has less than it wants has as much as anybody, but for the ones that are left over.
+        assert part == want or part >= max(parts) - 1
+
+
+def test_what_is_left_over_goes_round() -> None:
+    assert [divide(1, [3, 0, 3, 3], turn) for turn in range(3)] == [[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+class Engine:
+    """A scheduler whose thread does what it is told between two steps."""
+
+    def __init__(self, clock: Clock, numbers: Iterator[int]) -> None:
+        self.clock, self.numbers = clock, numbers
+        self.bench = scheduler("fair", budget=CHUNK, bench={"step_s": 0.0, "checks": False})
+        self.bench.now = clock.now
+        self.bench.scheduler.quotas.set_limits("mia", Limits(**LIMITS))
+        self.inbox: list[tuple[LimitShare, asyncio.Future[LimitShare]]] = []
+        self.computed = 0
+
+    @property
+    def in_flight(self) -> Any:
+        live = len(self.bench.scheduler.requests())
+        return SimpleNamespace(by_adapter={"mia": live} if live else {})
+
+    async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        self.inbox.append((share, asyncio.get_running_loop().create_future()))
+        return await self.inbox[-1][1]
+
+    def add(self, number: int, max_tokens: int) -> None:
+        self.bench.now = self.clock.now
+        for _ in range(number):
+            self.bench.add(f"r{next(self.numbers)}", PROMPT, max_tokens, adapter_id="mia", ignore_eos=True)
+
+    def step(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do what came in, and one step; then whoever waited for it goes on."""
+        inbox, self.inbox = self.inbox, []
+        for share, future in inbox:
+            future.set_result(self.bench.scheduler.quotas.set_share("mia", share))
+        self.bench.now = self.clock.now
+        self.computed += sum(len(share.token_ids) for share in self.bench.step().scheduled)
+        drain(loop)
+
+    def end(self, most: int = 1 << 30) -> None:
+        for request in self.bench.scheduler.requests()[:most]:
+            self.bench.scheduler.finish(RequestId(request.request_id), RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def num_running(self) -> int:
+        return self.bench.scheduler.num_running
+
+    @property
+    def running(self) -> int:
+        """The most that run now, or may begin to."""
+        account = self.bench.scheduler.quotas._adapters.get("mia")
+        share = self.bench.scheduler.quotas._shares.get("mia")
+        may = RUNNING if share is None else min(RUNNING, cast(int, share.max_running))
+        return max(may, 0 if account is None else account.num_running)
+
+    @property
+    def rate(self) -> float:
+        """The rate at which tokens are computed now, or may be."""
+        account = self.bench.scheduler.quotas._adapters.get("mia")
+        share = self.bench.scheduler.quotas._shares.get("mia")
+        if account is None or account.tokens is None:
+            return RATE if share is None else min(RATE, cast(float, share.tokens_per_s))
+        is_used = self.running or account.tokens.level < 0
+        return account.tokens.rate if is_used else 0.0
+
+
+def drain(loop: asyncio.AbstractEventLoop) -> None:
+    for _ in range(4):
+        loop.run_until_complete(asyncio.sleep(0))
+
+
+@dataclass
+class Server:
+    """A registry (without a name) or a follower."""
+
+    name: str
+    engine: Engine
+    holder: ShareHolder
+
+
+@dataclass(frozen=True)
+class Message:
+    """A question or an answer on its way; `text` is what travels."""
+
+    sender: Server
+    text: str
+    asked_s: float
+
+
+class Shared(RuleBasedStateMachine):
+    """A registry that also answers prompts, and two followers; every message may be lost, late or come again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder, self.clock, self.loop = Path(tempfile.mkdtemp()), Clock(), asyncio.new_event_loop()
+        self.begun_s, self.started, self.numbers = self.clock.now, 0, itertools.count()
+        # Tokens that servers computed that are gone, and how often one began.
+        self.computed, self.starts = 0, 0
+        self.questions: list[Message] = []
+        self.answers: list[Message] = []
+        self.servers = [self.registry(), *(self.follower() for _ in range(FOLLOWERS))]
+
+    def server(self, name: str) -> Server:
+        engine = Engine(self.clock, self.numbers)
+        server = Server(name, engine, ShareHolder(cast(Any, engine), self.clock))
+        self.starts += 1
+
+        async def ask() -> None:
+            self.ask_soon(server)
+
+        async def begin() -> None:
+            beginning = asyncio.ensure_future(server.holder.begin(ask, lambda: self.ask_soon(server)))
+            await asyncio.sleep(0)
+            limited = asyncio.ensure_future(server.holder.set_limited("mia", LIMITS))
+            for _ in range(3):
+                await asyncio.sleep(0)
+                for share, future in engine.inbox:
+                    future.set_result(engine.bench.scheduler.quotas.set_share("mia", share))
+                engine.inbox.clear()
+            await asyncio.gather(beginning, limited)
+
+        self.loop.run_until_complete(begin())
+        return server
+
+    def registry(self) -> Server:
+        self.leases = Leases(self.folder, self.clock)
+        self.lender = ShareLender(self.leases, {"mia": LIMITS}.__getitem__, self.clock)
+        return self.server(HERE)
+
+    def follower(self) -> Server:
+        self.started += 1
+        return self.server(f"{self.started:08x}")
+
+    def teardown(self) -> None:
+        try:
+            self.all_is_used_and_everybody_has_some()
+        finally:
+            for server in self.servers:
+                self.forget(server)
+            self.loop.close()
+            shutil.rmtree(self.folder)
+
+    # The network.
+
+    def ask_soon(self, server: Server) -> None:
+        question = self.ask(server)
+        if server.name == HERE:
+            self.take_over(self.arrive(question))
+
+    def ask(self, server: Server) -> Message:
+        async def question() -> None:
+            self.questions.append(Message(server, json.dumps(server.holder.question()), self.clock.now))
+
+        self.in_loop(question)
+        return self.questions[-1]
+
+    def arrive(self, question: Message) -> Message:
+        name = question.sender.name
+        asked = ShareQuestion.model_validate_json(question.text)
+        if name != HERE:
+            self.in_loop(lambda: self.leases.renew(name, 0))
+        text = json.dumps(self.lender.lend(name, asked))
+        self.answers.append(Message(question.sender, text, question.asked_s))
+        return self.answers[-1]
+
+    def take_over(self, answer: Message) -> None:
+        ends_s = float("inf") if answer.sender.name == HERE else answer.asked_s + LEASE_S
+
+        async def take() -> None:
+            answer.sender.holder.answered(json.loads(answer.text), ends_s)
+
+        self.in_loop(take)
+
+    def in_loop(self, call: Any) -> None:
+        """Run a coroutine, also from within one."""
+        coroutine = call()
+        if self.loop.is_running():
+            try:
+                coroutine.send(None)
+            except StopIteration:
+                return
+            raise AssertionError("the registry's own question waits for nothing")
+        self.loop.run_until_complete(coroutine)
+        drain(self.loop)
+
+    @rule(number=servers, times=st.integers(1, 4), last=st.sampled_from([ARRIVES, UNANSWERED, LOST]), steps=mostly)
+    def renew(self, number: int, times: int, last: str, steps: bool) -> None:
+        """Ask every second, and be answered, but for the last time maybe; the engine may take longer."""
+        server = self.servers[number]
+        for left in range(times - 1, -1, -1):
+            self.pass_time(RENEW_S)
+            question = self.ask(server)
+            if left or last != LOST or number == 0:
+                answer = self.arrive(question)
+                if left or last == ARRIVES or number == 0:
+                    self.take_over(answer)
+            if steps:
+                server.engine.step(self.loop)
+
+    @rule(data=st.data())
+    def question_arrives(self, data: st.DataObject) -> None:
+        """Late, again, or out of order."""
+        if self.questions:
+            self.arrive(data.draw(st.sampled_from(self.questions)))
+
+    @rule(data=st.data())
+    def answer_arrives(self, data: st.DataObject) -> None:
+        if self.answers:
+            self.take_over(data.draw(st.sampled_from(self.answers)))
+
+    # Clients.
+
+    @rule(number=servers, count=st.integers(1, 7), max_tokens=st.sampled_from([1, 8, 200]), arrives=mostly)
+    def request(self, number: int, count: int, max_tokens: int, arrives: bool) -> None:
+        server, before = self.servers[number], len(self.questions)
+        self.loop.run_until_complete(server.holder.ready("mia", count))
+        drain(self.loop)
+        for question in self.questions[before:] if arrives and number else ():
+            self.take_over(self.arrive(question))
+        server.engine.add(count, max_tokens)
+
+    @rule(number=servers, steps=st.integers(1, 6))
+    def step(self, number: int, steps: int) -> None:
+        for _ in range(steps):
+            self.servers[number].engine.step(self.loop)
+
+    @rule(number=servers, most=st.integers(1, 4))
+    def end(self, number: int, most: int) -> None:
+        self.servers[number].engine.end(most)
+
+    # Time and death.
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, LEASE_S + 1]))
+    def wait(self, seconds: float) -> None:
+        while seconds > 0:
+            self.pass_time(min(seconds, GRACE_S / 2))
+            seconds -= GRACE_S / 2
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        for server in self.servers[1:]:
+            if self.clock.now >= server.holder._until_s:
+                server.holder._end_if_over() if self.loop.is_running() else self.in_loop(lambda s=server: _call(s))
+                server.engine.step(self.loop)
+                # docs/cluster.md says that these are not bounded.
+                server.engine.end()
+                self.computed, server.engine.computed = self.computed + server.engine.computed, 0
+                self.starts += 1
+                server.engine.step(self.loop)
+
+    @rule(number=followers)
+    def kill(self, number: int) -> None:
+        self.forget(self.servers[number])
+        self.servers[number] = self.follower()
+
+    def forget(self, server: Server) -> None:
+        """Take over the tokens that a server has computed which is gone."""
+        self.computed += server.engine.computed
+        for task in server.holder._telling:
+            task.cancel()
+        if server.holder._timer is not None:
+            server.holder._timer.cancel()
+        drain(self.loop)
+
+    @rule()
+    def restart_registry(self) -> None:
+        """Connections to the old process end, so that no question to it comes to the new one."""
+        self.questions.clear()
+        self.forget(self.servers[0])
+        self.servers[0] = self.registry()
+
+    # What holds.
+
+    @invariant()
+    def shares_are_the_limit_at_most(self) -> None:
+        engines = [server.engine for server in self.servers]
+        assert sum(engine.running for engine in engines) <= RUNNING, [engine.running for engine in engines]
+        assert sum(engine.rate for engine in engines) <= RATE * (1 + 1e-6), [engine.rate for engine in engines]
+
+    @invariant()
+    def no_more_than_the_rate_is_computed(self) -> None:
+        """But for a burst of two seconds of the rate, and a step and its debt, of each server."""
+        computed = self.computed + sum(server.engine.computed for server in self.servers)
+        most = RATE * (self.clock.now - self.begun_s) + self.starts * (2 * RATE + 2 * CHUNK)
+        assert computed <= most, (computed, most)
+
+    def rounds(self, number: int) -> None:
+        for _ in range(number):
+            self.clock.now += RENEW_S
+            for server in self.servers:
+                self.take_over(self.arrive(self.ask(server)))
+                server.engine.step(self.loop)
+                server.engine.step(self.loop)
+
+    def all_is_used_and_everybody_has_some(self) -> None:
+        """Once messages arrive, and requests end now and then."""
+        for server in self.servers:
+            server.engine.end()
+        self.wait(LEASE_S + 1)
+        self.rounds(6)
+        for server in self.servers:
+            server.engine.add(RUNNING, 1000)
+        for _ in range(12):
+            for server in self.servers:
+                server.engine.end(1)
+                server.engine.add(1, 1000)
+            self.rounds(1)
+        shares = [server.engine.running for server in self.servers]
+        # What one has just given up, another has not been given yet.
+        assert sum(shares) >= RUNNING - 1, shares
+        assert min(shares) >= 1, shares
+        assert sum(server.engine.rate for server in self.servers) >= RATE / 2
+        for server in self.servers[:-1]:
+            server.engine.end()
+        self.rounds(8)
+        last = self.servers[-1]
+        assert (last.engine.num_running, last.engine.rate) == (RUNNING, pytest.approx(RATE))
+
+
+async def _call(server: Server) -> None:
+    server.holder._end_if_over()
+
+
+TestShared = Shared.TestCase
+TestShared.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+def state() -> Iterator[Shared]:
+    """A registry that knows both followers."""
+    shared = Shared()
+    for number in (0, 1, 2):
+        shared.renew(number, 1, ARRIVES, True)
+    yield shared
+    shared.shares_are_the_limit_at_most()
+    shared.teardown()
+
+
+def shares(state: Shared) -> list[int]:
+    return [server.engine.num_running for server in state.servers]
+
+
+def test_one_that_uses_a_limit_alone_has_all_of_it_at_once(state: Shared) -> None:
+    """Its first question is answered before its requests come."""
+    state.request(1, RUNNING + 2, 200, arrives=True)
+    state.step(1, 3)
+    assert shares(state) == [0, RUNNING, 0]
+    assert state.servers[1].engine.rate == RATE
+
+
+def test_nothing_is_granted_that_another_still_uses(state: Shared) -> None:
+    """A server keeps for its running requests what it is told to give up, and no more."""
+    state.request(1, RUNNING + 2, 1000, arrives=True)
+    state.step(1, 3)
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 3)
+    assert shares(state) == [0, RUNNING, 0]
+    for number in (1, 2, 1, 2):
+        state.renew(number, 1, ARRIVES, True)
+    assert shares(state) == [0, RUNNING, 0], "none of them has ended"
+    state.end(1, 2)
+    for number in (1, 2, 1, 2):
+        state.renew(number, 1, ARRIVES, True)
+    assert sum(shares(state)) == RUNNING
+    assert shares(state)[2] == 2, "none began in the place of those that ended"
+
+
+def test_a_late_question_frees_nothing(state: Shared) -> None:
+    early = next(question for question in state.questions if question.sender is state.servers[1])
+    state.request(1, RUNNING, 1000, arrives=True)
+    state.step(1, 2)
+    state.arrive(early)
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 2)
+    assert shares(state) == [0, RUNNING, 0]
+
+
+def test_servers_take_turns_at_a_limit_of_one(state: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for server in state.servers[1:]:
+        server.engine.add(3, 1000)
+    with monkeypatch.context() as patched:
+        patched.setitem(LIMITS, "max_running", 1)
+        for _ in range(int(4 * TURN_S)):
+            for number in (1, 2):
+                state.servers[number].engine.end(1)
+                state.servers[number].engine.add(1, 1000)
+                state.renew(number, 1, ARRIVES, True)
+            seen |= {number for number in (1, 2) if shares(state)[number]}
+            assert sum(shares(state)) <= 1
+    assert seen == {1, 2}
+
+
+def test_a_killed_server_leaves_its_share_after_its_lease(state: Shared) -> None:
+    state.request(1, RUNNING, 1000, arrives=True)
+    state.step(1, 2)
+    state.kill(1)
+    state.request(2, 2, 1000, arrives=True)
+    state.renew(2, 3, ARRIVES, True)
+    assert shares(state)[2] == 0
+    for _ in range(int(LEASE_S) + 1):
+        state.renew(2, 1, ARRIVES, True)
+    assert shares(state)[2] == 2
+
+
+def test_a_new_registry_waits_for_what_is_out(state: Shared) -> None:
+    state.request(1, RUNNING, 1000, arrives=True)
+    state.step(1, 2)
+    state.restart_registry()
+    state.renew(0, 1, ARRIVES, True)
+    state.request(2, 2, 1000, arrives=True)
+    state.step(2, 2)
+    assert shares(state) == [0, RUNNING, 0]
+    state.renew(1, 1, ARRIVES, True)
+    assert shares(state) == [0, RUNNING, 0]
+
+
+def test_a_server_that_is_cut_off_begins_no_more(state: Shared) -> None:
+    """Before the registry may lend its share again; what runs goes on, at its rate."""
+    state.request(1, 2, 1000, arrives=True)
+    state.step(1, 2)
+    server = state.servers[1]
+    before, rate = server.engine.num_running, server.engine.rate
+    state.clock.now += LEASE_S - GRACE_S
+    state.in_loop(lambda: _call(server))
+    server.engine.step(state.loop)
+    server.engine.add(2, 1000)
+    server.engine.step(state.loop)
+    assert (before, server.engine.num_running) == (2, 2)
+    assert server.engine.rate == rate > 0
+    state.renew(1, 1, ARRIVES, True)
+    assert server.holder._holdings["mia"].held != NO_SHARE
+
+
+def test_an_answer_that_comes_after_the_next_question_is_for_nobody(state: Shared) -> None:
+    """The registry takes the next question to say that it was lost, and may have lent the share to others."""
+    state.request(1, RUNNING, 1000, arrives=False)
+    late = state.arrive(state.questions[-1])
+    state.clock.now += RENEW_S
+    again = state.ask(state.servers[1])
+    state.servers[1].engine.end()
+    state.arrive(again)
+    state.clock.now += 2 * RENEW_S
+    state.arrive(state.ask(state.servers[1]))
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 2)
+    state.take_over(late)
+    state.step(1, 1)
+    assert [server.engine.running for server in state.servers] == [0, 0, RUNNING]
+
+
+def test_shares_that_have_just_ended_are_not_claimed_again(state: Shared) -> None:
+    """The engine has not been told yet when the registry can be reached again, and has lent them to another."""
+    state.request(1, RUNNING, 1000, arrives=True)
+    server = state.servers[1]
+    state.clock.now += LEASE_S + 1
+    state.take_over(state.arrive(state.ask(state.servers[2])))
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 2)
+    state.take_over(state.arrive(state.ask(server)))
+    server.engine.end()
+    state.step(1, 2)
+    state.take_over(state.arrive(state.ask(server)))
+    state.step(1, 2)
+    server.engine.add(RUNNING, 1000)
+    state.step(1, 2)
+    assert shares(state) == [0, 0, RUNNING]
+
+
+async def test_a_server_holds_what_its_engine_may_still_use() -> None:
+    """Whatever the engine was told since: what counts is its answer to the last of it."""
+    told: list[tuple[LimitShare, asyncio.Future[LimitShare]]] = []
+
+    async def set_share(_: str, share: LimitShare) -> LimitShare:
+        told.append((share, asyncio.get_running_loop().create_future()))
+        return await told[-1][1]
+
+    async def uses(number: int, share: LimitShare) -> None:
+        told[number][1].set_result(share)
+        await asyncio.sleep(0.01)
+
+    def held() -> LimitShare:
+        return LimitShare(*holder.question()["shares"][0][1:3])
+
+    async def may_hold(share: LimitShare) -> None:
+        number = holder.question()["number"]
+        answer = ["mia", share.max_running, share.tokens_per_s]
+        holder.answered({"number": number, "shares": [answer]}, float("inf"))
+        await asyncio.sleep(0.01)
+
+    engine = SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={"mia": 9}))
+    holder = ShareHolder(cast(Any, engine))
+    await holder.begin(lambda: asyncio.sleep(0), lambda: None)
+    limited = asyncio.ensure_future(holder.set_limited("mia", LIMITS))
+    await asyncio.sleep(0.01)
+    assert held() == LimitShare(), "it ran without limits"
+    await uses(0, LimitShare(2, 40.0))
+    await limited
+    assert held() == LimitShare(2, 40.0)
+    large, small = LimitShare(5, 40.0), LimitShare(3, 20.0)
+    await may_hold(large)
+    assert held() == large, "as soon as the engine is told"
+    await may_hold(NO_SHARE)
+    await may_hold(small)
+    await uses(1, large)
+    await uses(2, NO_SHARE)
+    assert held() == large, "it may know of another share by now"
+    await uses(3, LimitShare(4, 20.0))
+    assert held() == LimitShare(4, 20.0)
+    await may_hold(small)
+    assert [share for share, _ in told[4:]] == [small], "until it uses no more"
+    await uses(4, small)
+    await may_hold(small)
+    assert (held(), len(told)) == (small, 5)
