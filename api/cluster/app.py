@@ -2,12 +2,14 @@
 
 `serve run api.cluster.app:build model=... replicas=2 store=...` takes the options of `lorasrv serve` by their names,
 and those of `ClusterShape`. `lorasrv serve --replicas N` runs the same replicas and registry, with the edge in its own
-process.
+process. An update starts all processes of an application anew; a registry that is to go on meanwhile is an application
+of its own (`build_registry`).
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -52,15 +54,26 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return application(*parse(args))
 
 
+def build_registry(args: Mapping[str, Any]) -> serve.Application:
+    """Build the registry alone, from the same texts; `registry_app` of `build` is the name that it is deployed under.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+    return registry_application(*parse(args))
+
+
 def application(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
     """Build the application. Without edges, its ingress are the replicas, for the handle of an edge elsewhere.
 
-    With `--registry` replicas follow that server; else one that runs in the cluster and owns `--store`.
+    With `--registry` replicas follow that server; else one that runs in the cluster and owns `--store`, in the
+    application `registry_app` or in this one.
 
     Args:
         settings: with the cluster's secret.
     """
-    registry = settings.registry or _registry(settings, shape)
+    in_cluster = registry_application if shape.registry_app is None else _found
+    registry = settings.registry or in_cluster(settings, shape)
     prefill = None
     if settings.prefill_replicas is not None:
         own = settings.model_copy(update={"role": roles.PREFILL})
@@ -77,7 +90,7 @@ def _replicas(
     name: str,
     settings: ServerSettings,
     shape: ClusterShape,
-    registry: serve.Application | str,
+    registry: "serve.Application | RegistryApp | str",
     beside: serve.Application | None = None,
     **numbers: Any,
 ) -> serve.Application:
@@ -97,7 +110,27 @@ def _replicas(
     ).bind(ReplicaPlan(sealed(settings), shape.cache, shape.threads, shape.log), registry, beside)
 
 
-def _registry(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
+@dataclass(frozen=True, slots=True)
+class RegistryApp:
+    """Name the application that has the registry."""
+
+    name: str
+
+    def handle(self) -> Any:
+        """Return the registry's handle.
+
+        Raises:
+            RayServeException: there is no such application, or it has no registry.
+        """
+        return serve.get_deployment_handle(REGISTRY, self.name)
+
+
+def _found(_: ServerSettings, shape: ClusterShape) -> RegistryApp:
+    return RegistryApp(str(shape.registry_app))
+
+
+def registry_application(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
+    """Build the registry, which owns `--store`."""
     return serve.deployment(
         RegistryDeployment,
         name=REGISTRY,
@@ -193,7 +226,10 @@ class EdgeDeployment:
 
 async def address_of(registry: Any) -> str:
     """Return a registry's address: its own, or what the deployment of this handle says once it serves."""
-    return registry if isinstance(registry, str) else str(await registry.address.remote())
+    if isinstance(registry, str):
+        return registry
+    handle = registry.handle() if isinstance(registry, RegistryApp) else registry
+    return str(await handle.address.remote())
 
 
 def _numbers(settings: ServerSettings) -> dict[str, Any]:

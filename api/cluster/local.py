@@ -47,7 +47,7 @@ from lorasrv.placement.kinds import make_placement
 from lorasrv.worker.host_memory import free_bytes
 
 _LOG = logging.getLogger(__name__)
-APP = "lorasrv"
+APP, REGISTRY_APP = "lorasrv", "lorasrv-registry"
 STORE_BYTES = 80 << 20
 """Ray's shared memory for objects, of which there are none but small messages."""
 MAX_HOME_CHARS = 35
@@ -271,7 +271,7 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
     """
     from ray import serve
 
-    from api.cluster.app import PREFILL, REGISTRY, REPLICA, application, look_at
+    from api.cluster.app import PREFILL, REPLICA, RegistryApp, application, look_at, registry_application
 
     number, names = settings.replicas or 1, [REPLICA]
     if settings.prefill_replicas is not None:
@@ -285,24 +285,32 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
         registry_port=free_port(),
         threads=max(1, len(os.sched_getaffinity(0)) // number),
         log=str(home / LOG),
+        registry_app=None if settings.registry else REGISTRY_APP,
     )
-    target = serve.RunTarget(application(shares(settings), shape), APP, None)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    parts = {APP: application(shares(settings), shape)}
+    if shape.registry_app is not None:
+        # First, as its error is why replicas fail, too.
+        parts = {shape.registry_app: registry_application(shares(settings), shape), **parts}
+    targets = [serve.RunTarget(part, name, None) for name, part in parts.items()]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     while True:
-        app = serve.status().applications[APP]
-        deployments = app.deployments
-        failed = [one.message for one in deployments.values() if "failed to start" in one.message]
-        if failed or app.status == "DEPLOY_FAILED":
-            raise ReplicasFailed(reason_of((failed or [app.message])[0]))
+        known = serve.status().applications
+        apps = {name: known[name] for name in parts}
+        failed = [
+            one.message for app in apps.values() for one in app.deployments.values() if "failed to start" in one.message
+        ] + [app.message for app in apps.values() if app.status == "DEPLOY_FAILED"]
+        if failed:
+            raise ReplicasFailed(reason_of(failed[0]))
+        deployments = apps[APP].deployments
         num_ready = sum(deployments[name].replica_states.get("RUNNING", 0) for name in names if name in deployments)
         progress(STARTING, num_ready / number)
-        if app.status == "RUNNING":
+        if all(app.status == "RUNNING" for app in apps.values()):
             break
         time.sleep(LOOKS_S)
     handles = [serve.get_deployment_handle(name, APP) for name in names]
     watch = ReplicaWatch(look_at(*handles), make_placement(settings.placement))
     readies: list[Ready] = [ready for handle in handles for ready in handle.broadcast("ready").results()]
-    registry = settings.registry or serve.get_deployment_handle(REGISTRY, APP).address.remote().result()
+    registry = settings.registry or RegistryApp(REGISTRY_APP).handle().address.remote().result()
     return watch, registry, replace(readies[0], replicas=len(readies))
 
 

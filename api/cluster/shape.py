@@ -23,6 +23,8 @@ class ClusterShape:
     cache: Path = Path("/tmp/lorasrv-replicas")
     # Port of the registry that runs in the cluster, which keeps it when it is started again.
     registry_port: int = 8700
+    # Ray Serve's application that has the registry (`build_registry`); None: it is started beside the replicas.
+    registry_app: str | None = None
     # CPU threads of a replica; None: as OpenMP chooses.
     threads: int | None = None
     # File that log lines of all processes go to; None: Ray's files.
@@ -50,6 +52,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "gpus": float,
     "cache": Path,
     "registry_port": int,
+    "registry_app": str,
     "threads": int,
 }
 

@@ -64,7 +64,7 @@ class ShareHolder:
         return self._ask is not None
 
     async def begin(self, ask: Callable[[], Awaitable[object]], ask_soon: Callable[[], object]) -> None:
-        """LimitShare limits from now on: without a share, no request of a limited adapter begins.
+        """Share limits from now on: without a share, no request of a limited adapter begins.
 
         Args:
             ask: sends `question` to the registry and has `answered` called; returns when that is done, or has failed.

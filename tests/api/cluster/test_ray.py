@@ -24,6 +24,8 @@ from process_tree import children_of, descendants, is_alive, listening
 from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, lorasrv, serve
 
+from api.cluster.local import APP, REGISTRY_APP
+
 pytest.importorskip("ray", reason="needs lorasrv[cluster]; make test-cluster installs it")
 pytestmark = [pytest.mark.cluster]
 
@@ -58,7 +60,8 @@ class Cluster:
         return self.actors("Replica")
 
     def actors(self, deployment: str) -> set[int]:
-        named = f"ray::ServeReplica:lorasrv:{deployment}"
+        app = REGISTRY_APP if deployment == "Registry" else APP
+        named = f"ray::ServeReplica:{app}:{deployment}"
         return {pid for pid, name in descendants(self.served.pid).items() if name.startswith(named)}
 
     def ready(self) -> list[str]:
@@ -91,8 +94,7 @@ class Cluster:
             "log_level": "warning",
             **options,
         }
-        port = int((address_of(*self.actors("Registry")) or "").rpartition(":")[2])
-        shape = {"edges": 0, "cpus": 0.0, "registry_port": port, "threads": 1}
+        shape = {"edges": 0, "cpus": 0.0, "registry_app": REGISTRY_APP, "threads": 1}
         shape |= {"cache": str(home / "cache"), "log": str(home / "log")}
         command = [sys.executable, ROOT / "tests/support/redeploy.py", home, json.dumps(shape), json.dumps(whole)]
         done = subprocess.run(
@@ -271,12 +273,13 @@ def test_updates_and_scaling_lose_nothing(cluster: Cluster) -> None:
     with Load(cluster.served.url).running() as load:
         cluster.redeploy(replicas=3)
         cluster.until(lambda: cluster.is_whole(3))
-        old = cluster.replica_pids()
+        old, registry = cluster.replica_pids(), cluster.actors("Registry")
         cluster.redeploy(replicas=2, max_num_queued_seqs=77)
         cluster.until(lambda: not cluster.replica_pids() & old)
         cluster.until(cluster.is_whole)
     assert load.failures == []
     assert load.ends["lost"] == 0
+    assert cluster.actors("Registry") == registry, "an application of its own, which nobody has updated"
     assert {info(url)["max_concurrent_requests"] for url in cluster.ready()} == {77}
 
 
