@@ -24,7 +24,7 @@ from adapter_store.registry.feed import FeedPage, Position
 from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
 from api.replication.borrowing import BorrowingLimiter
-from api.replication.headers import CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
+from api.replication.headers import BETWEEN_S, CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
 from api.replication.key_feed import KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.replication.share_holder import ShareHolder
@@ -36,8 +36,6 @@ ASK_AGAIN_S = 1.0
 """Least time between two questions for names that are not known here."""
 RENEWED_S = 1.0
 """Longest time that a request waits for what its key may use."""
-BETWEEN_S = 0.02
-"""Least time between two questions for a lease."""
 OnChanged = Callable[[Followed], Awaitable[None]]
 """Called when names have changed."""
 
@@ -134,15 +132,15 @@ class Follower:
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._renew())]
 
     async def stop(self) -> None:
-        """Stop following; the lease ends at the registry as soon as it hears of it."""
+        """Stop following."""
         for task in [*self._tasks, *([self._asking] if self._asking else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(AdapterError):
-            await self.client.post(LEASE, {"replica": self.replica, "ends": True})
 
     async def close(self) -> None:
-        """Close the connections to the registry."""
+        """End the lease, once nothing runs here any more, and close the connections to the registry."""
+        with contextlib.suppress(AdapterError):
+            await self.client.post(LEASE, {"replica": self.replica, "ends": True})
         await self.client.close()
         self._origin.close()
 
@@ -254,7 +252,8 @@ class Follower:
             try:
                 if not await self._ask_for_lease():
                     await self._catch_up()
-            except AdapterError as error:
+            except (AdapterError, KeyError, TypeError, ValueError) as error:
+                # The latter: an answer that this version does not understand.
                 self._tell_lost(error)
             await asyncio.sleep(BETWEEN_S)
             try:
@@ -301,7 +300,7 @@ class Follower:
         self._was_leased = True
         return True
 
-    def _tell_lost(self, error: AdapterError) -> None:
+    def _tell_lost(self, error: Exception) -> None:
         if self._was_leased and not self.has_lease:
             self._was_leased = False
             _LOG.error("the lease of %g s is over, requests get 503 until the registry is back: %s", LEASE_S, error)

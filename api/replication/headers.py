@@ -12,5 +12,7 @@ LEASE_S = 30.0
 """Time for which a follower answers after it has last known that it is up to date."""
 RENEW_S = 1.0
 """Time between two renewals of a lease."""
+BETWEEN_S = 0.02
+"""Least time between two renewals."""
 POLL_S = 20.0
 """Longest time that a request for changes waits for one."""

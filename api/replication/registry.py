@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from adapter_store.registry.feed import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.auth.principal import KeyLimits
-from api.replication.headers import RENEW_S
+from api.replication.headers import BETWEEN_S, RENEW_S
 from api.replication.key_feed import KeyFeed
 from api.replication.leases import Leases
 from api.replication.lending import LendingLimiter
@@ -24,6 +25,7 @@ from api.replication.share_holder import ShareHolder
 from api.replication.share_lender import HERE, ShareLender
 from api.replication.shares import ShareQuestion
 
+_LOG = logging.getLogger(__name__)
 KEYS_EVERY_S = 0.1
 """Time between two looks at the keys, which commands change beside the server; a look takes some microseconds."""
 
@@ -53,6 +55,7 @@ class Registry:
         self.limiter = LendingLimiter(self.leases, time.monotonic, on_refused)
         self._shares, self._lender = shares, ShareLender(self.leases, store.limits)
         self._sharing: asyncio.Task[None] | None = None
+        self._renew_own = asyncio.Event()
         self._limits: tuple[str | None, Mapping[str, KeyLimits]] = None, {}
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,15 +119,24 @@ class Registry:
 
     async def _keep_own_shares(self) -> None:
         """Ask for this server's own engine, as a follower does with its lease."""
-        await self._shares.begin(self._ask_own, self._tell_own)
+        await self._shares.begin(self._ask_own, self._renew_own.set)
         while True:
-            self._tell_own()
-            await asyncio.sleep(RENEW_S)
+            self._renew_own.clear()
+            try:
+                self._lend_own()
+            except Exception:
+                _LOG.exception("cannot divide the limits of adapters; trying again")
+            await asyncio.sleep(BETWEEN_S)
+            try:
+                async with asyncio.timeout(RENEW_S):
+                    await self._renew_own.wait()
+            except TimeoutError:
+                pass
 
     async def _ask_own(self) -> None:
-        self._tell_own()
+        self._lend_own()
 
-    def _tell_own(self) -> None:
+    def _lend_own(self) -> None:
         answer = self._lender.lend(HERE, ShareQuestion.model_validate(self._shares.question()))
         self._shares.answered(answer, math.inf)
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from lorasrv.errors import EngineDead
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
+TELL_AGAIN_S = 0.1
+"""Time after which an engine is asked again whether it still uses more than its share."""
+
 
 @dataclass(slots=True)
 class _Holding:
@@ -25,8 +28,10 @@ class _Holding:
     # What the engine was told last, and how often it was told something.
     told: LimitShare = NO_SHARE
     num_told: int = 0
-    # Whether the lease is over, and the engine has not said yet what still runs.
+    # Whether the time of shares is over, and the engine has not said yet what still runs.
     is_ending: bool = False
+    # The last question that told more than the engine may be using by now: its answer is not for this adapter.
+    barred: int = 0
     # Requests that are about to come.
     pending: int = 0
     # Most requests at a time in this period of `RENEW_S` and the one before.
@@ -86,10 +91,13 @@ class ShareHolder:
         else:
             del self._holdings[adapter_id]
             self._active.pop(adapter_id, None)
-        if self.is_on:
-            if is_limited:
-                self._active[adapter_id] = self._holdings[adapter_id]
-            await self._tell(adapter_id, NO_SHARE if is_limited else WHOLE)
+        if not self.is_on:
+            return
+        if is_limited:
+            self._active[adapter_id] = self._holdings[adapter_id]
+        await self._tell(adapter_id, NO_SHARE if is_limited else WHOLE)
+        if adapter_id in self._engine.in_flight.by_adapter:
+            self._ask_soon()
 
     async def ready(self, adapter_id: str, answers: int) -> None:
         """Ask for a share before an adapter's request comes to the engine, if there is none; the request may come
@@ -121,12 +129,18 @@ class ShareHolder:
         reports = []
         for adapter_id, holding in list(self._active.items()):
             wanted = self._note_wanted(adapter_id, holding)
+            holding.asked_for = wanted
+            if holding.is_ending:
+                holding.barred = self._asked
             if not wanted and holding.held == holding.told == NO_SHARE:
                 del self._active[adapter_id]
-            elif not holding.is_ending:
-                holding.asked_for = wanted
-                held = holding.held
-                reports.append(ShareReport(adapter_id, held.max_running, held.tokens_per_s, wanted))
+                continue
+            together = max(self._engine.in_flight.by_adapter.get(adapter_id, (1,)))
+            reports.append(
+                ShareReport(adapter_id, holding.held.max_running, holding.held.tokens_per_s, wanted, together)
+            )
+        if len(reports) > MAX_SHARES:
+            reports.sort(key=lambda report: report.held == NO_SHARE)
         return {"number": self._asked, "shares": reports[:MAX_SHARES]}
 
     def answered(self, answer: Any, until_s: float) -> None:
@@ -148,7 +162,7 @@ class ShareHolder:
             self._timer = asyncio.get_running_loop().call_later(self._until_s - self._clock(), self._end_if_over)
         for adapter_id, share in shares.items():
             holding = self._active.get(adapter_id)
-            if holding is not None and not holding.is_ending and not share == holding.told == holding.held:
+            if holding is not None and number > holding.barred and share != holding.told:
                 self._start_telling(adapter_id, share)
 
     def _end_if_over(self) -> None:
@@ -157,13 +171,14 @@ class ShareHolder:
             return
         self._until_s = math.inf
         for adapter_id, holding in self._active.items():
-            holding.is_ending = True
+            holding.is_ending, holding.barred = True, self._asked
             self._start_telling(adapter_id, NO_SHARE)
 
     def _note_wanted(self, adapter_id: str, holding: _Holding) -> int:
         """Return how many requests want to run, or did a moment ago."""
         now_s = self._clock()
-        live = self._engine.in_flight.by_adapter.get(adapter_id, 0) + holding.pending
+        counts = self._engine.in_flight.by_adapter.get(adapter_id)
+        live = (sum(counts.values()) if counts else 0) + holding.pending
         if now_s - holding.turned_s >= RENEW_S:
             is_next = now_s - holding.turned_s < 2 * RENEW_S
             holding.peak_before, holding.peak = holding.peak if is_next else 0, 0
@@ -176,20 +191,33 @@ class ShareHolder:
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _tell(self, adapter_id: str, share: LimitShare) -> None:
-        """Tell the engine a share; what it uses then is what this server holds."""
-        holding = self._holdings.get(adapter_id)
+    def _tell(self, adapter_id: str, share: LimitShare) -> Coroutine[Any, Any, None]:
+        """Tell the engine a share; what it uses then is what this server holds. Until then it holds both."""
+        holding, number = self._holdings.get(adapter_id), 0
         if holding is not None:
             holding.held, holding.told = holding.held.union(share), share
-            holding.num_told += 1
-        number = holding.num_told if holding is not None else 0
+            number = holding.num_told = holding.num_told + 1
+        return self._told(adapter_id, share, holding, number)
+
+    async def _told(self, adapter_id: str, share: LimitShare, holding: _Holding | None, number: int) -> None:
         try:
             used = await self._engine.set_share(adapter_id, share)
         except EngineDead:
             return
-        if holding is not None and holding.num_told == number:
-            is_given_up = used == NO_SHARE != holding.held
-            holding.held, holding.is_ending = used, False
-            if is_given_up:
-                # Others may have it at once.
-                self._ask_soon()
+        if holding is None or holding.num_told != number:
+            return
+        before, holding.held, holding.is_ending = holding.held, used, False
+        if used != share:
+            # Requests run that the share does not allow: until they end.
+            asyncio.get_running_loop().call_later(TELL_AGAIN_S, self._tell_again, adapter_id, holding, number)
+        elif _is_less(used.max_running, before.max_running):
+            # Others may have it at once.
+            self._ask_soon()
+
+    def _tell_again(self, adapter_id: str, holding: _Holding, number: int) -> None:
+        if holding.num_told == number and self._holdings.get(adapter_id) is holding:
+            self._start_telling(adapter_id, holding.told)
+
+
+def _is_less(one: int | None, other: int | None) -> bool:
+    return one is not None and (other is None or one < other)

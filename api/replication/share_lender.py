@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.replication.leases import Leases
-from api.replication.lending import RESERVE
 from api.replication.shares import ShareQuestion, ShareReport, divide
 from lorasrv.config import NO_SHARE, LimitShare
 
 TURN_S = 4.0
-"""Where there are more servers than a limit has parts, they take turns of this length."""
+"""Where a limit is too small for all servers, one that got something of it keeps that so long before the next."""
 HERE = ""
 """Name of the registry's own engine among its followers."""
 _LEAST = 1e-6
@@ -19,13 +18,20 @@ _LEAST = 1e-6
 
 
 @dataclass(slots=True)
-class _ShareBook:
-    """Hold the shares of one server."""
+class _Claim:
+    """Hold what one server may be using of an adapter's limits, at most, and what it wants."""
 
-    # Of the latest question.
-    number: int
-    # What it may be using, at most.
-    shares: dict[str, ShareReport]
+    report: ShareReport
+    # Whether it has what it needs to run one request, or the beams of one; since when.
+    is_served: bool
+    since_s: float
+
+    def precedence(self, now_s: float) -> tuple[int, float]:
+        """Return the order in which servers get what is not enough for all: who has just got something, who has waited
+        longest, who has had it longest."""
+        if not self.is_served:
+            return 1, self.since_s
+        return (0, self.since_s) if now_s - self.since_s < TURN_S else (2, -self.since_s)
 
 
 class ShareLender:
@@ -46,62 +52,91 @@ class ShareLender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leases, self._limits_of, self._clock = leases, limits_of, clock
-        self._books: dict[str, _ShareBook] = {}
+        # Of each server's latest question.
+        self._numbers: dict[str, int] = {}
+        # By adapter, then by server.
+        self._claims: dict[str, dict[str, _Claim]] = {}
+        self._claimed: dict[str, list[str]] = {}
 
     def lend(self, server: str, question: ShareQuestion) -> dict[str, Any]:
         """Take over what a server holds, and return what it may hold, as JSON."""
-        alive = {HERE, *self._leases.replicas()}
-        self._books = {name: book for name, book in self._books.items() if name in alive}
-        before = self._books.get(server)
-        if before is not None and question.number <= before.number:
+        for gone in self._numbers.keys() - {HERE, *self._leases.replicas()}:
+            self._take_out(gone)
+            del self._numbers[gone]
+        if question.number <= self._numbers.get(server, -1):
             # A later one came first: nobody waits for this answer.
             return {"number": question.number, "shares": []}
+        self._numbers[server] = question.number
         # An answer that did not arrive never will: the server holds what it says.
-        book = self._books[server] = _ShareBook(
-            question.number, {report.adapter_id: report for report in question.shares}
-        )
+        before = self._take_out(server)
+        self._claimed[server] = [report.adapter_id for report in question.shares]
+        for report in question.shares:
+            claims = self._claims.setdefault(report.adapter_id, {})
+            claims[server] = self._claim(report, before.get(report.adapter_id))
         answers = []
         for report in question.shares:
-            share = self._share(server, report)
-            held = report.held.union(share)
-            book.shares[report.adapter_id] = ShareReport(
-                report.adapter_id, held.max_running, held.tokens_per_s, report.wanted
-            )
-            answers.append((report.adapter_id, share.max_running, share.tokens_per_s))
+            if (share := self._share(server, report.adapter_id)) is not None:
+                claim = self._claims[report.adapter_id][server]
+                held = report.held.union(share)
+                claim.report = report._replace(max_running=held.max_running, tokens_per_s=held.tokens_per_s)
+                answers.append((report.adapter_id, share.max_running, share.tokens_per_s))
         return {"number": question.number, "shares": answers}
 
-    def _share(self, server: str, report: ShareReport) -> LimitShare:
-        """Return what a server may hold of an adapter's limits."""
-        limits = self._limits_of(report.adapter_id)
+    def _take_out(self, server: str) -> dict[str, _Claim]:
+        """Forget what a server claims; return it."""
+        found = {}
+        for adapter_id in self._claimed.pop(server, ()):
+            claims = self._claims[adapter_id]
+            found[adapter_id] = claims.pop(server)
+            if not claims:
+                del self._claims[adapter_id]
+        return found
+
+    def _claim(self, report: ShareReport, before: _Claim | None) -> _Claim:
+        most = self._limits_of(report.adapter_id).get("max_running")
+        is_served = not report.wanted or most is None or _running(report, most) >= min(report.together, most)
+        goes_on = before is not None and before.is_served == is_served and before.report.wanted and report.wanted
+        return _Claim(report, is_served, before.since_s if before is not None and goes_on else self._clock())
+
+    def _share(self, server: str, adapter_id: str) -> LimitShare | None:
+        """Return what a server may hold of an adapter's limits; None: there are none."""
+        limits = self._limits_of(adapter_id)
         most, rate = limits.get("max_running"), limits.get("tokens_per_s")
-        found = {name: book.shares.get(report.adapter_id) for name, book in sorted(self._books.items())}
-        reports = {name: one for name, one in found.items() if one is not None and (one.wanted or one is report)}
-        others = [one for name, one in found.items() if one is not None and name != server]
-        weights = {name: one.wanted for name, one in reports.items()}
+        if most is None and rate is None:
+            return None
+        claims, now_s = self._claims[adapter_id], self._clock()
+        reports = {name: claim.report for name, claim in claims.items()}
+        askers = sorted((name for name in claims if reports[name].wanted), key=lambda n: claims[n].precedence(now_s))
+        weights: dict[str, float] = {name: reports[name].wanted for name in askers}
         running = None
         if most is not None:
-            reserve = int(RESERVE * most / len(self._books))
-            wanted = [max(one.wanted, reserve) if one.wanted else 0 for one in reports.values()]
-            parts = divide(int(most), wanted, int(self._clock() / TURN_S))
-            targets = dict(zip(reports, parts, strict=True))
-            running = int(self._part(most, targets[server], _running(report), sum(map(_running, others))))
-            weights = {name: max(targets[name], _running(one)) if one.wanted else 0 for name, one in reports.items()}
+            held = {name: _running(report, most) for name, report in reports.items()}
+            wanted, together = ([getattr(reports[n], of) for n in askers] for of in ("wanted", "together"))
+            parts = divide(int(most), wanted, together)
+            weights = {name: max(part, held[name]) for name, part in zip(askers, parts, strict=True)}
+            # What nobody wants now is there for those who come next, where some are already.
+            spare, rest = divmod(int(most) - sum(parts), len(askers)) if askers else (0, 0)
+            targets = {
+                name: part + spare + (place < rest)
+                for place, (name, part) in enumerate(zip(askers, parts, strict=True))
+            }
+            running = int(self._part(most, targets.get(server, 0), held, server))
         if rate is None:
             return LimitShare(running, None)
-        target = rate * weights[server] / sum(weights.values()) if weights[server] else 0.0
-        part = self._part(rate, target, _rate(report, rate), sum(_rate(one, rate) for one in others))
+        target = rate * weights[server] / sum(weights.values()) if weights.get(server) else 0.0
+        part = self._part(rate, target, {name: _rate(report, rate) for name, report in reports.items()}, server)
         return NO_SHARE if running == 0 or part < _LEAST * rate else LimitShare(running, part)
 
-    def _part(self, limit: float, target: float, held: float, held_by_others: float) -> float:
+    def _part(self, limit: float, target: float, held: Mapping[str, float], server: str) -> float:
         """Return what a server may hold of one limit: its target, but no more than it has and nobody has."""
-        is_known = HERE in self._books and self._leases.are_all_known
-        free = limit - held - held_by_others if is_known else 0.0
-        return min(target, held + max(0.0, free))
+        is_known = HERE in self._numbers and self._leases.are_all_known
+        free = limit - sum(held.values()) if is_known else 0.0
+        return min(target, held[server] + max(0.0, free))
 
 
-def _running(report: ShareReport) -> int:
+def _running(report: ShareReport, most: float) -> float:
     """Return how many requests may run at a server, which may not have heard yet that there is a limit."""
-    return report.wanted if report.max_running is None else report.max_running
+    return max(report.wanted, most) if report.max_running is None else report.max_running
 
 
 def _rate(report: ShareReport, rate: float) -> float:

@@ -4,9 +4,10 @@ A share is how many requests of an adapter may run at a server, and how many tok
 With its lease a server tells what it holds of each limit and how many requests it has, and is told what it may hold.
 More is granted only of what nobody holds, and a server gives up what it holds only once its engine has stopped using
 it. So the sum of all shares is the limit at most, whatever happens to messages. Shares end `GRACE_S` before the lease:
-requests that run then go on, and none begins.
+requests that run then go on, and none begins; what they use is claimed when the registry can be reached again.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -32,6 +33,8 @@ class ShareReport(NamedTuple):
     tokens_per_s: _Rate | None
     # Requests that run or wait, or did a moment ago.
     wanted: _Requests
+    # Beams of the widest search among them, which must run together; 1 without one.
+    together: Annotated[int, Field(ge=1, le=MAX_VALUE)] = 1
 
     @property
     def held(self) -> LimitShare:
@@ -57,26 +60,26 @@ def answers_of(answer: Any) -> tuple[int, dict[str, LimitShare]]:
     return int(answer["number"]), {str(adapter_id): LimitShare(*held) for adapter_id, *held in answer["shares"]}
 
 
-def divide(most: int, wanted: Sequence[int], turn: int) -> list[int]:
-    """Divide a number into parts as equal as what is wanted of it allows.
+def divide(most: int, wanted: Sequence[int], together: Sequence[int]) -> list[int]:
+    """Divide a number into parts as equal as what is wanted of it allows, the first before the others.
 
     Args:
         wanted: of each part, its most.
-        turn: which part gets the first of the ones that are left over; another one each time.
+        together: what a part must have to be of use. Each gets that, in their order, before any gets more.
 
     Returns:
         The parts, `most` at most in all.
     """
     parts, left = [0] * len(wanted), most
-    while open_parts := [place for place, part in enumerate(parts) if part < wanted[place]]:
-        each = left // len(open_parts)
-        if not each:
-            first = turn % len(open_parts)
-            for place in (open_parts[first:] + open_parts[:first])[:left]:
-                parts[place] += 1
-            break
-        for place in open_parts:
-            more = min(each, wanted[place] - parts[place])
-            parts[place] += more
-            left -= more
+    for place, (want, least) in enumerate(zip(wanted, together, strict=True)):
+        if min(want, least) <= left:
+            parts[place] = min(want, least)
+            left -= parts[place]
+    smallest = [(part, place) for place, part in enumerate(parts) if part < wanted[place]]
+    heapq.heapify(smallest)
+    while left and smallest:
+        part, place = heapq.heappop(smallest)
+        parts[place], left = part + 1, left - 1
+        if parts[place] < wanted[place]:
+            heapq.heappush(smallest, (parts[place], place))
     return parts

@@ -19,7 +19,7 @@ from api.asgi.sse import ByteStream, run_until_disconnect
 from api.config.replication_settings import DECODE
 from api.errors import ApiError
 from api.replication.page_frames import LAYOUT, PageOffer, check_of, frames, stream_bytes
-from api.serving.services import ServicesDep
+from api.serving.services import Services, ServicesDep
 from lorasrv.errors import LeaseEnded, PagesDiffer
 from lorasrv.outputs import PageLease
 from lorasrv.request import FixedPrefix
@@ -87,7 +87,7 @@ async def offer_pages(request: Request, body: OfferBody, services: ServicesDep) 
     if body.prompt is not None and services.settings.role == DECODE:
         raise ApiError(409, "this server computes no prompts for others: --role decode", code="role", param="prompt")
     prompt = None if services.draining.is_on else body.prompt
-    lease = await run_until_disconnect(request.receive, _offer(services.engine, body, prompt))
+    lease = await run_until_disconnect(request.receive, _offer(services, body, prompt))
     pages = len(lease.pages)
     return PageOffer(lease=lease.lease_id if pages else None, pages=pages, page_bytes=lender.page_bytes)
 
@@ -119,12 +119,14 @@ def check_equal(lender: "PageLender", body: OfferBody) -> None:
         raise PagesDiffer(f"pages of this server are others: {', '.join(different)} differ")
 
 
-async def _offer(engine: "AsyncEngine", body: OfferBody, prompt: PromptBody | None) -> PageLease:
+async def _offer(services: Services, body: OfferBody, prompt: PromptBody | None) -> PageLease:
     """Lease the pages, those of `prompt` computed if they are not there."""
+    engine = services.engine
     digests = [bytes.fromhex(digest) for digest in body.digests]
     lease = await engine.pages.offer(digests)
     if len(lease.pages) < len(digests) and prompt is not None:
         await engine.pages.end(lease.lease_id)
+        await services.limits.shares.ready(prompt.adapter_id, 1)
         await _compute(engine, prompt, body.wait_s)
         lease = await engine.pages.offer(digests)
     return lease

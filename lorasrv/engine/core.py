@@ -207,7 +207,7 @@ class EngineCore:
                 self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
                 self._complete_call(number, None)
             case SetShare():
-                self._complete_call(number, self._scheduler.quotas.set_share(request.adapter_id, request.share))
+                self._complete_call(number, self._scheduler.set_share(request.adapter_id, request.share))
             case ForgetAnswers():
                 self._scheduler.forget_answers(request.adapter, request.salt)
                 self._complete_call(number, None)
@@ -474,7 +474,8 @@ class EngineCore:
         memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
         fragmentation = memory.adapter_pool.fragmentation
         for_adapter = self._scheduler.num_waiting_for_adapter
-        drafts, calibration = self._scheduler.draft_counts, self._scheduler.draft_calibration
+        accounts = self._scheduler.speculator.accounts
+        drafts, calibration = accounts.by_drafter, accounts.calibration
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineStats(
             requests_running=self._scheduler.num_running,
@@ -519,7 +520,7 @@ class EngineCore:
             accepted_draft_tokens_by_chance_total=dict(calibration.accepted),
             expected_draft_tokens_by_chance_total=dict(calibration.expected),
             min_draft_chance=self._scheduler.min_draft_chance,
-            corpus_bytes=self._scheduler.corpus_bytes,
+            corpus_bytes=self._scheduler.speculator.kept_bytes,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
             weight_bytes=self._parts.weight_bytes,

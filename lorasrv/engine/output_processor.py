@@ -284,8 +284,9 @@ class InFlightRequests(RequestObserver):
     def __init__(self, abort: Callable[[RequestId, Exception], object]) -> None:
         self._abort = abort
         self._uses: dict[RequestId, InFlightUse] = {}
-        self._adapters: dict[RequestId, str] = {}
-        self._live = Counter[str]()
+        # Adapter and beams that must run together, of each accepted choice.
+        self._live: dict[RequestId, tuple[str, int]] = {}
+        self._by_adapter: dict[str, Counter[int]] = {}
         self._has_ended = asyncio.Event()
 
     @contextmanager
@@ -305,26 +306,32 @@ class InFlightRequests(RequestObserver):
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
         for request in requests:
             self._uses[request.request_id].is_accepted = True
-            self._adapters[request.request_id] = request.adapter_id
-            self._live[request.adapter_id] += 1
+            together = 1 if request.beams is None else request.beams.width
+            self._live[request.request_id] = request.adapter_id, together
+            self._by_adapter.setdefault(request.adapter_id, Counter())[together] += 1
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         use = self._uses.pop(request_id, None)
         if use is None:
             return
-        if (adapter_id := self._adapters.pop(request_id, None)) is not None:
-            self._live[adapter_id] -= 1
-            if not self._live[adapter_id]:
-                del self._live[adapter_id]
+        if (live := self._live.pop(request_id, None)) is not None:
+            adapter_id, together = live
+            counts = self._by_adapter[adapter_id]
+            counts[together] -= 1
+            if not counts[together]:
+                del counts[together]
+            if not counts:
+                del self._by_adapter[adapter_id]
         use.open.discard(request_id)
         if not use.open:
             has_ended, self._has_ended = self._has_ended, asyncio.Event()
             has_ended.set()
 
     @property
-    def by_adapter(self) -> Mapping[str, int]:
-        """Return how many accepted choices of each adapter have not finished; those with none are left out."""
-        return self._live
+    def by_adapter(self) -> Mapping[str, Mapping[int, int]]:
+        """Return how many accepted choices of each adapter have not finished, by the number of beams that must run
+        together (1: no beam search); adapters without any are left out."""
+        return self._by_adapter
 
     async def until_unused(self, adapter_id: str, versions: Collection[int], timeout_s: float) -> int:
         """Wait until no request uses one of these versions, at most `timeout_s`.

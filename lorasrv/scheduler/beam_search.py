@@ -172,6 +172,18 @@ class BeamGroups:
             return False
         return self._next not in (None, name) or not self._fit_together(request)
 
+    def num_reserved(self, adapter_id: str) -> int:
+        """Return how many beams of an adapter must run together to the ends of the groups that run."""
+        groups = (group for group in self._running.values() if group.requests[0].message.adapter_id == adapter_id)
+        return sum(group.state.options.width for group in groups)
+
+    def num_together(self, request: Request) -> int:
+        """Return how many beams of its adapter must run together if a request is admitted; 0 if it begins no group."""
+        beams = request.message.beams
+        if beams is None or self.is_of_running_group(request):
+            return 0
+        return self.num_reserved(request.message.adapter_id) + beams.width
+
     def hold_back(self, request: Request) -> None:
         """Note that a beam must wait. Of the groups that wait for others, the first one begins before the rest."""
         if not self.is_of_running_group(request):

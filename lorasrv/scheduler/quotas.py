@@ -108,8 +108,8 @@ class _QuotaAccount:
         return most is None or self.num_running + self.num_with_slot < most
 
     def allows(self, num_running: int, resident_bytes: int) -> bool:
-        """Return whether so many requests may run at a time and hold so many bytes of the pool."""
-        most, most_bytes = self.most_running, self.limits.resident_bytes
+        """Return whether so many requests may run at a time and hold so many bytes of the pool, whatever the share."""
+        most, most_bytes = self.limits.max_running, self.limits.resident_bytes
         return (most is None or num_running <= most) and (most_bytes is None or resident_bytes <= most_bytes)
 
     @property
@@ -243,12 +243,18 @@ class Quotas:
             return False
         return all(account.allows(slots[name], pages[name] * self._page_bytes) for name, account in accounts.items())
 
-    def blocker(self, request: Request) -> tuple[Blocker, float | None] | None:
+    def blocker(self, request: Request, num_together: int = 0) -> tuple[Blocker, float | None] | None:
         """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
-        The caller asks again when `take_relieved` names the limit."""
+        The caller asks again when `take_relieved` names the limit.
+
+        Args:
+            num_together: beams of the adapter that must run together from then on.
+        """
         for account in reversed(self._accounts(request)):
-            most = account.most_running
+            most, share = account.most_running, account.share.max_running
             if most is not None and account.num_running >= most:
+                return Blocker(account.kind, account.name), None
+            if share is not None and num_together > share:
                 return Blocker(account.kind, account.name), None
             if not self._has_bytes(account, request):
                 return Blocker(f"bytes of {account.kind}", account.name), None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
-from lorasrv.config import SchedulerOptions
+from lorasrv.config import LimitShare, SchedulerOptions
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
@@ -28,7 +28,6 @@ from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler.steps_in_flight import StepsInFlight
 from lorasrv.scheduler.waiting_lanes import BEAMS
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ScheduledRequest, SchedulerOutput
-from lorasrv.speculation.draft_counts import Calibration, DraftCounts
 from lorasrv.speculation.speculator import Speculator
 
 WARM_GRACE_S = 30.0
@@ -70,7 +69,7 @@ class Scheduler:
         self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
         self._allocator = RequestAllocator(memory)
         self._beams = BeamGroups(self._allocator, eos_token_ids, self.quotas.allow_together)
-        self._speculator = speculator or Speculator((), vocab_size=0)
+        self.speculator = speculator or Speculator((), vocab_size=0)
         self._planner = StepPlanner(
             options,
             memory,
@@ -79,7 +78,7 @@ class Scheduler:
             self.quotas,
             self.predictor,
             self._beams,
-            self._speculator,
+            self.speculator,
             self._set_status,
         )
         self._outbox: list[EngineOutput] = []
@@ -109,24 +108,9 @@ class Scheduler:
         return self._queue.num_starved_total
 
     @property
-    def draft_counts(self) -> Mapping[str, DraftCounts]:
-        """Return how many tokens of each drafter were verified and accepted so far."""
-        return self._speculator.accounts.by_drafter
-
-    @property
-    def draft_calibration(self) -> Calibration:
-        """Return what was expected of verified draft tokens, and what was found."""
-        return self._speculator.accounts.calibration
-
-    @property
     def min_draft_chance(self) -> float:
         """Return the chance that a draft token had to exceed in the last step that drafts could be planned for."""
         return self._planner.min_draft_chance
-
-    @property
-    def corpus_bytes(self) -> int:
-        """Return the bytes of past answers that drafts are made from."""
-        return self._speculator.kept_bytes
 
     @property
     def has_requests(self) -> bool:
@@ -175,10 +159,20 @@ class Scheduler:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
+    def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
+        """Set what may be used here of an adapter's limits; running requests go on, and the beams of their groups.
+
+        Returns:
+            What is used for now, the share at least.
+        """
+        if share.max_running is not None:
+            share = replace(share, max_running=max(share.max_running, self._beams.num_reserved(adapter_id)))
+        return self.quotas.set_share(adapter_id, share)
+
     def forget_answers(self, adapter: AdapterKey | None, salt: str | None) -> None:
         """Drop the past answers of an adapter or under a salt that later ones are drafted from; those of running
         requests are not kept either."""
-        self._speculator.drop(adapter, salt)
+        self.speculator.drop(adapter, salt)
         for request in self._queue.requests.values():
             if adapter == request.adapter_key is not None or is_salted(request.message.cache_salt, salt):
                 speculation = replace(request.message.speculation, remember=False)
@@ -330,7 +324,7 @@ class Scheduler:
             self._allocator.settle(request)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
-        self._speculator.take_results(drafted, probed, self._queue.requests)
+        self.speculator.take_results(drafted, probed, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 
@@ -462,7 +456,7 @@ class Scheduler:
         """Return what forbids that a waiting request runs, other than slots and pages."""
         if self._beams.must_wait(request):
             return BEAMS
-        found = self.quotas.blocker(request)
+        found = self.quotas.blocker(request, self._beams.num_together(request))
         return None if found is None else found[0]
 
     # Ends.
@@ -488,8 +482,8 @@ class Scheduler:
         if share.drafts is not NO_DRAFTS:
             self._allocator.truncate_drafts(request)
         new_tokens = tuple(tokens[:num_new])
-        if self._speculator.is_active:
-            self._speculator.observe(request, new_tokens, len(share.draft_token_ids))
+        if self.speculator.is_active:
+            self.speculator.observe(request, new_tokens, len(share.draft_token_ids))
         if status is None:
             self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
@@ -536,7 +530,7 @@ class Scheduler:
         for other in self._beams.remove(request) if request.message.beams is not None else ():
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
-        self._speculator.forget(request)
+        self.speculator.forget(request)
         # `Deadlines`, among others, keeps the request for a while: not its grammar, nor its adapter in the store.
         request.constraint_state = None
         request.message = replace(request.message, hold=None)

@@ -87,7 +87,7 @@ def step_seconds(llm: LLM, tokens: int, max_draft: int) -> float:
 
 def pass_seconds(llm: LLM, name: str) -> float:
     """Seconds of a pass of a model that has drafted; a pass is a token."""
-    [newest] = llm.engine._scheduler._speculator._models[name]._pass_s.values()
+    [newest] = llm.engine._scheduler.speculator._models[name]._pass_s.values()
     return statistics.median(newest)
 
 

@@ -23,6 +23,7 @@ import pytest
 from process_tree import children_of, descendants, is_alive, listening
 from prometheus_client.parser import text_string_to_metric_families
 from served import ROOT, Served, lorasrv, serve
+from server import eventually
 
 from api.cluster.local import APP, REGISTRY_APP
 
@@ -297,6 +298,22 @@ def test_without_the_controller_data_goes_on(cluster: Cluster) -> None:
     assert load.failures == []
 
 
+def test_the_registry_is_started_again(cluster: Cluster, adapter_dirs: dict[str, Path]) -> None:
+    """Requests go on while it is gone; then uploads reach every replica, at the address of before."""
+    [registry] = cluster.actors("Registry")
+    with Load(cluster.served.url).running() as load:
+        os.kill(registry, signal.SIGKILL)
+        cluster.until(lambda: cluster.actors("Registry") - {registry})
+        cluster.until(lambda: upload(cluster, adapter_dirs["three"], "later") == 0)
+    assert load.failures == []
+    assert load.ends["lost"] == 0
+    assert len({ask(url, "later") for url in (cluster.served.url, *cluster.ready())}) == 1
+
+
+def upload(cluster: Cluster, adapter: Path, name: str) -> int:
+    return lorasrv("upload", adapter, "--id", name, "--server", cluster.served.url).returncode
+
+
 def test_nothing_is_left(cluster: Cluster) -> None:
     """Ctrl-C ends all processes, and removes all files but the store's."""
     pids = descendants(cluster.served.pid)
@@ -341,6 +358,22 @@ def test_a_replica_of_the_other_role_computes_prompts(
         for pid in cluster.actors("Prefill"):
             os.kill(pid, signal.SIGKILL)
         assert ask(url, "one", prompt=prompt, cache_salt="other") == told
+
+
+@pytest.mark.exhaustive
+def test_a_killed_command_takes_its_processes_along(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> None:
+    """What it leaves in its folder does not keep the next one from starting."""
+    adapters = {"one": adapter_dirs["one"]}
+    store = tmp_path / "store"
+    flags = ("--model", model, "--replicas", 1, "--cluster-secret", SECRET, *FLAGS)
+    with serve(*flags, adapters=adapters, store=store, ends=-signal.SIGKILL, ready_s=READY_S) as served:
+        pids = descendants(served.pid)
+        said = ask(served.url, "one")
+        served.signal(signal.SIGKILL)
+        served.ended()
+        eventually(lambda: not [name for pid, name in pids.items() if is_alive(pid)], timeout_s=60)
+    with serve(*flags, store=store, ends=0, ready_s=READY_S) as again:
+        assert ask(again.url, "one") == said
 
 
 @pytest.mark.exhaustive

@@ -148,7 +148,7 @@ def test_all_servers_together_keep_an_adapters_limits(cluster: Cluster, upload: 
     for asked in nodes:
         eventually(lambda: all(node.engine.shares["mia"] == NO_SHARE for node in nodes))
         assert asked.ask("mia").status_code == 200
-        eventually(lambda asked=asked: asked.engine.shares["mia"] == LimitShare(1, 100.0))
+        eventually(lambda asked=asked: asked.engine.shares["mia"] == LimitShare(4, 100.0))
         assert [node.engine.shares["mia"] for node in nodes if node is not asked] == [NO_SHARE] * 2
     cluster.registry.http.patch("/v1/adapters/mia", json={"limits": {}}).raise_for_status()
     for node in nodes:

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from tiny_scheduler import scheduler
 
 from api.replication.headers import LEASE_S, RENEW_S
 from api.replication.leases import Leases
-from api.replication.share_holder import ShareHolder
+from api.replication.share_holder import TELL_AGAIN_S, ShareHolder
 from api.replication.share_lender import HERE, TURN_S, ShareLender
 from api.replication.shares import GRACE_S, ShareQuestion, divide
 from lorasrv.config import NO_SHARE, Limits, LimitShare
@@ -37,18 +38,24 @@ mostly = st.sampled_from([True, True, False])
 ARRIVES, UNANSWERED, LOST = "arrives", "is not answered", "is lost"
 
 
-@given(most=st.integers(0, 30), wanted=st.lists(st.integers(0, 12), min_size=1, max_size=6), turn=st.integers(0, 50))
-def test_parts_are_as_equal_as_what_is_wanted_allows(most: int, wanted: list[int], turn: int) -> None:
-    parts = divide(most, wanted, turn)
-    assert sum(parts) == min(most, sum(wanted))
-    for part, want in zip(parts, wanted, strict=True):
+@given(
+    most=st.integers(0, 30),
+    parts=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([1, 1, 1, 2, 4, 9])), min_size=1, max_size=6),
+)
+def test_parts_are_as_equal_as_what_is_wanted_allows(most: int, parts: list[tuple[int, int]]) -> None:
+    wanted, together = zip(*parts, strict=True)
+    found = divide(most, wanted, together)
+    assert sum(found) == min(most, sum(wanted))
+    least = [min(pair) for pair in parts]
+    for part, want, own in zip(found, wanted, least, strict=True):
         assert part <= want
-        # Whoever has less than it wants has as much as anybody, but for the ones that are left over.
-        assert part == want or part >= max(parts) - 1
-
-
-def test_what_is_left_over_goes_round() -> None:
-    assert [divide(1, [3, 0, 3, 3], turn) for turn in range(3)] == [[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+        # Whoever has less than it wants has as much as anybody who has more than it needs, but for what is left over.
+        larger = [other for other, need in zip(found, least, strict=True) if other > need]
+        assert part == want or not larger or part >= max(larger) - 1 or part >= own
+    if sum(least) <= most:
+        assert all(part >= own for part, own in zip(found, least, strict=True))
+    elif wanted[0]:
+        assert found[0] >= least[0] or least[0] > most, "the first comes first"
 
 
 class Engine:
@@ -64,7 +71,7 @@ class Engine:
 
     @property
     def in_flight(self) -> Any:
-        live = len(self.bench.scheduler.requests())
+        live = Counter(1 if r.message.beams is None else r.message.beams.width for r in self.bench.scheduler.requests())
         return SimpleNamespace(by_adapter={"mia": live} if live else {})
 
     async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
@@ -80,7 +87,7 @@ class Engine:
         """Do what came in, and one step; then whoever waited for it goes on."""
         inbox, self.inbox = self.inbox, []
         for share, future in inbox:
-            future.set_result(self.bench.scheduler.quotas.set_share("mia", share))
+            future.set_result(self.bench.scheduler.set_share("mia", share))
         self.bench.now = self.clock.now
         self.computed += sum(len(share.token_ids) for share in self.bench.step().scheduled)
         drain(loop)
@@ -98,7 +105,7 @@ class Engine:
         """The most that run now, or may begin to."""
         account = self.bench.scheduler.quotas._adapters.get("mia")
         share = self.bench.scheduler.quotas._shares.get("mia")
-        may = RUNNING if share is None else min(RUNNING, cast(int, share.max_running))
+        may = RUNNING if share is None or share.max_running is None else min(RUNNING, share.max_running)
         return max(may, 0 if account is None else account.num_running)
 
     @property
@@ -124,6 +131,7 @@ class Server:
     name: str
     engine: Engine
     holder: ShareHolder
+    lease_ends_s: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ class Shared(RuleBasedStateMachine):
             for _ in range(3):
                 await asyncio.sleep(0)
                 for share, future in engine.inbox:
-                    future.set_result(engine.bench.scheduler.quotas.set_share("mia", share))
+                    future.set_result(engine.bench.scheduler.set_share("mia", share))
                 engine.inbox.clear()
             await asyncio.gather(beginning, limited)
 
@@ -212,10 +220,13 @@ class Shared(RuleBasedStateMachine):
         return self.answers[-1]
 
     def take_over(self, answer: Message) -> None:
-        ends_s = float("inf") if answer.sender.name == HERE else answer.asked_s + LEASE_S
+        sender, ends_s = answer.sender, answer.asked_s + LEASE_S
 
         async def take() -> None:
-            answer.sender.holder.answered(json.loads(answer.text), ends_s)
+            sender.holder.answered(json.loads(answer.text), float("inf") if sender.name == HERE else ends_s)
+
+        if sender.name != HERE:
+            sender.lease_ends_s = ends_s if sender.lease_ends_s == float("inf") else max(sender.lease_ends_s, ends_s)
 
         self.in_loop(take)
 
@@ -243,7 +254,18 @@ class Shared(RuleBasedStateMachine):
                 if left or last == ARRIVES or number == 0:
                     self.take_over(answer)
             if steps:
+                self.ask_again(server)
                 server.engine.step(self.loop)
+
+    def ask_again(self, server: Server) -> None:
+        """Ask an engine again that used more than its share, as time does."""
+
+        async def ask() -> None:
+            holding = server.holder._holdings["mia"]
+            if holding.held != holding.told and not server.engine.inbox:
+                server.holder._tell_again("mia", holding, holding.num_told)
+
+        self.in_loop(ask)
 
     @rule(data=st.data())
     def question_arrives(self, data: st.DataObject) -> None:
@@ -270,6 +292,7 @@ class Shared(RuleBasedStateMachine):
     @rule(number=servers, steps=st.integers(1, 6))
     def step(self, number: int, steps: int) -> None:
         for _ in range(steps):
+            self.ask_again(self.servers[number])
             self.servers[number].engine.step(self.loop)
 
     @rule(number=servers, most=st.integers(1, 4))
@@ -287,8 +310,10 @@ class Shared(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.clock.now += seconds
         for server in self.servers[1:]:
-            if self.clock.now >= server.holder._until_s:
-                server.holder._end_if_over() if self.loop.is_running() else self.in_loop(lambda s=server: _call(s))
+            self.in_loop(lambda s=server: _call(s))
+            if self.clock.now >= server.lease_ends_s:
+                # The engine, which takes less than `GRACE_S` for a step, has been told.
+                server.lease_ends_s = float("inf")
                 server.engine.step(self.loop)
                 # docs/cluster.md says that these are not bounded.
                 server.engine.end()
@@ -338,6 +363,7 @@ class Shared(RuleBasedStateMachine):
             for server in self.servers:
                 self.take_over(self.arrive(self.ask(server)))
                 server.engine.step(self.loop)
+                self.ask_again(server)
                 server.engine.step(self.loop)
 
     def all_is_used_and_everybody_has_some(self) -> None:
@@ -389,8 +415,9 @@ def shares(state: Shared) -> list[int]:
 
 
 def test_one_that_uses_a_limit_alone_has_all_of_it_at_once(state: Shared) -> None:
-    """Its first question is answered before its requests come."""
-    state.request(1, RUNNING + 2, 200, arrives=True)
+    """Its first question is answered before its first request comes; more may come with that one."""
+    state.request(1, 1, 200, arrives=True)
+    state.servers[1].engine.add(RUNNING + 1, 200)
     state.step(1, 3)
     assert shares(state) == [0, RUNNING, 0]
     assert state.servers[1].engine.rate == RATE
@@ -536,7 +563,7 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
         holder.answered({"number": number, "shares": [answer]}, float("inf"))
         await asyncio.sleep(0.01)
 
-    engine = SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={"mia": 9}))
+    engine = SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={"mia": {1: 9}}))
     holder = ShareHolder(cast(Any, engine))
     await holder.begin(lambda: asyncio.sleep(0), lambda: None)
     limited = asyncio.ensure_future(holder.set_limited("mia", LIMITS))
@@ -555,8 +582,108 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
     assert held() == large, "it may know of another share by now"
     await uses(3, LimitShare(4, 20.0))
     assert held() == LimitShare(4, 20.0)
-    await may_hold(small)
+    await asyncio.sleep(2 * TELL_AGAIN_S)
     assert [share for share, _ in told[4:]] == [small], "until it uses no more"
     await uses(4, small)
+    await asyncio.sleep(2 * TELL_AGAIN_S)
     await may_hold(small)
     assert (held(), len(told)) == (small, 5)
+
+
+def test_shares_that_end_are_still_held_until_the_engine_has_heard(state: Shared) -> None:
+    """The lease is renewed with the question that comes first."""
+    state.request(1, RUNNING, 1000, arrives=True)
+    state.step(1, 2)
+    state.renew(2, 1, ARRIVES, True)
+    state.clock.now += LEASE_S - GRACE_S
+    state.take_over(state.arrive(state.ask(state.servers[1])))
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 2)
+    state.step(1, 2)
+    state.take_over(state.arrive(state.ask(state.servers[2])))
+    state.step(2, 2)
+    assert shares(state) == [0, RUNNING, 0]
+
+
+def test_a_limit_that_a_server_has_not_heard_of_is_all_its(state: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.delitem(LIMITS, "max_running")
+        state.request(1, 1, 1000, arrives=True)
+        state.step(1, 2)
+        assert state.servers[1].holder._holdings["mia"].held.max_running is None
+    state.renew(1, 1, UNANSWERED, True)
+    state.request(2, RUNNING, 1000, arrives=True)
+    state.step(2, 2)
+    state.servers[1].engine.add(RUNNING, 1000)
+    state.step(1, 2)
+    assert shares(state) == [0, RUNNING, 0]
+
+
+@pytest.mark.parametrize("seconds", [1, 3, 6])
+def test_nobody_starves_where_a_limit_is_too_small(
+    state: Shared, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    """Answers take some seconds; whoever waited longest comes next."""
+    finished = Counter[int]()
+    with monkeypatch.context() as patched:
+        patched.setitem(LIMITS, "max_running", 1)
+        patched.setitem(LIMITS, "tokens_per_s", 1e6)
+        begun: dict[int, float] = {}
+        for server in state.servers[1:]:
+            server.engine.add(3, 10_000)
+        for tick in range(800):
+            state.clock.now += RENEW_S / 4
+            for number in (1, 2):
+                server = state.servers[number]
+                if (tick + number) % 4 == 0:
+                    state.take_over(state.arrive(state.ask(server)))
+                if number in begun and state.clock.now - begun[number] >= seconds:
+                    del begun[number]
+                    finished[number] += 1
+                    server.engine.end(1)
+                    server.engine.add(1, 10_000)
+                state.step(number, 1)
+                if server.engine.num_running:
+                    begun.setdefault(number, state.clock.now)
+            assert len(begun) <= 1
+    assert min(finished.values()) >= 0.4 * sum(finished.values()), finished
+    assert sum(finished.values()) * seconds >= 0.5 * 200, finished
+
+
+def test_searches_on_two_servers_come_to_their_ends(state: Shared) -> None:
+    """Their beams need more together than half of the limit: one after the other, and none holds what it cannot use."""
+    for server in state.servers[1:]:
+        server.engine.bench.add_beams(f"b{server.name}", PROMPT, 6, RUNNING - 1, adapter_id="mia")
+    for _ in range(40):
+        for number in (1, 2):
+            state.renew(number, 1, ARRIVES, True)
+            state.step(number, 2)
+        if not any(server.engine.in_flight.by_adapter for server in state.servers):
+            return
+    raise AssertionError("they wait for ever")
+
+
+async def test_many_limited_adapters_are_told_once() -> None:
+    told = Counter[str]()
+
+    async def set_share(adapter_id: str, share: LimitShare) -> LimitShare:
+        told[adapter_id] += 1
+        await asyncio.sleep(0)
+        return share
+
+    holder = ShareHolder(cast(Any, SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={}))))
+    for number in range(500):
+        await holder.set_limited(f"a{number}", LIMITS)
+    with tempfile.TemporaryDirectory() as folder:
+        lender = ShareLender(Leases(Path(folder)), lambda _: LIMITS)
+        asks = asyncio.Event()
+
+        async def ask() -> None:
+            holder.answered(lender.lend(HERE, ShareQuestion.model_validate(holder.question())), float("inf"))
+
+        await holder.begin(ask, asks.set)
+        await ask()
+        await ask()
+    assert set(told.values()) == {1}
+    assert len(told) == 500
+    assert not holder.question()["shares"]

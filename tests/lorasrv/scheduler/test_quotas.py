@@ -246,11 +246,27 @@ def test_a_share_refuses_nothing_that_the_limit_allows() -> None:
     quotas.set_share("mia", LimitShare(2, None))
     bench.add_beams("b", 8, 6, 4, adapter_id="mia")
     for _ in range(5):
-        bench.step()
-    assert not bench.ends()
+        assert not bench.step().scheduled, "what it cannot use, it does not hold"
     quotas.set_share("mia", LimitShare(4, None))
+    bench.step()
+    assert bench.scheduler.set_share("mia", NO_SHARE) == LimitShare(4, 0.0), "beams that are still to come count"
     bench.run()
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_a_share_that_ends_takes_nothing_from_others() -> None:
+    """Two groups of beams run; the share of one adapter becomes nothing."""
+    bench = scheduler("fair", pages=400)
+    bench.scheduler.quotas.set_limits("mia", Limits(max_running=4))
+    for name in ("mia", "zoe"):
+        bench.add_beams(name, 8, 20, 2, adapter_id=name)
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler.num_running == 4
+    bench.scheduler.set_share("mia", NO_SHARE)
+    bench.run()
+    assert set(bench.ends().values()) == {FinishReason.LENGTH}
+    assert bench.scheduler.counters.preemptions == 0
 
 
 def test_accounts_without_anything_are_forgotten() -> None:

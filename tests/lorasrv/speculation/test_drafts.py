@@ -264,7 +264,7 @@ class TestFaults:
             want = drafted.run([Ask(PROMPT, GREEDY, count=2)])
             setattr(drafted.drafter, method, failing)
             assert drafted.run([Ask(PROMPT, GREEDY, count=2)], oracle) == want
-            assert not drafted.scheduler._speculator.is_active
+            assert not drafted.scheduler.speculator.is_active
 
     def test_a_step_that_fails_is_computed_without_drafts_first(
         self, wide: Drafted, monkeypatch: pytest.MonkeyPatch

@@ -228,7 +228,7 @@ def test_a_model_that_fails_costs_no_answer(
         monkeypatch.setattr(DraftRunner, name, method)
         same_answers(plain, drafting, [Ask(PROMPT, GREEDY, count=2), Ask(PROMPT, RANDOM)])
         assert drafting.scheduler.draft_counts["model"].drafted == 0
-        assert len(drafting.runner._models) == len(drafting.scheduler._speculator._models) == (fault != "raises")
+        assert len(drafting.runner._models) == len(drafting.scheduler.speculator._models) == (fault != "raises")
 
 
 @pytest.mark.parametrize(("most", "steps"), [(1, 32), (4, 14), (16, 9)])
