@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from quick_interpreter import install_where_imported
 
 # How fast an example runs says nothing about the code where others use the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +37,11 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> None:
+    install_where_imported()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick_interpreter import install_where_imported
 
 from sgmv_kernels.ops import Ops
 
@@ -22,6 +23,7 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
     without having written it shows as NaN.
     """
     pytest.importorskip("triton")
+    install_where_imported()
     from sgmv_kernels.triton_ops import attention, linear, sgmv
 
     for module, name in ((attention, "new_partials"), (linear, "new_planes"), (sgmv, "new_planes")):
