@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -301,7 +301,7 @@ class _Dispatch(TorchDispatchMode):
         to = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         if not is_ours and to != DEVICE:
             return func(*args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.is_view:
@@ -318,17 +318,17 @@ class _Dispatch(TorchDispatchMode):
             return args[0] if is_written else found
         if is_written:
             made = args[0]
-            func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))  # raises what does not fit at once
+            _shapes(func, args, kwargs, leaves)  # raises what does not fit at once
             self._gpu.queue(partial(func, *_values(args), **_values(kwargs)))
         else:
-            made = self._queued(func, args, kwargs)
+            made = self._queued(func, args, kwargs, leaves)
         if func in COPIES and not is_async and not all(isinstance(tensor, DeviceTensor) for tensor in tensors):
             self._gpu.wait_for(self._gpu.current.point())
         return made
 
-    def _queued(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _queued(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """Return new tensors of what a function returns, and queue its work."""
-        shapes = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
+        shapes = _shapes(func, args, kwargs, leaves)
         made = tree_map(lambda like: self._gpu.new(like) if isinstance(like, Tensor) else like, shapes)
         targets = [tensor.values for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
         if func not in EMPTY:
@@ -406,6 +406,30 @@ def _compute(func: Any, args: Any, kwargs: Any, targets: list[Tensor]) -> None:
 
 def _values(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.values if isinstance(leaf, DeviceTensor) else leaf, tree)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+_known_shapes: dict[tuple[Any, ...], Any] = {}
+
+
+def _shapes(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    """Return what a function returns, without numbers; Python computes that, and it is the same in every step."""
+    lists = tuple(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args)
+    key = (func, lists, *kwargs, *map(_kind_of, leaves))
+    if key not in _known_shapes:
+        _known_shapes[key] = func(*tree_map(_shape_only, args), **tree_map(_shape_only, kwargs))
+    return _known_shapes[key]
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Return all of an argument that shapes depend on."""
+    if isinstance(leaf, Tensor):
+        return leaf.size(), leaf.stride(), leaf.dtype
+    return type(leaf), leaf
 
 
 def _shape_only(leaf: Any) -> Any:
