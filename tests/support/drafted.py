@@ -136,7 +136,8 @@ class Said:
 
 
 class Drafted:
-    """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked every step.
+    """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked, in the end
+    of a run and every third step, as that takes as long as a step.
     `late`: its executor, with two steps under way, of which the second computes the tokens that the first samples
     unless there are drafters. `drafters`: in place of one that is scripted. `pages`: the pool's size, in pages of
     float32. Triton's `kernels` need its interpreter."""
@@ -181,7 +182,7 @@ class Drafted:
         self.processor = built.input_processor(PoisonGuard())
         self.scheduler = built.parts.scheduler
         self.checks = True
-        self.num_runs = 0
+        self.num_runs = self.num_calls = 0
 
     def close(self) -> None:
         self.engine.close()
@@ -234,6 +235,8 @@ class Drafted:
         else:
             raise AssertionError("requests wait for ever")
         self._step(said, processors, aborts)
+        if self.checks:
+            self.engine.check_integrity()
         return said
 
     def _step(
@@ -252,7 +255,8 @@ class Drafted:
                 self.engine.stop(output.request_id)
             elif heard.finish is None and len(heard.token_ids) >= aborts.get(output.request_id, MAX_STEPS):
                 self.engine.abort(output.request_id)
-        if self.checks:
+        self.num_calls += 1
+        if self.checks and self.num_calls % 3 == 0:
             self.engine.check_integrity()
 
     def compare(self, asks: Sequence[Ask], script: Script, salt: str | None = None) -> tuple[int, int]:

@@ -293,6 +293,8 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if not types and all(map(_is_of_host, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_ours = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
@@ -335,6 +337,13 @@ class _Dispatch(TorchDispatchMode):
             here = {"device": "cpu"} if "device" in kwargs else {}
             self._gpu.queue(partial(_compute, func, _values(args), _values(kwargs) | here, targets))
         return made
+
+
+def _is_of_host(arg: Any) -> bool:
+    """Return whether an argument has nothing to do with a GPU; false where that takes long to say."""
+    if isinstance(arg, Tensor):
+        return arg.device != DEVICE
+    return isinstance(arg, (int, float, torch.dtype, torch.layout)) or arg is None
 
 
 class Tape:

@@ -434,7 +434,8 @@ def test_without_its_parts_it_fails(
 
 def _is_right(drafted: Drafted, grammars: Sequence[TokenConstraint]) -> None:
     """Raises: AssertionError: an answer depends on drafts, or the accounts do not add up."""
-    test_a_kept_prefix_was_said(drafted)
     rng = random.Random(1)
-    for _ in range(40):
+    for number in range(40):
         drafted.compare(any_asks(drafted, rng, grammars), mixed)
+        if number == 2:
+            test_a_kept_prefix_was_said(drafted)
