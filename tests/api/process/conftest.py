@@ -1,7 +1,10 @@
 """Real `lorasrv serve` processes: what the tests of one have in common."""
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from served import Served
@@ -11,6 +14,28 @@ from served import Served
 def flags(model: Path) -> tuple[object, ...]:
     """Return the flags for the tiny llama, which is called `tiny`."""
     return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
+
+
+@pytest.fixture
+def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Run a command that would serve, but is refused, in this process: another one takes seconds to import all."""
+
+    def serves(*_: object) -> None:
+        raise AssertionError("it is not refused")
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")  # else a start sets it, for all that this process starts later
+    monkeypatch.setattr("api.server.create_app", serves)
+
+    def run(*arguments: object) -> SimpleNamespace:
+        done = cli(*arguments)
+        done.errors = [line for line in done.err.splitlines() if line.startswith("lorasrv: ")]
+        assert (done.code > 0, done.out, len(done.errors)) == (True, "", 1), done
+        return done
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """Pages of codes in a real server, through the real command line: with adapters, drafts and prefix hits."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from answers import error_of
-from cli_process import run
 from served import Served, serve
 
 from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
@@ -45,20 +44,21 @@ def test_adapters_say_the_same_with_drafts_and_without(
     assert len(set(texts[0].values())) == 3, "adapters change what is said"
 
 
-def test_a_pool_of_one_size_has_pages_for_more_tokens(tmp_path: Path) -> None:
+def test_a_pool_of_one_size_has_pages_for_more_tokens(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORASRV_STORE", str(tmp_path))
     pages = {}
     for name in ("bfloat16", *CODES):
-        env = {"LORASRV_KV_CACHE_DTYPE": name, "LORASRV_STORE": str(tmp_path)}
-        done = run("doctor", "--pool-bytes", "256MiB", "--port", "0", "--json", env=env)
-        memory = next(check["text"] for check in json.loads(done.stdout)["checks"] if check["name"] == "memory")
+        monkeypatch.setenv("LORASRV_KV_CACHE_DTYPE", name)
+        done = cli("doctor", "--pool-bytes", "256MiB", "--port", "0", "--json")
+        memory = next(check["text"] for check in json.loads(done.out)["checks"] if check["name"] == "memory")
         pages[name] = int(memory.partition("(")[2].split()[0])
     assert pages["int8"] >= 1.85 * pages["bfloat16"] > 1000
     assert pages["k8v4"] >= 2.4 * pages["bfloat16"]
 
 
-def test_an_unknown_format_is_one_line(model: Path, tmp_path: Path) -> None:
-    done = run("serve", "--model", model, "--store", tmp_path / "store", "--kv-cache-dtype", "int3")
-    assert (done.returncode, done.stdout) == (2, "")
-    errors = [line for line in done.stderr.splitlines() if "int3" in line]
-    assert len(errors) == 1
-    assert all(name in errors[0] for name in ("auto", *KV_FORMATS))
+def test_an_unknown_format_is_one_line(refused: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    done = refused("serve", "--model", model, "--store", tmp_path / "store", "--kv-cache-dtype", "int3")
+    assert done.code == 2
+    assert all(name in done.errors[0] for name in ("int3", "auto", *KV_FORMATS))
