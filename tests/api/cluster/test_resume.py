@@ -16,7 +16,8 @@ from server import server
 pytestmark = pytest.mark.slow
 
 SECRET = "secret-of-the-cluster"
-CUTS = 2
+CUTS = 1
+"""Beside that behind the first byte; each body has its own."""
 GREEDY = {"temperature": 0, "max_tokens": 24, "speculation": False}
 SEEDED = {"temperature": 1.3, "seed": 7, "max_tokens": 24, "speculation": False}
 TURNS = [{"role": "user", "content": "tell me of the sea"}]

@@ -39,7 +39,7 @@ def expected(flags: Any, adapter_dirs: dict[str, Path]) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("option", ["--tp", "--cp"])
+@pytest.mark.parametrize("option", ["--tp", pytest.param("--cp", marks=pytest.mark.long)])
 def test_several_processes_answer_as_one_and_end_together(
     flags: Any, adapter_dirs: dict[str, Path], expected: dict[str, str], option: str
 ) -> None:

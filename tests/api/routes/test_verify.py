@@ -330,8 +330,11 @@ class TestReal:
     @pytest.mark.parametrize(
         ("family", "lora", "settings", "verdict"),
         [
-            ("llama", {}, {"quantization": "int8"}, "within"),
-            ("gemma3", {}, {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+            pytest.param("llama", {}, {"quantization": "int8"}, "within", marks=pytest.mark.exhaustive),
+            pytest.param(
+                *("gemma3", {}, {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+                marks=pytest.mark.exhaustive,
+            ),
             ("qwen2", EVERYTHING, {"quantization": "none", "dtype": "float32"}, "exact"),
             ("gemma3", EVERYTHING, {"quantization": "int8", "dtype": "float32"}, "within"),
             ("llama", HEAD_COPY, {"quantization": "int8", "dtype": "float32"}, "within"),
