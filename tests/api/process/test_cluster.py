@@ -24,7 +24,7 @@ def counted(served: Served, name: str) -> int:
 
 @pytest.mark.slow
 def test_a_registry_and_two_followers(
-    refused: Callable[..., Any], flags, adapter_dirs: dict[str, Path], tmp_path: Path
+    cli: Callable[..., Any], refused: Callable[..., Any], flags, adapter_dirs: dict[str, Path], tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of-this-cluster\n")
@@ -39,14 +39,14 @@ def test_a_registry_and_two_followers(
         ]
         for node in nodes:
             node.until(lambda node=node: node.http.get("/ready").status_code == 200)
-        assert lorasrv("upload", adapter_dirs["one"], "--id", "mia", "--server", registry.url).returncode == 0
+        assert cli("upload", adapter_dirs["one"], "--id", "mia", "--server", registry.url).code == 0
         base, mine = say(nodes[0], "tiny"), say(nodes[0], "mia")
         assert mine == say(nodes[1], "mia") != base
         asked = registry.post("/v1/completions", model="mia", prompt="a")
         assert (asked.status_code, asked.json()["error"]["code"]) == (503, "no_engine")
-        elsewhere = lorasrv("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
-        assert elsewhere.returncode == 1
-        assert f"follows the registry at {registry.url}" in elsewhere.stderr
+        elsewhere = cli("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
+        assert elsewhere.code == 1
+        assert f"follows the registry at {registry.url}" in elsewhere.err
         second = refused("registry", "--store", kept, "--port", 0, *common)
         assert second.code == 1
         assert "another server uses" in second.err or "in use" in second.err, second.err
@@ -70,7 +70,7 @@ def test_a_registry_and_two_followers(
         assert again.port == registry.port
         # Two were counted before it was killed, maybe, and two while it was dead.
         again.until(lambda: (counted(again, "mia"), counted(again, "base")) == (4, 1))
-        assert lorasrv("upload", adapter_dirs["two"], "--id", "zoe", "--server", again.url).returncode == 0
+        assert cli("upload", adapter_dirs["two"], "--id", "zoe", "--server", again.url).code == 0
         for node in nodes:
             node.until(lambda node=node: node.http.get("/v1/adapters/zoe").status_code == 200)
         assert len({say(nodes[0], "zoe"), say(nodes[1], "zoe")}) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from medusa import save_heads
-from served import Served, lorasrv, serve
+from served import Served, serve
 
 HEADS = "medusa_lm_head.safetensors"
 
@@ -44,16 +44,14 @@ def ask(served: Served, adapter: str | None, speculation: Any, **more: Any) -> t
     return said.json()["choices"][0]["text"], said.json()["usage"]["lorasrv"]["speculation"]
 
 
-def test_heads_are_part_of_a_version(served: Served, flags, mia: Path) -> None:
-    checked = lorasrv("check", mia, *flags[:2])
-    assert checked.returncode == 0, checked.stderr
-    assert "holds 2 Medusa heads" in checked.stdout
-    assert "not used" not in checked.stdout
-    done = lorasrv("upload", mia, "--id", "mia", "--server", served.url)
-    assert done.returncode == 0, done.stderr
-    digests = {
-        json.loads(lorasrv("show", n, "--server", served.url, "--json").stdout)["digest"] for n in ("mia", "tom")
-    }
+def test_heads_are_part_of_a_version(cli: Callable[..., Any], served: Served, flags, mia: Path) -> None:
+    checked = cli("check", mia, *flags[:2])
+    assert checked.code == 0, checked.err
+    assert "holds 2 Medusa heads" in checked.out
+    assert "not used" not in checked.out
+    done = cli("upload", mia, "--id", "mia", "--server", served.url)
+    assert done.code == 0, done.err
+    digests = {json.loads(cli("show", n, "--server", served.url, "--json").out)["digest"] for n in ("mia", "tom")}
     assert len(digests) == 2
     plain, _ = ask(served, "tom", False)
     for adapter in ("mia", "tom"):

@@ -1,10 +1,11 @@
 """Personas in a real server, by the real command line: restarts, rollback, archives, pages of the prefix cache."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from served import Served, lorasrv, serve
+from served import Served, serve
 
 SYSTEM = "You are Mia, who keeps a lighthouse on a cold coast and has a word for every ship that passes it by."
 DEFAULTS = {"system": SYSTEM, "temperature": 0, "max_tokens": 12, "stop": ["zzz"]}
@@ -21,13 +22,14 @@ def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def command(served: Served, *words: object) -> str:
-    done = lorasrv(*words, "--server", served.url)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_a_persona_lives_as_an_adapter_does(
+    cli: Callable[..., Any], flags, adapter_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    def command(served: Served, *words: object) -> str:
+        done = cli(*words, "--server", served.url)
+        assert done.code == 0, done.err
+        return str(done.out)
 
-
-def test_a_persona_lives_as_an_adapter_does(flags, adapter_dirs: dict[str, Path], tmp_path: Path) -> None:
     store, file = tmp_path / "store", tmp_path / "mia.json"
     file.write_text(json.dumps(DEFAULTS))
     with serve(*flags, store=store) as served:
@@ -65,10 +67,10 @@ def test_a_persona_lives_as_an_adapter_does(flags, adapter_dirs: dict[str, Path]
         assert chat(served)[1]["lorasrv"]["persona"] == told
         assert chat(served, "muse")[0] == muse
     archive, new = tmp_path / "backup.tar", tmp_path / "new"
-    assert lorasrv("store", "export", archive, "--store", store).returncode == 0
-    done = lorasrv("store", "import", archive, "--store", new, "--model", flags[1])
-    assert done.returncode == 0, done.stderr
-    assert not lorasrv("store", "fsck", "--store", new).returncode
+    assert cli("store", "export", archive, "--store", store).code == 0
+    done = cli("store", "import", archive, "--store", new, "--model", flags[1])
+    assert done.code == 0, done.err
+    assert not cli("store", "fsck", "--store", new).code
     with serve(*flags, store=new) as served:
         assert command(served, "defaults", "mia") == exported
         assert (chat(served)[0], chat(served, "mia@2")[0], chat(served, "muse")[0]) == (text, stern, muse)
