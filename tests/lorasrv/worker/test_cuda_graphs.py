@@ -201,7 +201,7 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
 
 def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
     """Memory that dies after the capture belongs to others when it is replayed."""
-    served, plain = Served(folder, gpu=gpu), Served(folder)
+    served, plain = Served(folder, gpu=gpu), Served(folder, "torch")
     for shares in STEPS[:2]:
         want, _ = plain.eager(plain.step(shares))
         logits, _ = served.graphed.compute(served.step(shares))
@@ -211,7 +211,7 @@ def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
 
 def test_pending_tokens_are_those_of_the_step_before(folder: Path, gpu: FakeGpu) -> None:
     """Captured or replayed, the graph reads what has been written over its inputs meanwhile."""
-    served, plain = Served(folder, gpu=gpu), Served(folder)
+    served, plain = Served(folder, gpu=gpu), Served(folder, "torch")
     for tokens in ([11, 3, 29], [8, 30, 5]):
         step = plain.step([("a", 5), (None, 9), ("b", 17)])
         known = [replace(s, token_ids=(t,)) for s, t in zip(step.scheduled, tokens, strict=True)]
