@@ -10,6 +10,9 @@ import pytest
 from served import Served
 
 
+NOT_REFUSED = "it is not refused"
+
+
 @pytest.fixture(scope="session")
 def flags(model: Path) -> tuple[object, ...]:
     """Return the flags for the tiny llama, which is called `tiny`."""
@@ -21,7 +24,7 @@ def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
     """Run a command that would serve, but is refused, in this process: another one takes seconds to import all."""
 
     def serves(*_: object) -> None:
-        raise AssertionError("it is not refused")
+        raise AssertionError(NOT_REFUSED)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")  # else a start sets it, for all that this process starts later
@@ -31,6 +34,7 @@ def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
         done = cli(*arguments)
         done.errors = [line for line in done.err.splitlines() if line.startswith("lorasrv: ")]
         assert (done.code > 0, done.out, len(done.errors)) == (True, "", 1), done
+        assert NOT_REFUSED not in done.err
         return done
 
     yield run
