@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from served import Served
 
-
 NOT_REFUSED = "it is not refused"
 
 
