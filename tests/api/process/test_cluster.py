@@ -1,7 +1,9 @@
 """One registry and two servers that follow it, by the real command line."""
 
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,33 @@ def say(served: Served, model: str) -> str:
 
 def counted(served: Served, name: str) -> int:
     return int(served.http.get(f"/v1/adapters/{name}/stats").json()["requests"])
+
+
+def keeps_a_rate(registry: Served, nodes: list[Served], name: str) -> None:
+    """All servers together compute an adapter's tokens at its rate, with a burst of two seconds and a debt of each."""
+    rate, of_request, streams = 40.0, 18, 3
+    registry.http.patch(f"/v1/adapters/{name}", json={"limits": {"tokens_per_s": rate}}).raise_for_status()
+    for node in nodes:
+        limited = lambda node=node: node.http.get(f"/v1/adapters/{name}").json()["limits"] == {"tokens_per_s": rate}  # noqa: E731
+        node.until(limited)
+    ends_s = time.monotonic() + 6.0
+
+    def ask(node: Served) -> int:
+        number = 0
+        while time.monotonic() < ends_s:
+            say(node, name)
+            number += 1
+        return number
+
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(streams * len(nodes)) as pool:
+        answered = list(pool.map(ask, nodes * streams))
+    numbers = [sum(answered[place :: len(nodes)]) for place in range(len(nodes))]
+    computed = of_request * sum(numbers)
+    assert computed <= rate * (time.monotonic() - begun_s + 2.0 * len(nodes)) + of_request * len(nodes), numbers
+    assert computed >= rate, "it is used"
+    assert all(numbers), "by everybody"
+    registry.http.patch(f"/v1/adapters/{name}", json={"limits": {}}).raise_for_status()
 
 
 @pytest.mark.slow
@@ -42,6 +71,8 @@ def test_a_registry_and_two_followers(
         assert cli("upload", adapter_dirs["one"], "--id", "mia", "--server", registry.url).code == 0
         base, mine = say(nodes[0], "tiny"), say(nodes[0], "mia")
         assert mine == say(nodes[1], "mia") != base
+        assert cli("upload", adapter_dirs["two"], "--id", "bob", "--server", registry.url).code == 0
+        keeps_a_rate(registry, nodes, "bob")
         asked = registry.post("/v1/completions", model="mia", prompt="a")
         assert (asked.status_code, asked.json()["error"]["code"]) == (503, "no_engine")
         elsewhere = cli("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
