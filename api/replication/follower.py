@@ -252,7 +252,7 @@ class Follower:
             try:
                 if not await self._ask_for_lease():
                     await self._catch_up()
-            except (AdapterError, KeyError, TypeError, ValueError) as error:
+            except (AdapterError, LookupError, TypeError, ValueError, ArithmeticError) as error:
                 # The latter: an answer that this version does not understand.
                 self._tell_lost(error)
             await asyncio.sleep(BETWEEN_S)

@@ -1,6 +1,7 @@
 """Keep an engine within its shares of adapters' limits; a server's side of `shares.py`."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -15,7 +16,8 @@ from lorasrv.errors import EngineDead
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
-TELL_AGAIN_S = 0.1
+_LOG = logging.getLogger(__name__)
+TELL_AGAIN_S = 0.2
 """Time after which an engine is asked again whether it still uses more than its share."""
 
 
@@ -140,7 +142,7 @@ class ShareHolder:
                 ShareReport(adapter_id, holding.held.max_running, holding.held.tokens_per_s, wanted, together)
             )
         if len(reports) > MAX_SHARES:
-            reports.sort(key=lambda report: report.held == NO_SHARE)
+            reports.sort(key=lambda report: (report.max_running == 0, not report.wanted))
         return {"number": self._asked, "shares": reports[:MAX_SHARES]}
 
     def answered(self, answer: Any, until_s: float) -> None:
@@ -200,11 +202,19 @@ class ShareHolder:
         return self._told(adapter_id, share, holding, number)
 
     async def _told(self, adapter_id: str, share: LimitShare, holding: _Holding | None, number: int) -> None:
+        if holding is not None and self._holdings.get(adapter_id) is not holding:
+            return
         try:
             used = await self._engine.set_share(adapter_id, share)
         except EngineDead:
             return
+        except Exception:
+            _LOG.exception("the engine was not told its share of %r; telling it again", adapter_id)
+            used = None
         if holding is None or holding.num_told != number:
+            return
+        if used is None:
+            asyncio.get_running_loop().call_later(RENEW_S, self._tell_again, adapter_id, holding, number)
             return
         before, holding.held, holding.is_ending = holding.held, used, False
         if used != share:

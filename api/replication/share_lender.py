@@ -106,7 +106,8 @@ class ShareLender:
             return None
         claims, now_s = self._claims[adapter_id], self._clock()
         reports = {name: claim.report for name, claim in claims.items()}
-        askers = sorted((name for name in claims if reports[name].wanted), key=lambda n: claims[n].precedence(now_s))
+        askers = [name for name in claims if reports[name].wanted]
+        askers.sort(key=lambda name: (claims[name].precedence(now_s), name))
         weights: dict[str, float] = {name: reports[name].wanted for name in askers}
         running = None
         if most is not None:
@@ -120,9 +121,12 @@ class ShareLender:
                 name: part + spare + (place < rest)
                 for place, (name, part) in enumerate(zip(askers, parts, strict=True))
             }
-            running = int(self._part(most, targets.get(server, 0), held, server))
+            # What servers further forward have not had yet is not free.
+            before = askers[: askers.index(server)] if server in targets else askers
+            owed = sum(max(0, targets[name] - held[name]) for name in before)
+            running = int(self._part(most - owed, targets.get(server, 0), held, server))
         if rate is None:
-            return LimitShare(running, None)
+            return LimitShare(running, None) if running else NO_SHARE
         target = rate * weights[server] / sum(weights.values()) if weights.get(server) else 0.0
         part = self._part(rate, target, {name: _rate(report, rate) for name, report in reports.items()}, server)
         return NO_SHARE if running == 0 or part < _LEAST * rate else LimitShare(running, part)

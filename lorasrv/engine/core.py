@@ -207,7 +207,7 @@ class EngineCore:
                 self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
                 self._complete_call(number, None)
             case SetShare():
-                self._complete_call(number, self._scheduler.set_share(request.adapter_id, request.share))
+                self._complete_call(number, self._scheduler.quotas.set_share(request.adapter_id, request.share))
             case ForgetAnswers():
                 self._scheduler.forget_answers(request.adapter, request.salt)
                 self._complete_call(number, None)

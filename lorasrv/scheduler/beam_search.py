@@ -111,6 +111,14 @@ class _Group:
     offers: dict[RequestId, Offer] = field(default_factory=dict)
 
     @property
+    def width(self) -> int:
+        return self.state.options.width
+
+    @property
+    def adapter_id(self) -> str:
+        return self.requests[0].message.adapter_id
+
+    @property
     def is_ready(self) -> bool:
         return len(self.offers) == self.state.options.width
 
@@ -172,17 +180,31 @@ class BeamGroups:
             return False
         return self._next not in (None, name) or not self._fit_together(request)
 
-    def num_reserved(self, adapter_id: str) -> int:
-        """Return how many beams of an adapter must run together to the ends of the groups that run."""
-        groups = (group for group in self._running.values() if group.requests[0].message.adapter_id == adapter_id)
-        return sum(group.state.options.width for group in groups)
+    def num_missing(self, adapter_id: str) -> int:
+        """Return how many beams of an adapter do not run although their groups do."""
+        groups = [group.requests for group in self._running.values() if group.adapter_id == adapter_id]
+        return sum(beam.status is not RequestStatus.RUNNING for beams in groups for beam in beams)
 
-    def num_together(self, request: Request) -> int:
-        """Return how many beams of its adapter must run together if a request is admitted; 0 if it begins no group."""
-        beams = request.message.beams
-        if beams is None or self.is_of_running_group(request):
+    def num_more(self, request: Request, most: int) -> int:
+        """Return for how many more requests of its adapter there must be room, so that a request may begin, and
+        overtakes no group that came before it: groups begin only where all their beams may run.
+
+        Args:
+            most: beams that may run together; groups that are wider hold nobody up.
+        """
+        if request.message.beams is not None and self.is_of_running_group(request):
             return 0
-        return self.num_reserved(request.message.adapter_id) + beams.width
+        own = 1 if request.message.beams is None else request.message.beams.width
+        name, adapter_id = _name(request), request.message.adapter_id
+        return own + sum(
+            group.width
+            for other, group in self._groups.items()
+            if other != name
+            and other not in self._running
+            and group.adapter_id == adapter_id
+            and group.width <= most
+            and group.requests[0].number < request.number
+        )
 
     def hold_back(self, request: Request) -> None:
         """Note that a beam must wait. Of the groups that wait for others, the first one begins before the rest."""

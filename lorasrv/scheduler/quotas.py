@@ -17,6 +17,7 @@ from lorasrv.config import WHOLE, Limits, LimitShare
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
 from lorasrv.request import AdapterTerm, Request
+from lorasrv.scheduler.beam_search import BeamGroups
 from lorasrv.token_bucket import TokenBucket
 
 BURST_S = 2.0
@@ -95,18 +96,6 @@ class _QuotaAccount:
         """Return the number of requests that waited through a step or that the next step cannot admit."""
         return self.num_waiting - self.num_with_slot
 
-    @property
-    def most_running(self) -> int | None:
-        """Return how many requests may run here at a time; None: any number."""
-        return min(
-            (most for most in (self.limits.max_running, self.share.max_running) if most is not None), default=None
-        )
-
-    @property
-    def has_slot(self) -> bool:
-        most = self.most_running
-        return most is None or self.num_running + self.num_with_slot < most
-
     def allows(self, num_running: int, resident_bytes: int) -> bool:
         """Return whether so many requests may run at a time and hold so many bytes of the pool, whatever the share."""
         most, most_bytes = self.limits.max_running, self.limits.resident_bytes
@@ -124,10 +113,14 @@ class Quotas:
         of_adapters, of_keys: limits of adapters and keys without their own.
         memory: page sizes of requests and adapters.
         request_slots: requests that run at a time.
+        beams: the groups of beams, which run together.
     """
 
-    def __init__(self, of_adapters: Limits, of_keys: Limits, memory: MemoryManager, request_slots: int) -> None:
+    def __init__(
+        self, of_adapters: Limits, of_keys: Limits, memory: MemoryManager, request_slots: int, beams: BeamGroups
+    ) -> None:
         self._of_adapters, self._of_keys = of_adapters, of_keys
+        self._beams = beams
         self._memory = memory
         self._page_bytes = memory.layout.block_bytes
         self._clock = memory.clock
@@ -150,7 +143,7 @@ class Quotas:
         self._fit(adapter_id)
 
     def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
-        """Set what this engine may use of an adapter's limits; running requests go on.
+        """Set what this engine may use of an adapter's limits; running requests go on, and the beams of their groups.
 
         Returns:
             What it uses for now, the share at least: more requests while they run, and its rate until that can be
@@ -166,7 +159,13 @@ class Quotas:
         rate = share.tokens_per_s
         if rate is not None and account.tokens is not None:
             rate = max(rate, account.tokens.rate)
-        return share.union(LimitShare(account.num_running, rate))
+        return share.union(LimitShare(self._num_used(account), rate))
+
+    def relieve_shared(self) -> None:
+        """Note that adapters with a share may use more of it: groups of beams have ended."""
+        for account in map(self._adapters.get, self._shares):
+            if account is not None:
+                self._relieve(account)
 
     def _fit(self, adapter_id: str) -> _QuotaAccount | None:
         """Apply the limits and the share of an adapter to its account, if it has one."""
@@ -174,7 +173,8 @@ class Quotas:
             return None
         account.limits, account.share = self._limits_of(adapter_id), self._shares.get(adapter_id, WHOLE)
         self._relieve(account)
-        if (most := account.most_running) is not None:
+        most = min((n for n in (account.limits.max_running, account.share.max_running) if n is not None), default=None)
+        if most is not None:
             account.num_with_slot = min(account.num_with_slot, most)
         rate = _rate(account.limits, account.share)
         if rate is None or account.tokens is None:
@@ -243,18 +243,14 @@ class Quotas:
             return False
         return all(account.allows(slots[name], pages[name] * self._page_bytes) for name, account in accounts.items())
 
-    def blocker(self, request: Request, num_together: int = 0) -> tuple[Blocker, float | None] | None:
+    def blocker(self, request: Request) -> tuple[Blocker, float | None] | None:
         """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
-        The caller asks again when `take_relieved` names the limit.
-
-        Args:
-            num_together: beams of the adapter that must run together from then on.
-        """
+        The caller asks again when `take_relieved` names the limit."""
         for account in reversed(self._accounts(request)):
-            most, share = account.most_running, account.share.max_running
+            most, share = account.limits.max_running, account.share.max_running
             if most is not None and account.num_running >= most:
                 return Blocker(account.kind, account.name), None
-            if share is not None and num_together > share:
+            if share is not None and self._exceeds(account, request, share):
                 return Blocker(account.kind, account.name), None
             if not self._has_bytes(account, request):
                 return Blocker(f"bytes of {account.kind}", account.name), None
@@ -277,7 +273,7 @@ class Quotas:
         """Estimate the seconds until one more request could wait, if an answer takes `answer_s`."""
         blocker = self.rate_blocker(request)
         owed_s = 0.0 if blocker is None or blocker[1] == math.inf else blocker[1] - self._clock()
-        queues = (a.num_waiting / (a.most_running or max_running) for a in self._accounts(request))
+        queues = (a.num_waiting / (a.limits.max_running or max_running) for a in self._accounts(request))
         return owed_s + max(queues) * answer_s
 
     # Transitions of a request.
@@ -357,7 +353,22 @@ class Quotas:
         """Return whether the next step may admit one more request: these accounts have none that waited through a
         step."""
         free = self._request_slots - len(self._reserved) - self._num_waiting
-        return free > 0 and all(account.has_slot and account.num_queued <= 0 for account in accounts)
+        return free > 0 and all(self._has_own_slot(account) and account.num_queued <= 0 for account in accounts)
+
+    def _has_own_slot(self, account: _QuotaAccount) -> bool:
+        most, share = account.limits.max_running, account.share.max_running
+        return (most is None or account.num_running + account.num_with_slot < most) and (
+            share is None or self._num_used(account) + account.num_with_slot < share
+        )
+
+    def _exceeds(self, account: _QuotaAccount, request: Request, share: int) -> bool:
+        """Return whether a request may not begin because of its adapter's share."""
+        more = self._beams.num_more(request, share)
+        return more > 0 and self._num_used(account) + more > share
+
+    def _num_used(self, account: _QuotaAccount) -> int:
+        """Return how much of an adapter's share is used: by requests that run, and by beams that their groups need."""
+        return account.num_running + self._beams.num_missing(account.name)
 
     def _relieve(self, account: _QuotaAccount) -> None:
         self._relieved |= {Blocker(account.kind, account.name), Blocker(f"bytes of {account.kind}", account.name)}

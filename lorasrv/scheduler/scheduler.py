@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
-from lorasrv.config import LimitShare, SchedulerOptions
+from lorasrv.config import SchedulerOptions
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
@@ -63,12 +63,12 @@ class Scheduler:
         self._clock = memory.clock
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
-        self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs)
+        self._allocator = RequestAllocator(memory)
+        self._beams = BeamGroups(self._allocator, eos_token_ids, lambda groups: self.quotas.allow_together(groups))
+        self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs, self._beams)
         self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, self._adapter_manager, options.max_wait_steps, self._find_blocker)
         self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
-        self._allocator = RequestAllocator(memory)
-        self._beams = BeamGroups(self._allocator, eos_token_ids, self.quotas.allow_together)
         self.speculator = speculator or Speculator((), vocab_size=0)
         self._planner = StepPlanner(
             options,
@@ -159,16 +159,6 @@ class Scheduler:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
-    def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
-        """Set what may be used here of an adapter's limits; running requests go on, and the beams of their groups.
-
-        Returns:
-            What is used for now, the share at least.
-        """
-        if share.max_running is not None:
-            share = replace(share, max_running=max(share.max_running, self._beams.num_reserved(adapter_id)))
-        return self.quotas.set_share(adapter_id, share)
-
     def forget_answers(self, adapter: AdapterKey | None, salt: str | None) -> None:
         """Drop the past answers of an adapter or under a salt that later ones are drafted from; those of running
         requests are not kept either."""
@@ -213,6 +203,7 @@ class Scheduler:
         self._allocator.record_moves()  # of a step whose planning failed
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
+            self.quotas.relieve_shared()
         self._memory.begin_step(self.num_running)
         restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
         self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
@@ -456,7 +447,7 @@ class Scheduler:
         """Return what forbids that a waiting request runs, other than slots and pages."""
         if self._beams.must_wait(request):
             return BEAMS
-        found = self.quotas.blocker(request, self._beams.num_together(request))
+        found = self.quotas.blocker(request)
         return None if found is None else found[0]
 
     # Ends.

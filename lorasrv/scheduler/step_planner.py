@@ -356,7 +356,7 @@ class StepPlanner:
             self._beams.hold_back(request)
             if not self._beams.is_of_running_group(request):
                 self._queue.lanes.block(request, BEAMS)
-        elif (found := self._quotas.blocker(request, self._beams.num_together(request))) is not None:
+        elif (found := self._quotas.blocker(request)) is not None:
             self._throttle(request, *found, state)
         elif self._waits_for_parent(request):
             assert request.message.fork_of is not None

@@ -87,7 +87,7 @@ class Engine:
         """Do what came in, and one step; then whoever waited for it goes on."""
         inbox, self.inbox = self.inbox, []
         for share, future in inbox:
-            future.set_result(self.bench.scheduler.set_share("mia", share))
+            future.set_result(self.bench.scheduler.quotas.set_share("mia", share))
         self.bench.now = self.clock.now
         self.computed += sum(len(share.token_ids) for share in self.bench.step().scheduled)
         drain(loop)
@@ -171,7 +171,7 @@ class Shared(RuleBasedStateMachine):
             for _ in range(3):
                 await asyncio.sleep(0)
                 for share, future in engine.inbox:
-                    future.set_result(engine.bench.scheduler.set_share("mia", share))
+                    future.set_result(engine.bench.scheduler.quotas.set_share("mia", share))
                 engine.inbox.clear()
             await asyncio.gather(beginning, limited)
 
@@ -513,15 +513,19 @@ def test_an_answer_that_comes_after_the_next_question_is_for_nobody(state: Share
     late = state.arrive(state.questions[-1])
     state.clock.now += RENEW_S
     again = state.ask(state.servers[1])
-    state.servers[1].engine.end()
+    state.servers[1].engine.end(RUNNING - 1)
     state.arrive(again)
     state.clock.now += 2 * RENEW_S
-    state.arrive(state.ask(state.servers[1]))
+    state.take_over(state.arrive(state.ask(state.servers[1])))
+    state.step(1, 1)
     state.request(2, RUNNING, 1000, arrives=True)
-    state.step(2, 2)
+    for number in (1, 2, 1, 2):
+        state.renew(number, 1, ARRIVES, True)
+    state.ask(state.servers[1])
     state.take_over(late)
     state.step(1, 1)
-    assert [server.engine.running for server in state.servers] == [0, 0, RUNNING]
+    assert shares(state)[2]
+    assert sum(server.engine.running for server in state.servers) <= RUNNING
 
 
 def test_shares_that_have_just_ended_are_not_claimed_again(state: Shared) -> None:
@@ -619,42 +623,47 @@ def test_a_limit_that_a_server_has_not_heard_of_is_all_its(state: Shared, monkey
     assert shares(state) == [0, RUNNING, 0]
 
 
-@pytest.mark.parametrize("seconds", [1, 3, 6])
+@pytest.mark.parametrize(("most", "seconds"), [(1, 1), (1, 3), (1, 6), (2, 20)])
 def test_nobody_starves_where_a_limit_is_too_small(
-    state: Shared, monkeypatch: pytest.MonkeyPatch, seconds: int
+    state: Shared, monkeypatch: pytest.MonkeyPatch, most: int, seconds: int
 ) -> None:
     """Answers take some seconds; whoever waited longest comes next."""
-    finished = Counter[int]()
+    places, finished = range(FOLLOWERS + 1)[-most - 1 :], Counter[int]()
     with monkeypatch.context() as patched:
-        patched.setitem(LIMITS, "max_running", 1)
+        patched.setitem(LIMITS, "max_running", most)
         patched.setitem(LIMITS, "tokens_per_s", 1e6)
         begun: dict[int, float] = {}
-        for server in state.servers[1:]:
-            server.engine.add(3, 10_000)
-        for tick in range(800):
+        for tick in range(1600):
             state.clock.now += RENEW_S / 4
-            for number in (1, 2):
+            if tick % 13 == 0 and tick // 13 < len(places):
+                # One after the other, so that their answers do not end together.
+                state.servers[places[tick // 13]].engine.add(3, 10_000)
+            for number in places:
                 server = state.servers[number]
                 if (tick + number) % 4 == 0:
                     state.take_over(state.arrive(state.ask(server)))
-                if number in begun and state.clock.now - begun[number] >= seconds:
-                    del begun[number]
+                if server.engine.num_running and state.clock.now - begun[number] >= seconds:
                     finished[number] += 1
-                    server.engine.end(1)
+                    server.engine.end(server.engine.num_running)
                     server.engine.add(1, 10_000)
+                state.ask_again(server)
                 state.step(number, 1)
-                if server.engine.num_running:
-                    begun.setdefault(number, state.clock.now)
-            assert len(begun) <= 1
-    assert min(finished.values()) >= 0.4 * sum(finished.values()), finished
-    assert sum(finished.values()) * seconds >= 0.5 * 200, finished
+                begun[number] = begun.get(number, state.clock.now) if server.engine.num_running else state.clock.now
+            assert sum(shares(state)) <= most
+    for server in state.servers:
+        server.engine.end()
+    state.rounds(6)
+    fair = sum(finished.values()) / len(places)
+    assert all(finished[number] >= 0.7 * fair for number in places), finished
+    assert sum(finished.values()) * seconds >= 0.5 * most * 400, finished
 
 
 def test_searches_on_two_servers_come_to_their_ends(state: Shared) -> None:
     """Their beams need more together than half of the limit: one after the other, and none holds what it cannot use."""
     for server in state.servers[1:]:
-        server.engine.bench.add_beams(f"b{server.name}", PROMPT, 6, RUNNING - 1, adapter_id="mia")
-    for _ in range(40):
+        for number in range(4):
+            server.engine.bench.add_beams(f"b{server.name}{number}", PROMPT, 6, RUNNING - 1, adapter_id="mia")
+    for _ in range(150):
         for number in (1, 2):
             state.renew(number, 1, ARRIVES, True)
             state.step(number, 2)

@@ -249,9 +249,66 @@ def test_a_share_refuses_nothing_that_the_limit_allows() -> None:
         assert not bench.step().scheduled, "what it cannot use, it does not hold"
     quotas.set_share("mia", LimitShare(4, None))
     bench.step()
-    assert bench.scheduler.set_share("mia", NO_SHARE) == LimitShare(4, 0.0), "beams that are still to come count"
+    assert bench.scheduler.quotas.set_share("mia", NO_SHARE) == LimitShare(4, 0.0), "beams that are still to come count"
     bench.run()
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_a_smaller_share_holds_once_a_group_of_beams_has_ended() -> None:
+    """Neither the groups behind it nor plain requests begin in its place."""
+    bench = scheduler("fair", pages=900)
+    quotas = bench.scheduler.quotas
+    quotas.set_limits("mia", Limits(max_running=8))
+    quotas.set_share("mia", LimitShare(8, None))
+    for number in range(3):
+        bench.add_beams(f"b{number}", 8, 6, 8, adapter_id="mia")
+    bench.step()
+    for number in range(4):
+        bench.add(f"plain{number}", 8, 30, adapter_id="mia")
+    assert quotas.set_share("mia", LimitShare(1, None)) == LimitShare(8, None)
+    while len(bench.ends()) < 8:
+        assert {name[:2] for name in names(bench.step())} == {"b0"}
+    for _ in range(40):
+        assert len(names(bench.step())) <= 1
+    assert "plain0" in bench.ends()
+    assert quotas.set_share("mia", LimitShare(1, None)) == LimitShare(1, None)
+    quotas.set_share("mia", WHOLE)
+    bench.run()
+    assert set(bench.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_narrow_searches_do_not_overtake_a_wide_one_within_a_share() -> None:
+    bench = scheduler("fair", pages=900)
+    bench.scheduler.quotas.set_limits("mia", Limits(max_running=8))
+    bench.scheduler.quotas.set_share("mia", LimitShare(5, None))
+    for number in range(2):
+        bench.add_beams(f"n{number}", 8, 6 + 3 * number, 2, adapter_id="mia")
+    bench.step()
+    bench.add_beams("wide", 8, 6, 4, adapter_id="mia")
+    for number in range(2, 60):
+        bench.step()
+        bench.add_beams(f"n{number}", 8, 6, 2, adapter_id="mia")
+        if "wide" in names(bench.steps[-1]):
+            break
+    assert "wide" in names(bench.steps[-1])
+    bench.run()
+
+
+def test_a_group_that_leaves_while_it_does_not_run_wakes_those_that_waited_for_its_beams() -> None:
+    """It was preempted, and its key has no tokens left."""
+    bench = scheduler("fair", pages=400, key_limits=Limits(tokens_per_s=0.5))
+    quotas = bench.scheduler.quotas
+    quotas.set_limits("mia", Limits(max_running=8))
+    quotas.set_share("mia", LimitShare(4, None))
+    bench.add_beams("first", 8, 30, 4, adapter_id="mia", principal="slow")
+    bench.step()
+    bench.add_beams("second", 8, 6, 4, adapter_id="mia")
+    for request in [r for r in bench.scheduler.requests() if r.status is RequestStatus.RUNNING]:
+        bench.scheduler._planner.preempt(request)
+    for _ in range(3):
+        assert not bench.step().scheduled
+    bench.scheduler.finish(RequestId("first"), RequestStatus.FINISHED_ABORTED)
+    assert names(bench.step()) == ["second"]
 
 
 def test_a_share_that_ends_takes_nothing_from_others() -> None:
@@ -263,7 +320,7 @@ def test_a_share_that_ends_takes_nothing_from_others() -> None:
     for _ in range(4):
         bench.step()
     assert bench.scheduler.num_running == 4
-    bench.scheduler.set_share("mia", NO_SHARE)
+    bench.scheduler.quotas.set_share("mia", NO_SHARE)
     bench.run()
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
     assert bench.scheduler.counters.preemptions == 0
