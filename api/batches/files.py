@@ -10,12 +10,12 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from adapter_store.storage.blobs import disk_errors
 from api.auth.principal import ANYBODY, Caller
@@ -29,11 +29,11 @@ T = TypeVar("T")
 _POOL = ThreadPoolExecutor(4, thread_name_prefix="batch")
 
 
-async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run as `asyncio.to_thread` does, but in the batch threads: large files must not delay the admission of
-    requests.
+def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """Run as `asyncio.to_thread` does, awaited or not, but in the batch threads: large files must not delay the
+    admission of requests.
     """
-    return await asyncio.get_running_loop().run_in_executor(_POOL, lambda: work(*args, **kwargs))
+    return asyncio.get_running_loop().run_in_executor(_POOL, lambda: work(*args, **kwargs))
 
 
 MAX_NAME_CHARS = 255
@@ -233,7 +233,7 @@ def _full(why: str) -> ApiError:
     return ApiError(507, message, code="quota_exceeded", param="file", headers={"x-should-retry": "false"})
 
 
-async def unbroken(work: Coroutine[Any, Any, T]) -> T:
+async def unbroken(work: Awaitable[T]) -> T:
     """Finish work on the disk even if the waiting task is cancelled, so that memory and disk agree."""
     task = asyncio.ensure_future(work)
     try:

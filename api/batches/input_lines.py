@@ -7,7 +7,7 @@ they are represented by keys of 8 bytes, so that a million lines take 8 MB.
 import hashlib
 import secrets
 from array import array
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
 
 def pending_lines(
     path: Path, endpoint: str | None, found: Scan, answered: "np.ndarray[Any, np.dtype[np.uint64]]"
-) -> Iterator[Line]:
+) -> Generator[Line, None, None]:
     """Yield the lines whose keys are not among the answered ones."""
     is_pending = ~np.isin(found.keys, answered)
     for line, wanted in zip(read_lines(path, endpoint), is_pending, strict=False):

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import Any
 
 from api.batches.files import in_thread
@@ -60,14 +61,16 @@ class LineRunner:
         self._tell = tell
         self._sleep = sleep
         self._reading = asyncio.Lock()
+        self._in_thread = threading.Lock()
         self._moved = asyncio.Condition()
         self._waiting: dict[int, Result] = {}
         self._num_taken = self._num_passed = 0
         self._arrived = asyncio.Event()
         self._all_asked = False
 
-    async def run(self, lines: Iterator[Line]) -> None:
-        """Run until every line has its result. Results that have arrived are written however the run ends.
+    async def run(self, lines: Generator[Line, None, None]) -> None:
+        """Run until every line has its result. Results that have arrived are written, and the lines are closed, however
+        the run ends.
 
         Raises:
             OSError: results cannot be written, or lines cannot be read.
@@ -83,10 +86,20 @@ class LineRunner:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
+            # Not awaited, as whoever cancels does not wait: a thread may be reading a line.
+            in_thread(self._close, lines)
             self._sink.flush()
             self._tell()
 
-    async def _work(self, lines: Iterator[Line]) -> None:
+    def _close(self, lines: Generator[Line, None, None]) -> None:
+        with self._in_thread:
+            lines.close()
+
+    def _next(self, lines: Generator[Line, None, None]) -> Line | None:
+        with self._in_thread:
+            return next(lines, None)
+
+    async def _work(self, lines: Generator[Line, None, None]) -> None:
         while True:
             async with self._slots:
                 taken = await self._take(lines)
@@ -96,14 +109,14 @@ class LineRunner:
                 result = await self._result(line)
             await self._pass_on(number, result)
 
-    async def _take(self, lines: Iterator[Line]) -> tuple[int, Line] | None:
+    async def _take(self, lines: Generator[Line, None, None]) -> tuple[int, Line] | None:
         async with self._reading:
             if self._ahead is not None:
                 most = self._ahead
                 async with self._moved:
                     await self._moved.wait_for(lambda: self._num_taken - self._num_passed < most)
             # In a thread: a line may have megabytes, and many may be skipped before the next one is found.
-            line = await in_thread(next, lines, None)
+            line = await in_thread(self._next, lines)
             if line is None:
                 return None
             self._num_taken += 1

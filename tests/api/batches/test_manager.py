@@ -307,7 +307,13 @@ def open_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
-async def test_cancelled_batches_leave_no_open_file(ask: Asked, root: Path, manager) -> None:
+async def test_cancelled_batches_leave_no_open_file(
+    ask: Asked, root: Path, manager, request: pytest.FixtureRequest
+) -> None:
+    """They do not wait for a collection of garbage, for which a process may have no reason for minutes."""
+    gc.collect()
+    gc.disable()
+    request.addfinalizer(gc.enable)
     ask.hook(hang)
     batches = manager()
     before = open_files(root)
@@ -319,13 +325,8 @@ async def test_cancelled_batches_leave_no_open_file(ask: Asked, root: Path, mana
         await batches.cancel(record.id)
         await over(batches, record.id)
 
-    def are_closed() -> bool:
-        gc.collect()
-        return open_files(root) == before
-
-    # A thread that was reading lines when its batch was cancelled closes the file a little later: when the lines that
-    # nobody will read are collected, for which this process may have no reason for minutes.
-    await until(are_closed)
+    # A thread that was reading lines when its batch was cancelled closes the file a little later.
+    await until(lambda: open_files(root) == before)
     await batches.close()
 
 
