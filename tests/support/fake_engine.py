@@ -195,7 +195,7 @@ class FakeEngine:
     """
 
     CONTROLS = frozenset({"script", "breaks", "add_error", "before_add", "ask_error", "reached", "pool", "resident"})
-    RECORDS = frozenset({"added", "aborted", "asked", "limits", "forgotten"})
+    RECORDS = frozenset({"added", "aborted", "asked", "limits", "shares", "forgotten"})
 
     def __init__(self) -> None:
         self.script: Script = say()

@@ -166,7 +166,7 @@ def test_storm_with_late_steps(model: Path, library: Any, drafts: bool) -> None:
     started.engine.close()
     _assert_stormy(tally)
     if drafter is not None:
-        count = started.engine._scheduler.draft_counts[drafter.name]
+        count = started.engine._scheduler.speculator.accounts.by_drafter[drafter.name]
         assert min(count.accepted, count.drafted - count.accepted) > 300
     assert started.engine._executor.most_under_way == 2
 

@@ -47,10 +47,10 @@ def drafted(model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch)
 
 def answered(drafted: Drafted, asks: Sequence[Ask], right: Sequence[list[int]], script: Script) -> tuple[object, int]:
     """Return what is said to all of them, and how many draft tokens were verified."""
-    before = drafted.scheduler.draft_counts["scripted"].drafted
+    before = drafted.scheduler.speculator.accounts.by_drafter["scripted"].drafted
     drafted.drafter.answers = {RequestId(f"{number}.0"): answer for number, answer in enumerate(right)}
     said = drafted._run(asks, script, None)
-    return list(said.values()), drafted.scheduler.draft_counts["scripted"].drafted - before
+    return list(said.values()), drafted.scheduler.speculator.accounts.by_drafter["scripted"].drafted - before
 
 
 def noted_chances(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[tuple[float, float]]]:
@@ -112,4 +112,4 @@ def test_a_liar_is_found_out(drafted: Drafted) -> None:
         assert said == plain
         counts.append(count)
     assert counts[0] > 0 == counts[-1] == counts[-2]
-    assert drafted.scheduler.draft_counts["scripted"].accepted == 0
+    assert drafted.scheduler.speculator.accounts.by_drafter["scripted"].accepted == 0

@@ -117,7 +117,7 @@ def test_real_drafters_give_the_answers_of_none(
                 for rid, want in plain.items():
                     if asks[int(rid.partition(".")[0])].abort_after is None:
                         assert again[rid] == want
-        counts = real.scheduler.draft_counts
+        counts = real.scheduler.speculator.accounts.by_drafter
         assert {name for name, count in counts.items() if count.accepted} == {drafter.name for drafter in drafters}
         assert all(count.drafted > count.accepted for name, count in counts.items() if name != "grammar")
 

@@ -62,7 +62,7 @@ def test_answers_are_those_of_no_drafts(plain: Drafted, looking: Drafted) -> Non
     for number in range(8):
         loops = [Ask(tuple(range(number, number + 20)), GREEDY, adapter) for adapter in (None, "one")]
         same_answers(plain, looking, any_asks(plain, rng, grammars) + loops)
-    counts = looking.scheduler.draft_counts["lookahead"]
+    counts = looking.scheduler.speculator.accounts.by_drafter["lookahead"]
     assert counts.drafted > counts.accepted > 50
 
 

@@ -153,7 +153,7 @@ def test_heads_guess_what_transformers_says(
     with closing(started(model, filled, replace(MEDUSA, draft_heads=str(base_heads)), "none")) as drafting:
         have_heads(drafting)
         drafting.run([Ask(prompt, GREEDY, adapter) for prompt in PROMPTS[:3]])
-        assert drafting.scheduler.draft_counts["medusa"].accepted > 20
+        assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 20
     assert len(drafts) > 40
     for tokens, drafted in drafts:
         state = states(hf[adapter], tokens)[len(tokens) - 2]
@@ -162,11 +162,11 @@ def test_heads_guess_what_transformers_says(
 
 def test_answers_are_those_of_no_drafts(plain: Drafted, drafting: Drafted) -> None:
     rng, grammars = random.Random(5), make_grammars(plain)
-    before = drafting.scheduler.draft_counts["medusa"].accepted
+    before = drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted
     for number in range(8):
         known = [Ask(PROMPTS[number], GREEDY, adapter) for adapter in (None, "one")]
         same_answers(plain, drafting, any_asks(plain, rng, grammars) + known)
-    assert drafting.scheduler.draft_counts["medusa"].accepted > before + 60
+    assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > before + 60
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -187,7 +187,7 @@ def test_preempted_answers_too(
             ]
             same_answers(plain, drafting, asks)
         assert drafting.engine.metrics.snapshot().preemptions_total > 0
-        assert drafting.scheduler.draft_counts["medusa"].accepted > 50
+        assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 50
 
 
 def test_rejection_goes_on_with_any_distribution(model: Path, filled: AdapterStore, base_heads: Path) -> None:
@@ -197,7 +197,7 @@ def test_rejection_goes_on_with_any_distribution(model: Path, filled: AdapterSto
         asks = [Ask(PROMPTS[0], replace(RANDOM, seed=None), adapter) for adapter in (None, "one", "two")]
         said = drafting.run(asks)
         assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
-        assert drafting.scheduler.draft_counts["medusa"].accepted > 5
+        assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 5
 
 
 @pytest.mark.parametrize("of_base", [False, True], ids=["of adapters", "of the base, too"])
@@ -216,7 +216,7 @@ def test_rows_with_heads_and_without_share_steps(
         steps, run = list[SchedulerOutput](), drafting.runner.run
         monkeypatch.setattr(drafting.runner, "run", lambda step: steps.append(step) or run(step))
         same_answers(plain, drafting, asks)
-        assert drafting.scheduler.draft_counts["medusa"].accepted > 10
+        assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 10
     drafted = {share.adapter_key for step in steps for share in step.scheduled if share.draft_token_ids}
     assert drafted == {plain.key(name) for name in (NAMES if of_base else ("one", "three"))}
     together = [step.scheduled for step in steps if len({share.adapter_key for share in step.scheduled}) == len(NAMES)]

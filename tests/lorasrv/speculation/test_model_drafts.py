@@ -74,7 +74,7 @@ def test_answers_are_those_of_no_drafts(plain: Drafted, drafting: Drafted) -> No
     rng, grammars = random.Random(5), make_grammars(plain)
     for _ in range(10):
         same_answers(plain, drafting, any_asks(plain, rng, grammars))
-    [counts] = drafting.scheduler.draft_counts.values()
+    [counts] = drafting.scheduler.speculator.accounts.by_drafter.values()
     assert counts.drafted >= counts.accepted > 50
 
 
@@ -112,7 +112,7 @@ def test_preempted_answers_too(
             ]
             same_answers(plain, tight, asks)
         assert tight.engine.metrics.snapshot().preemptions_total > 0
-        [counts] = tight.scheduler.draft_counts.values()
+        [counts] = tight.scheduler.speculator.accounts.by_drafter.values()
         assert counts.accepted > 100
 
 
@@ -142,7 +142,7 @@ def test_the_served_model_drafts_what_it_says(
     with closing(started(model, library, options(model, name), kv_cache_dtype=kind)) as drafting:
         asks = [Ask(PROMPT, sampling, adapter)]
         same_answers(plain_of(kind), drafting, asks)
-        [counts] = drafting.scheduler.draft_counts.values()
+        [counts] = drafting.scheduler.speculator.accounts.by_drafter.values()
         assert counts.accepted == counts.drafted > 40
         assert drafting.steps <= 12
 
@@ -171,10 +171,12 @@ class TestRejection:
 
     def test_what_has_none_is_drafted(self, rejecting: Drafted) -> None:
         asks = [Ask(PROMPT, replace(RANDOM, seed=None), adapter) for adapter in (None, "one", "two")]
-        before = sum(counts.accepted for counts in rejecting.scheduler.draft_counts.values())
+        before = sum(counts.accepted for counts in rejecting.scheduler.speculator.accounts.by_drafter.values())
         said = rejecting.run(asks)
         assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
-        assert sum(counts.accepted for counts in rejecting.scheduler.draft_counts.values()) > before + 20
+        assert (
+            sum(counts.accepted for counts in rejecting.scheduler.speculator.accounts.by_drafter.values()) > before + 20
+        )
 
     def test_trees_of_a_model_and_of_another_drafter_too(self, model: Path, library: AdapterStore) -> None:
         guessing = ScriptedDrafter("guessing")
@@ -185,7 +187,7 @@ class TestRejection:
         ) as drafting:
             said = drafting.run([Ask(PROMPT, replace(RANDOM, seed=None), count=4)], guesser)
             assert all(len(one.token_ids) == 60 and one.error is None for one in said.values())
-            counts = drafting.scheduler.draft_counts
+            counts = drafting.scheduler.speculator.accounts.by_drafter
             assert counts["model"].accepted > 20
             assert counts["guessing"].drafted > 20
 
@@ -193,7 +195,7 @@ class TestRejection:
 def test_a_model_without_the_adapter_is_wrong_about_it(plain: Drafted, model: Path, library: AdapterStore) -> None:
     with closing(started(model, library, speculation=options(model, "model"))) as drafting:
         same_answers(plain, drafting, [Ask(PROMPT, GREEDY, "one")])
-        [counts] = drafting.scheduler.draft_counts.values()
+        [counts] = drafting.scheduler.speculator.accounts.by_drafter.values()
         assert counts.accepted < 0.5 * counts.drafted
 
 
@@ -204,7 +206,7 @@ def test_long_prompts_are_caught_up_with_in_pieces(
     with closing(started(model, library, speculation=options(model, "model"))) as drafting:
         asks = [Ask(tuple(10 + (7 * i + n) % 300 for i in range(350)), GREEDY) for n in range(2)]
         same_answers(plain, drafting, asks)
-        [counts] = drafting.scheduler.draft_counts.values()
+        [counts] = drafting.scheduler.speculator.accounts.by_drafter.values()
         assert counts.accepted == counts.drafted > 40
 
 
@@ -231,7 +233,7 @@ def test_a_model_that_fails_costs_no_answer(
         )
         monkeypatch.setattr(DraftRunner, name, method)
         same_answers(plain, drafting, [Ask(PROMPT, GREEDY, count=2), Ask(PROMPT, RANDOM)])
-        assert drafting.scheduler.draft_counts["model"].drafted == 0
+        assert drafting.scheduler.speculator.accounts.by_drafter["model"].drafted == 0
         assert len(drafting.runner._models) == len(drafting.scheduler.speculator._models) == (fault != "raises")
 
 

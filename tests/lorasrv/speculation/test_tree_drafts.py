@@ -74,7 +74,7 @@ def test_answers_are_those_of_no_drafts(plain: Drafted, forest: Forest, monkeypa
     rng, grammars = random.Random(4), make_grammars(plain)
     same = [is_same for _ in range(14) for is_same in forest.compare_to(plain, any_asks(plain, rng, grammars))]
     assert sum(same) >= 0.9 * len(same) > 20
-    counts = forest.scheduler.draft_counts
+    counts = forest.scheduler.speculator.accounts.by_drafter
     assert all(count.drafted > count.accepted > 20 for count in counts.values())
     assert moved[0] > 100
 

@@ -70,7 +70,7 @@ def test_answers_with_drafts_are_those_without(
     given = {"kernels": "triton", "late": LaunchedAtOnce, "drafters": drafters, "speculation": options}
     with closing(Drafted(least, shelf, **given)) as engine, FakeGpu():  # type: ignore[arg-type]
         assert engine.run(ASKS) == want
-        counts = engine.scheduler.draft_counts
+        counts = engine.scheduler.speculator.accounts.by_drafter
         assert engine.steps < GREEDY.max_tokens
     assert all(count.drafted > count.accepted > 0 for count in counts.values())
     assert (moved[0] > 0) == (len(names) > 1)

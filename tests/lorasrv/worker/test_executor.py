@@ -194,7 +194,7 @@ class TestDefaults:
                 engine.check_integrity()
                 under_way.append(len(engine._in_flight))
         assert under_way == [1] * GREEDY.max_tokens + [0]
-        assert not any(counts.drafted for counts in default_engine.scheduler.draft_counts.values())
+        assert not any(counts.drafted for counts in default_engine.scheduler.speculator.accounts.by_drafter.values())
 
     def test_what_a_persona_has_said_before_is_drafted_in_far_fewer_steps(
         self, plain_engine: Drafted, default_engine: Drafted

@@ -165,7 +165,7 @@ def test_layers_that_draft_bring_their_sources(
     options = {"kernels": "torch", "speculation": "auto", "drafters": ("layers",), "draft_layers": 2}
     with every_draft(), offline_engine(folder, adapters, **options) as llm:
         assert [list(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY, NAMES)] == greedy
-        assert sum(counts.drafted for counts in llm.engine._parts.scheduler.draft_counts.values()) > 0
+        assert sum(counts.drafted for counts in llm.engine._parts.scheduler.speculator.accounts.by_drafter.values()) > 0
 
 
 def test_an_adapters_panels_lie_one_layer_after_another_in_their_slab(spec: ModelSpec) -> None:
