@@ -58,9 +58,12 @@ def build_registry(args: Mapping[str, Any]) -> serve.Application:
     """Build the registry alone, from the same texts; `registry_app` of `build` is the name that it is deployed under.
 
     Raises:
-        ConfigError: an option is unknown or wrong.
+        ConfigError: an option is unknown or wrong, or names another registry.
     """
-    return registry_application(*parse(args))
+    settings, shape = parse(args)
+    if settings.registry is not None or shape.registry_app is not None:
+        raise ConfigError("registry, registry_app: a registry follows no other; leave them out")
+    return registry_application(settings, shape)
 
 
 def application(settings: ServerSettings, shape: ClusterShape) -> serve.Application:

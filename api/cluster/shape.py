@@ -69,5 +69,7 @@ def parse(args: Mapping[str, Any]) -> tuple[ServerSettings, ClusterShape]:
             "cluster_secret_file: a cluster needs a secret that its next deployment has, too; make one with: "
             "head -c 24 /dev/urandom | base64 > FILE"
         )
+    if settings.registry is not None and "registry_app" in args:
+        raise ConfigError("registry_app: replicas follow the server that registry names; leave one of both out")
     settings.check_replicated()
     return settings, ClusterShape.of(args)

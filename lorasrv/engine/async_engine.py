@@ -347,7 +347,7 @@ class AsyncEngine:
         """Set what this engine may use of an adapter's limits, from the next step on.
 
         Returns:
-            What it uses for now, the share at least: more while requests run that have begun.
+            What the engine uses for now: the share, or more while requests run that began before.
         Raises:
             EngineDead: the engine does not run.
         """

@@ -62,7 +62,8 @@ class SetLimits:
 
 @dataclass(frozen=True, slots=True)
 class SetShare:
-    """Set what this engine may use of an adapter's limits. The result is the `LimitShare` that it uses for now."""
+    """Set what this engine may use of an adapter's limits. The result is the `LimitShare` that is in use,
+    which is larger while requests run that began before."""
 
     adapter_id: str
     share: LimitShare

@@ -146,8 +146,8 @@ class Quotas:
         """Set what this engine may use of an adapter's limits; running requests go on, and the beams of their groups.
 
         Returns:
-            What it uses for now, the share at least: more requests while they run, and its rate until that can be
-            taken away.
+            What the engine uses for now: the share, or more while requests run that began before, or while tokens are
+            owed, whose rate it keeps.
         """
         if share == WHOLE:
             self._shares.pop(adapter_id, None)

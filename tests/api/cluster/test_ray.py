@@ -26,6 +26,7 @@ from served import ROOT, Served, lorasrv, serve
 from server import eventually
 
 from api.cluster.local import APP, REGISTRY_APP
+from lorasrv.errors import ConfigError
 
 pytest.importorskip("ray", reason="needs lorasrv[cluster]; make test-cluster installs it")
 pytestmark = [pytest.mark.cluster]
@@ -194,6 +195,15 @@ class Load:
             # Begun and broken off: the client has been told, and never takes it for an answer.
             assert "replica_lost" in text, text
             self.ends["lost"] += 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of ray.serve, when it is imported
+@pytest.mark.parametrize("given", [{"registry": "http://127.0.0.1:1"}, {"registry_app": "another"}])
+def test_a_registry_follows_no_other(given: dict[str, str]) -> None:
+    from api.cluster.app import build_registry
+
+    with pytest.raises(ConfigError, match="a registry follows no other"):
+        build_registry({"cluster_secret": SECRET, **given})
 
 
 def test_answers_are_one_servers(cluster: Cluster) -> None:

@@ -32,6 +32,7 @@ def test_options_and_shape() -> None:
         ({"replcas": "2"}, "replcas"),
         ({"placement": "holders"}, "placement"),
         ({"cluster_secret": None}, "cluster_secret_file"),
+        ({"registry": "http://r:1", "registry_app": "registry"}, "registry_app"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(args: dict[str, Any], named: str) -> None:
