@@ -114,7 +114,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
         unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
     """
-    product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
+    product, product_4, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 4, 2, 1))
     factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
@@ -137,25 +137,38 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                     put_f32(y, j, f32(source, j))
 
     @kernel_part
-    def multiply(args, data, following, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
-        """Add the products of all rows with groups of the tiles, from the group `first` on."""
-        group, blocks = args[GROUP], first * args[GROUP] // CODE_BLOCK
+    def multiply(args, data, following, soon, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
+        """Add the products of all rows with groups of the tiles, from the group `first` on, and prefetch as many bytes
+        at `soon`, or none if that is `data`.
+        """
+        group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
+        blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK
+        passes = max(1, rows // ROWS)
+        share = TILES_AT_ONCE * groups * (stored + factor_bytes) // (passes * blocks)
+        share = (share + LINE - 1) // LINE * LINE if soon != data else np.int64(0)
         row = np.int64(0)
-        while row < args[NUM_ROWS]:
+        while row < rows:
             inside = row % ROW_GROUP
-            left = min(args[NUM_ROWS] - row, ROW_GROUP - inside)
-            x = args[CODES] + (row - inside) * args[ROW_BYTES] + 4 * inside + blocks * CODE_BLOCK // 4 * QUAD
-            u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + blocks * qm.UNITS
+            left = min(rows - row, ROW_GROUP - inside)
+            x = args[CODES] + (row - inside) * args[ROW_BYTES] + 4 * inside + before * CODE_BLOCK // 4 * QUAD
+            u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + before * qm.UNITS
             at, out = sums + row * _WIDTH, again + row * _WIDTH
             if left >= ROWS:
-                product(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
+                product(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
                 row += ROWS
+            elif left >= 4:
+                product_4(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
+                row += 4
             elif left >= 2:
-                product_2(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
+                product_2(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
                 row += 2
             else:
-                product_1(x, u, data, following, groups, group, stored, args[LINES], args[TABLE], at, out)
+                product_1(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
                 row += 1
+            passes -= 1
+            soon = soon + blocks * share
+            if passes == 0:
+                soon, share = data, np.int64(0)
 
     @kernel_part
     def unpack_groups(args, data, first, last, out):  # type: ignore[no-untyped-def]
@@ -176,7 +189,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             last = min(first + step, args[GROUPS])
             for i in range(TILES_AT_ONCE):
                 unpack_groups(args, data + i * following, first, last, scratch + i * tile_bytes)
-            multiply(args, scratch, tile_bytes, first, last - first, unpacked, sums, again)
+            multiply(args, scratch, tile_bytes, scratch, first, last - first, unpacked, sums, again)
 
     is_stored = unpack is None
 
@@ -189,22 +202,27 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         sums, again = args[SCRATCH] + own, args[SCRATCH_AGAIN] + own
         scratch = sums + args[NUM_ROWS] * _WIDTH
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
-        while True:
-            task = take_next(args.ctypes.data) * args[TASK_TILES]
-            if task >= args[TILES]:
-                return
-            for tile in range(task, min(task + args[TASK_TILES], args[TILES]), TILES_AT_ONCE):
+        tiles, task_tiles = args[TILES], args[TASK_TILES]
+        task = take_next(args.ctypes.data) * task_tiles
+        while task < tiles:
+            # Taken early, so that it is prefetched here and not by another thread.
+            upcoming = take_next(args.ctypes.data) * task_tiles
+            end_of_task = min(task + task_tiles, tiles)
+            for tile in range(task, end_of_task, TILES_AT_ONCE):
                 # Past the last tile, the last one is multiplied again, and not copied.
-                following = tile_bytes if tile + 1 < args[TILES] else np.int64(0)
+                following = tile_bytes if tile + 1 < tiles else np.int64(0)
                 data = args[DATA] + tile * tile_bytes
+                coming = tile + TILES_AT_ONCE if tile + TILES_AT_ONCE < end_of_task else upcoming
+                soon = args[DATA] + coming * tile_bytes if coming < tiles else data
                 for row in range(args[NUM_ROWS]):
                     begin(args, tile, row, sums)
                 if is_stored:
-                    multiply(args, data, following, 0, args[GROUPS], args[CODE_BYTES], sums, again)
+                    multiply(args, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], sums, again)
                 else:
                     multiply_unpacked(args, data, following, scratch, sums, again)
                 for row in range(args[NUM_ROWS]):
                     end(args, tile, row, sums)
+            task = upcoming
 
     return work
 

@@ -29,7 +29,7 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     splat_int,
     store_vector,
 )
-from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, c64, itemsize_of, loop_of
+from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, align_spills, c64, itemsize_of, loop_of
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, STEP_GROUPS, TILE
 
 LEVELS = 127
@@ -305,50 +305,62 @@ CODES = {
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
-    """product(x, u, data, next, groups, group, stored, lines, table, sums, out): out[i, :] = sums[i, :] + x[i] @ tiles
-    for `rows` rows.
+    """product(x, u, data, next, soon, share, groups, group, stored, lines, table, sums, out): out[i, :] = sums[i, :] +
+    x[i] @ tiles for `rows` rows.
 
     `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
-    `data`, the second `next` bytes on; `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8,
-    where codes choose from one. `sums`: fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out`
-    must be `sums`, but LLVM must not know: it would keep all sums in registers from block to block, more than there
-    are, and spill them to addresses that cross cache lines.
+    `data`, the second `next` bytes on. What comes next lies at `soon`, `data` for nothing: every block prefetches
+    `share` bytes of it, or with few rows as many as it reads. `stored` bytes of a group are codes, `lines` lines a
+    block. `table`: 16 int8, where codes choose from one. `sums`: fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed
+    block after block. `out` must be `sums`, but LLVM must not know: where registers are few, it would keep all sums in
+    them from block to block, and spill most.
     """
     codes = CODES[kind]
     dot = codes.dot()
     num_stored = LINES // (2 if codes.is_halved else 1)
     vectors = [(tile, v) for tile in range(TILES_AT_ONCE) for v in range(VECTORS)]
-    # A few sums stay in registers; more would displace the whole sums of a block.
-    in_registers = rows * len(vectors) <= 4
+    num_sums = rows * len(vectors)
+    # Of 32 registers, half hold sums; of 16, more than a few would displace the whole sums of a block.
+    in_registers = num_sums <= (16 if LANES == 16 else 4)
+    # Few rows wait for memory only.
+    is_few = num_sums <= 4
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, u, data, following, groups, group, stored, lines, table, sums, out = args
+        x, u, data, following, soon, share, groups, group, stored, lines, table, sums, out = args
+        align_spills(b.function)
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
-        tiles_bytes = b.mul(following, c64(TILES_AT_ONCE))
         tiles = [b.add(data, b.mul(following, c64(tile))) for tile in range(TILES_AT_ONCE)]
         blocks = b.sdiv(group, c64(CODE_BLOCK))
         entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
         group_bytes = b.add(stored, c64(codes.factors.nbytes))
+        tile_bytes = b.mul(groups, group_bytes)
 
         def add_group(at: Value, state: list[Value]) -> list[Value]:
             first = b.mul(at, group_bytes)
             starts = [b.add(tile, first) for tile in tiles]
-            ahead = tiles_bytes
-            if in_registers:
-                # A few rows wait for memory only. Behind the end of a tile lies the one that is read beside it.
-                is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), b.mul(groups, group_bytes))
-                ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), b.sub(tiles_bytes, following)))
+            # Within the tile, then at the beginning of what comes next.
+            is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), tile_bytes)
+            ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), b.sub(b.sub(soon, data), tile_bytes)))
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
                 quads = b.add(x, b.mul(block, c64(LINES * QUAD)))
                 lines_of = [b.add(start, b.mul(j, c64(num_stored * LINE))) for start in starts]
+                own_share = b.add(soon, b.mul(block, share))
+
+                def fetch(at: Value, state: list[Value]) -> list[Value]:
+                    emit.fetch(b.add(own_share, at))
+                    return state
+
+                if not is_few:
+                    loop_of(b, c64(0), share, LINE, [], fetch)
 
                 def add_line(n: Value, whole: list[Value]) -> list[Value]:
                     stored_lines = [b.add(line, b.mul(n, c64(LINE))) for line in lines_of]
-                    for line in stored_lines:
-                        emit.fetch(b.add(line, ahead))
+                    if is_few:
+                        for line in stored_lines:
+                            emit.fetch(b.add(line, ahead))
                     loaded = [load_vector(b, b.add(stored_lines[tile], c64(_VECTOR * v)), WORDS) for tile, v in vectors]
                     for half in range(LINES // num_stored):
                         read = [codes.read(b, value, half > 0) for value in loaded]
@@ -359,10 +371,12 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                         whole = [dot.step(b, whole[p], read[k], taken[i]) for p, (i, k, _) in enumerate(places)]
                     return whole
 
-                # LLVM unrolls a loop over a number that it knows, which is right for a few rows; for more, it runs out
-                # of registers.
-                count = c64(num_stored) if in_registers else lines
-                whole = loop_of(b, c64(0), count, 1, [dot.begin() for _ in places], add_line)
+                whole = [dot.begin() for _ in places]
+                if in_registers and not is_few:
+                    for n in range(num_stored):
+                        whole = add_line(c64(n), whole)
+                else:
+                    whole = loop_of(b, c64(0), c64(num_stored) if is_few else lines, 1, whole, add_line)
                 factors = [b.add(start, stored) for start in starts]
                 loaded_factors = [codes.load_factors(emit, factors[tile], j, v * LANES) for tile, v in vectors]
                 units = b.add(u, b.mul(block, c64(UNITS)))
@@ -389,8 +403,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         return ctx.get_dummy_value()
 
     @intrinsic
-    def product(typingctx, x, u, data, following, groups, group, stored, lines, table, sums, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 11), codegen
+    def product(typingctx, x, u, data, following, soon, share, groups, group, stored, lines, table, sums, out):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 13), codegen
 
     made: Callable[..., Any] = product
     return made
