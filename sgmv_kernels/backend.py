@@ -29,6 +29,8 @@ _BACKENDS = {
     "triton": "sgmv_kernels.triton_ops.backend",
 }
 KERNELS = tuple(_BACKENDS)
+NO_TOKEN = -1
+"""Stands for the token of a row whose logits are no numbers."""
 logger = logging.getLogger(__name__)
 
 
@@ -259,6 +261,7 @@ class Backend:
     norm_heads_: Callable[[Tensor, Tensor, Tensor, int, float], None]
     softcap_: Callable[[Tensor, float], None]
     take_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
+    likeliest: Callable[[Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     # Raises KernelArgumentError for codes that `pack_linear` does not take.
     check_codes: Callable[[GroupQuantizedWeight], None]

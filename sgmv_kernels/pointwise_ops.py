@@ -149,6 +149,21 @@ class PointwiseOps:
         require(fits, f"out must be contiguous [{len(rows)}, {x.shape[1]}] of x's dtype")
         return self._backend.take_rows(x, rows, out)
 
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """Find the largest logit of each row.
+
+        Semantics: argmax(logits, -1), the first of equals; `NO_TOKEN` for a row with NaN or infinity
+
+        Args:
+            logits: [B, V] fp32, rows contiguous.
+        Returns: [B] int64, a new tensor.
+        Raises:
+            KernelArgumentError: a shape or dtype that does not fit.
+        """
+        fits = logits.dim() == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0 and logits.stride(1) == 1
+        require(fits, "logits must be fp32 [B, V], rows contiguous")
+        return self._backend.likeliest(logits)
+
     def _check_activation(self, x: Tensor, name: str) -> None:
         if x.dtype not in self._backend.activations:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)

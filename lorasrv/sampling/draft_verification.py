@@ -19,15 +19,19 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.rejection import DrawnToken, Probabilities, accept_or_draw
-from lorasrv.sampling.sampler import distribution, likeliest_finite, sample_finite
+from lorasrv.sampling.sampler import Likeliest, distribution, likeliest_finite, sample_finite
 from lorasrv.scheduler_output import ScheduledRequest, children
 from sgmv_kernels.metadata.draft_trees import ROOT
+from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 DrawnFrom = Callable[[ScheduledRequest, int], Probabilities | None]
 
 
 def choose_tokens(
-    logits: Tensor, shares: Sequence[ScheduledRequest], drawn_from: DrawnFrom = lambda share, at: None
+    logits: Tensor,
+    shares: Sequence[ScheduledRequest],
+    drawn_from: DrawnFrom = lambda share, at: None,
+    likeliest: Likeliest = likeliest_torch,
 ) -> dict[RequestId, tuple[int, ...]]:
     """Choose the next tokens of each share; a share whose first row is no numbers has none.
 
@@ -36,7 +40,7 @@ def choose_tokens(
         drawn_from: what the draft token at a place of a share that is accepted by rejection was drawn from.
     """
     if not any(share.num_guessed_tokens for share in shares):
-        tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares])
+        tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares], likeliest)
         return {s.request_id: (token,) for s, token in zip(shares, tokens, strict=True) if token is not None}
     paths, first = [], 0
     for share in shares:
@@ -44,17 +48,19 @@ def choose_tokens(
         first += share.num_logit_rows
     left = [path for path in paths if not path.takes_likeliest]
     if len(left) < len(paths):
-        likeliest = likeliest_finite(logits[:first])
+        best = likeliest_finite(logits[:first], likeliest)
         for path in paths:
             if path.takes_likeliest:
-                path.follow(likeliest)
+                path.follow(best)
     while left:
         tokens = _sampled(logits, left, drawn_from)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
     return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
 
 
-def probed_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
+def probed_tokens(
+    logits: Tensor, shares: Sequence[ScheduledRequest], likeliest: Likeliest = likeliest_torch
+) -> dict[RequestId, tuple[int, ...]]:
     """Return the likeliest token behind each probe, of the shares whose probes' logits are all numbers.
 
     Args:
@@ -64,7 +70,8 @@ def probed_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[Re
     for share in shares if any(share.drafts.probes.token_ids for share in shares) else ():
         first += share.num_logit_rows
         if count := len(share.drafts.probes.token_ids):
-            tokens = [token for token in likeliest_finite(logits[first - count : first]) if token is not None]
+            best = likeliest_finite(logits[first - count : first], likeliest)
+            tokens = [token for token in best if token is not None]
             if len(tokens) == count:
                 found[share.request_id] = tuple(tokens)
     return found
@@ -99,7 +106,7 @@ class _Path:
         # The scheduler's own state follows only what is said; a step may be computed twice.
         self._ahead: ConstraintState | None = None
         # Whether all its tokens are those of the highest logits, as they are.
-        self.takes_likeliest = share.sampling.is_greedy and not SamplingMetadata.of(share).changes_logits
+        self.takes_likeliest = SamplingMetadata.of(share).takes_likeliest
 
     def follow(self, likeliest: Sequence[int | None]) -> None:
         """Take the tokens of the highest logits as far as the drafts are right."""

@@ -104,6 +104,11 @@ class SamplingMetadata(NamedTuple):
         return self.params.changes_logits or self.constraint is not None or self.is_early
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Return whether the token is that of the highest logit as it is."""
+        return self.params.is_greedy and not self.changes_logits
+
+    @property
     def generated(self) -> Sequence[int]:
         """Return the token ids of the answer so far."""
         return self.history[len(self.history) - self.num_generated :]

@@ -6,7 +6,7 @@ whatever shares its batch, and after a preemption. CPU and GPU may give differen
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,14 @@ from torch import Tensor
 from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows, typical
 from lorasrv.sampling.race import race, race_keys, race_together
 from lorasrv.sampling_params import SamplingParams
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.metadata.h2d import upload
+from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 CANDIDATES = 256
 """Likeliest tokens that are looked for where they are nearly always enough: far cheaper than sorting the vocabulary."""
-NO_TOKEN = -1
+Likeliest = Callable[[Tensor], Tensor]
+"""`sgmv_kernels.ops.Ops.likeliest`, or torch's."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
@@ -30,7 +33,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
         logits: [B, V] fp32, finite.
         rows: B rows; `seed` must be set unless greedy.
     """
-    chosen: list[int] = _tokens(logits, rows).tolist()
+    chosen: list[int] = _tokens(logits, rows, likeliest_torch(logits)).tolist()
     return chosen
 
 
@@ -39,51 +42,61 @@ def launch_sampling(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
     Returns: [B] int64 on the device; `NO_TOKEN` for a row with logits that are not finite.
     """
+    best = likeliest_torch(logits)
     # A draw from a row with NaN gives an arbitrary token, which is replaced here.
-    return torch.where(torch.isfinite(_reduced(logits, "sum")), _tokens(logits, rows), NO_TOKEN)
+    return torch.where(best == NO_TOKEN, best, _tokens(logits, rows, best))
 
 
-def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
+def sample_finite(
+    logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: Likeliest = likeliest_torch
+) -> list[int | None]:
     """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
     if logits.device.type != "cpu":
-        return [None if token == NO_TOKEN else token for token in launch_sampling(logits, rows).tolist()]
-    finite = [math.isfinite(total) for total in _reduced(logits, "sum").tolist()]
-    if all(finite):
-        return list(sample(logits, rows))
-    good = [number for number, is_finite in enumerate(finite) if is_finite]
-    tokens = dict(zip(good, sample(logits[good], [rows[number] for number in good]), strict=True))
-    return [tokens.get(number) for number in range(len(rows))]
+        return _or_none(launch_sampling(logits, rows))
+    best = likeliest(logits)
+    chosen = _or_none(best)
+    left = [at for at, row in enumerate(rows) if chosen[at] is not None and not row.takes_likeliest]
+    if left:
+        of_left = slice(None) if len(left) == len(rows) else left
+        drawn = _tokens(logits[of_left], [rows[at] for at in left], best[of_left]).tolist()
+        for at, token in zip(left, drawn, strict=True):
+            chosen[at] = token
+    return chosen
 
 
-def likeliest_finite(logits: Tensor) -> list[int | None]:
+def likeliest_finite(logits: Tensor, likeliest: Likeliest = likeliest_torch) -> list[int | None]:
     """Return the token of the highest logit of each row; None for a row with logits that are not finite.
 
     Args:
         logits: [B, V] fp32.
     """
-    best, sums = _reduced(logits, "argmax"), _reduced(logits, "sum")
-    marked = torch.where(torch.isfinite(sums), best, NO_TOKEN).tolist()
-    return [None if token == NO_TOKEN else token for token in marked]
+    return _or_none(likeliest(logits))
 
 
-def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """Return [B] int64 tokens. Only rows that change logits are copied."""
+def _or_none(tokens: Tensor) -> list[int | None]:
+    return [None if token == NO_TOKEN else token for token in tokens.tolist()]
+
+
+def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata], best: Tensor) -> Tensor:
+    """Return [B] int64 tokens; `best` are those of the highest logits. Only rows that change logits are copied."""
     asking = [number for number, row in enumerate(rows) if row.changes_logits]
     if not asking:
-        return _chosen(logits, rows, range(len(rows)))
+        return _chosen(logits, rows, range(len(rows)), best)
     if len(asking) == len(rows):
-        return _chosen(adjusted_rows(logits.clone(), rows), rows, range(len(rows)))
+        changed = adjusted_rows(logits.clone(), rows)
+        return _chosen(changed, rows, range(len(rows)), _argmax(changed))
     (numbers,) = upload([np.array(asking)], logits.device)
     those = [rows[number] for number in asking]
-    tokens = _chosen(logits, rows, [number for number, row in enumerate(rows) if not row.changes_logits])
-    tokens[numbers] = _chosen(adjusted_rows(logits.index_select(0, numbers), those), those, range(len(those)))
+    tokens = _chosen(logits, rows, [number for number, row in enumerate(rows) if not row.changes_logits], best)
+    changed = adjusted_rows(logits.index_select(0, numbers), those)
+    tokens[numbers] = _chosen(changed, those, range(len(those)), _argmax(changed))
     return tokens
 
 
-def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> Tensor:
-    """Return [B] int64: the argmax of each row, replaced by a draw in the random rows among `of`."""
-    tokens = _reduced(logits, "argmax")
+def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int], best: Tensor) -> Tensor:
+    """Return [B] int64: `best`, replaced by a draw in the random rows among `of`."""
     random = [number for number in of if not rows[number].params.is_greedy]
+    tokens = best.clone() if random else best
     if logits.device.type != "cpu":
         draw_together_(tokens, logits, rows, random)
         return tokens
@@ -92,13 +105,9 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
     return tokens
 
 
-def _reduced(logits: Tensor, name: str) -> Tensor:
-    """Return the sum or argmax of each row. On a CPU numpy's: torch would wake all threads for a few microseconds."""
-    if logits.device.type != "cpu":
-        reduced: Tensor = getattr(logits, name)(dim=-1)
-        return reduced
-    with np.errstate(invalid="ignore", over="ignore"):
-        return torch.from_numpy(getattr(logits.numpy(), name)(axis=-1))
+def _argmax(logits: Tensor) -> Tensor:
+    """Return [B] int64. On a CPU numpy's: torch would wake all threads for a few microseconds."""
+    return logits.argmax(dim=-1) if logits.device.type != "cpu" else torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def draw_together_(tokens: Tensor, logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> None:

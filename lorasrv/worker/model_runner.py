@@ -254,10 +254,10 @@ class ModelRunner:
         of_prompts, probed = dict[RequestId, tuple[TokenLogprobs, ...]](), dict[RequestId, tuple[int, ...]]()
         for part in by_vocabulary(logits, sampled, asked, self._spec.vocab_size):
             # One adapter's weights may overflow: its requests fail, the others of the step do not.
-            chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from)
+            chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from, self._ops.likeliest)
             logprobs |= chosen_logprobs(part.logits, part.sampled, chosen)
             of_prompts |= prompt_logprobs(part.prompt_logits, part.asked)
-            probed |= probed_tokens(part.logits, part.sampled)
+            probed |= probed_tokens(part.logits, part.sampled, self._ops.likeliest)
         self._bring_together(sampled, chosen)
         return ModelRunnerOutput(chosen, logprobs, of_prompts, probed, masses=masses)
 

@@ -51,6 +51,7 @@ BACKEND = Backend(
     norm_heads_=pointwise.norm_heads_cpu_,
     softcap_=pointwise.softcap_cpu_,
     take_rows=pointwise.take_rows_cpu,
+    likeliest=pointwise.likeliest_cpu,
     pack_linear=pack_linear,
     check_codes=check_codes,
     linear=linear.linear_cpu,

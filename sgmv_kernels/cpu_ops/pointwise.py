@@ -1,6 +1,7 @@
 """CPU launchers of the ops between the linears: norms, rotation, gates. Each passes over memory once, row by row."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
@@ -10,6 +11,8 @@ from sgmv_kernels.formats.kv_pages import KvPages
 MODULE = "pointwise"
 ROWS = 4
 """Rows of a task. With fewer rows than two tasks have, a second thread is not worth waking."""
+PEAK_BLOCK = 1024
+"""Numbers among which the place of the largest is looked for."""
 TAKEN, SAMPLED = "taken", "sampled"
 """Names of parts of a step that these kernels use."""
 A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
@@ -141,6 +144,15 @@ def norm_heads_cpu_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: i
 def softcap_cpu_(x: Tensor, cap: float) -> None:
     """See `ops.Ops.softcap_`."""
     _launch("cap", len(x), {A: x.data_ptr(), WIDTH: x.shape[1], FLOAT: _bits(cap)})
+
+
+def likeliest_cpu(logits: Tensor) -> Tensor:
+    """See `ops.Ops.likeliest`."""
+    rows, width = logits.shape
+    out = torch.empty(rows, dtype=torch.int32)
+    own = {A: logits.data_ptr(), B: 4 * logits.stride(0), OUT: out.data_ptr(), WIDTH: width}
+    launch(MODULE, "likeliest", rows_part(rows, rows), own)
+    return out.long()
 
 
 def _bits(number: float) -> int:

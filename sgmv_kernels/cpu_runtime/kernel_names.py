@@ -17,7 +17,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         kv_format: name of a KV format that these kernels read.
     """
     linear = ("q3h", "int4", "int8", *(("int8_signed",) if needs_signed() else ()), "round8")
-    rest = ("heads", "cap", "take")
+    rest = ("heads", "cap", "take", "likeliest")
     pointwise = (f"rope_{_KINDS[kv_format]}", "norm", "layer_norm", "silu", "gelu", "gelu_exact", *rest)
     return (
         ("attention", _KINDS[kv_format]),

@@ -53,6 +53,21 @@ def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def row_peak(typingctx, x, n):  # type: ignore[no-untyped-def]
+    """Return the largest of n numbers, NaN if one of them is NaN or infinite."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = emit.load(args[0], at)
+            return [emit.call("maxnum", value, state[0]), emit.fma(value, emit.const(0.0), state[1])]
+
+        (wide, (first, nothing)), (one, (rest, none)) = each(b, args[1], body, (-math.inf, 0.0))
+        return b.fadd(one.call("maxnum", wide.max(first), rest), b.fadd(wide.sum(nothing), none))
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
 def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
     """Replace x[h] by exp(x[h] - maximum) and return the sum."""
 

@@ -26,6 +26,7 @@ BACKEND = Backend(
     norm_heads_=pointwise.norm_heads_torch_,
     softcap_=pointwise.softcap_torch_,
     take_rows=linear.take_rows_torch,
+    likeliest=pointwise.likeliest_torch,
     pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
     check_codes=lambda codes: None,
     linear=linear.linear_torch,

@@ -1,9 +1,11 @@
 """The ops between the linears in plain torch: norms, rotation, gates."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.formats.kv_pages import KvPages
 
 
@@ -61,6 +63,17 @@ def norm_heads_torch_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads:
 def softcap_torch_(x: Tensor, cap: float) -> None:
     """See `ops.Ops.softcap_`."""
     x.div_(cap).tanh_().mul_(cap)
+
+
+def likeliest_torch(logits: Tensor) -> Tensor:
+    """See `ops.Ops.likeliest`."""
+    # On a CPU numpy's: torch would wake all threads for a few microseconds.
+    if logits.device.type == "cpu":
+        with np.errstate(invalid="ignore", over="ignore"):
+            best, sums = (torch.from_numpy(getattr(logits.numpy(), name)(axis=-1)) for name in ("argmax", "sum"))
+    else:
+        best, sums = logits.argmax(dim=-1), logits.sum(dim=-1)
+    return torch.where(sums.isfinite(), best, NO_TOKEN)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

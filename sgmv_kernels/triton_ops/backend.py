@@ -4,6 +4,7 @@ import torch
 
 from sgmv_kernels.backend import Backend, one_by_one
 from sgmv_kernels.torch_ops import linear as linear_torch
+from sgmv_kernels.torch_ops import pointwise as pointwise_torch
 from sgmv_kernels.triton_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.triton_ops.weight_packing import check_codes
 
@@ -36,6 +37,7 @@ BACKEND = Backend(
     norm_heads_=pointwise.norm_heads_,
     softcap_=pointwise.softcap_,
     take_rows=linear_torch.take_rows_torch,
+    likeliest=pointwise_torch.likeliest_torch,
     pack_linear=lambda codes, bias, few_rows: linear.pack_linear(codes, bias),
     check_codes=check_codes,
     linear=linear.linear,

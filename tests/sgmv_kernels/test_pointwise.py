@@ -8,6 +8,7 @@ import torch
 from float_pages import float_pages
 from kernel_pools import pages_on, plan_at
 
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -181,6 +182,20 @@ def test_softcap(ops: Ops, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(held.cpu().float(), softcap_reference(x, 30.0), **close, equal_nan=True)
 
 
+@pytest.mark.parametrize("width", [1, 13, 1024, 3000])
+def test_likeliest(ops: Ops, width: int) -> None:
+    x = torch.randn(9, width + 5)
+    x[0], x[1, : width // 2], x[2] = 0.0, 7.0, -1e30
+    for row, number in ((5, float("inf")), (6, -float("inf")), (7, float("nan"))):
+        x[row, width // 2] = number
+    got = ops.likeliest(x[:, :width].to(ops.device))
+    assert (got.dtype, got.device.type) == (torch.int64, ops.device.type)
+    want = x[:, :width].argmax(dim=-1)
+    want[5:8] = NO_TOKEN
+    assert got.tolist() == want.tolist()
+    assert not len(ops.likeliest(x[:0].to(ops.device)))
+
+
 def test_bad_arguments(ops: Ops) -> None:
     x, gate_up, qkv = torch.zeros(2, 8), torch.zeros(2, 7), torch.zeros(2, 24)
     kv = float_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), FLOAT, 1, PAGE, 8)
@@ -196,6 +211,8 @@ def test_bad_arguments(ops: Ops) -> None:
         (ops.norm_heads_, (qkv, torch.ones(8), torch.ones(4), 1, 1e-5), "k_weight must be contiguous float32"),
         (ops.norm_heads_, (torch.zeros(2, 16), torch.ones(8), torch.ones(8), 1, 1e-5), "no number of heads"),
         (ops.softcap_, (x, 0.0), "cap positive"),
+        (ops.likeliest, (x.double(),), "logits must be fp32"),
+        (ops.likeliest, (x.T,), "rows contiguous"),
         (ops.rope_write_kv, (torch.zeros(2, 20), table, table, kv, plan), "number of heads"),
         (ops.rope_write_kv, (qkv, table[:1], table, kv, plan), "cos"),
         (ops.rope_write_kv, (qkv, table, table, kv, plan_at(ops, two[:1], two[:1], PAGE, 1)), "sum to the rows"),

@@ -17,7 +17,6 @@ from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
-from lorasrv.sampling.sampler import NO_TOKEN
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import (
     PENDING,
@@ -39,6 +38,7 @@ from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.weights import LayerWeights, ModelWeights
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
