@@ -100,8 +100,7 @@ class CodeTiles:
         """Return the codes of some outputs, ids [N] int64, N at least 1."""
         # By numpy: torch would wake all threads for a few microseconds.
         tiles, lanes = np.divmod(ids.numpy(), TILE)
-        parts = self._parts(torch.from_numpy(self.data.numpy()[tiles]))
-        return self._codes(*(torch.from_numpy(part.numpy()[np.arange(len(ids)), :, :, lanes]) for part in parts))
+        return self._codes(*(torch.from_numpy(part.numpy()[tiles, :, :, lanes]) for part in self._parts(self.data)))
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split [N, S, bytes] into stored lines [N, S, lines, TILE, 4]; floats [N, S, 1 or 2, TILE]; int8 scales, then
