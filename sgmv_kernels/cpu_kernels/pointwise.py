@@ -226,6 +226,16 @@ def _likeliest_rows(args):  # type: ignore[no-untyped-def]
         put_i32(args[OUT], row, at)
 
 
+@kernel_part
+def _page_start(args, row):  # type: ignore[no-untyped-def]
+    """Return the first row from `row` on that is stored in another page than the one before it: two threads that wrote
+    to one page would take its cache lines from each other.
+    """
+    while 0 < row < args[NUM_ROWS] and i64(args[PAGES], row) == i64(args[PAGES], row - 1):
+        row += 1
+    return min(row, args[NUM_ROWS])
+
+
 def make_rope(store: Any) -> Any:
     """Return the kernel that rotates queries and keys and stores keys and values by `store(args, page, slot, head, key,
     value)`, which may change what lies at `key` and `value`.
@@ -239,7 +249,7 @@ def make_rope(store: Any) -> Any:
             first = take_next(args.ctypes.data) * ROWS
             if first >= args[NUM_ROWS]:
                 return
-            for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+            for row in range(_page_start(args, first), _page_start(args, first + ROWS)):
                 x = args[A] + row * (heads + 2 * kv_heads) * head_bytes
                 cos, sin = args[B] + row * half * 4, args[C] + row * half * 4
                 for h in range(heads):
