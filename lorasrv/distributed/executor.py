@@ -24,12 +24,10 @@ from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import DropSwap, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.adapter_packing import PackedAdapter
-from lorasrv.worker.device import find_best_team
 from lorasrv.worker.executor import InProcessExecutor, StepHandle
-from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.model_runner import BeforePass, ModelRunner, ModelRunnerOutput, do_nothing
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
-from sgmv_kernels.ops import Ops
 
 
 class PartitionedExecutor(InProcessExecutor):
@@ -38,9 +36,9 @@ class PartitionedExecutor(InProcessExecutor):
     A step that fails within the pass cannot be computed again: other ranks wait for parts that will not come.
     """
 
-    def __init__(self, runner: ModelRunner, replica: PartitionedReplica, ops: Ops) -> None:
+    def __init__(self, runner: ModelRunner, replica: PartitionedReplica) -> None:
         super().__init__(runner)
-        self._replica, self._exchange, self._ops = replica, replica.exchange, ops
+        self._replica, self._exchange = replica, replica.exchange
         self._numbers, self._places = LayoutNumbers(), RankPlaces(replica.page_bytes)
         self._requests: dict[RequestId, int] = {}
         self._next_request = 0
@@ -61,8 +59,8 @@ class PartitionedExecutor(InProcessExecutor):
     def commit_pages(self) -> Callable[[int], None]:
         return self._commit_pages
 
-    def bind_thread(self) -> None:
-        find_best_team(self._ops, self._replica.threads)
+    def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
+        self.runner.bind_thread(before_pass, self._replica.threads)
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         step = handle.step

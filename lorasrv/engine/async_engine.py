@@ -121,6 +121,9 @@ class AsyncEngine:
         self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.request_stats, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
+        # Outputs that the event loop has not got yet; the engine's thread's.
+        self._unposted: list[EngineOutput] = []
+        self._posts_late = model.parts.executor.depth == 1
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -484,16 +487,18 @@ class AsyncEngine:
         try:
             self.heartbeat.beat()
             compute_in_parallel()
-            self._engine.bind_thread()
+            self._engine.bind_thread(self._post)
             idle = True
             while self._drain_inbox(wait=idle):
+                # It may post what was there before.
                 outputs = self._engine.step()
-                results = self._engine.take_utility_results()
+                self._unposted += outputs
                 idle = not self._engine.made_progress
-                if outputs or results:
-                    self._post(outputs, results)
+                if idle or not (self._posts_late and self._engine.has_requests):
+                    self._post()
         except Exception as error:
             _LOG.exception("the engine thread died")
+            self._post()
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
@@ -536,9 +541,17 @@ class AsyncEngine:
                 pass
         return True
 
-    def _post(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, outputs, results)
+    def _post(self) -> None:
+        """Hand the event loop what it has not got yet.
+
+        On a CPU outputs of a step wait until the next one is planned and computes: meanwhile this thread does not need
+        Python's lock, for which the two would wait in turn.
+        """
+        results = self._engine.take_utility_results()
+        if self._unposted or results:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._deliver, self._unposted, results)
+            self._unposted = []
 
     # Back in the event loop.
 

@@ -57,6 +57,7 @@ from lorasrv.scheduler_output import (
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.executor import Executor, StepHandle
+from lorasrv.worker.model_runner import BeforePass, do_nothing
 from lorasrv.worker.snapshot_loader import SnapshotLoader
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -162,13 +163,16 @@ class EngineCore:
         """Return where the time of steps was spent."""
         return self._executor.profile
 
-    def bind_thread(self) -> None:
+    def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         """Prepare the calling thread, which will call `step`, and compute a warm-up step, which belongs to no request.
 
         The first step after a start takes a quarter of a second longer: the system gives memory to weights and pages
         when they are first used, and kernels are recorded. No request should wait for that.
+
+        Args:
+            before_pass: called within `step` when it is about to compute without Python's lock.
         """
-        self._executor.bind_thread()
+        self._executor.bind_thread(before_pass)
         self._executor.collect(self._executor.submit(WARM_UP_STEP))
 
     def add_request(self, message: EngineCoreRequest) -> None:

@@ -273,7 +273,7 @@ def _adapters(
 
 def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None, ops: Ops) -> Executor:
     if replica is not None:
-        return PartitionedExecutor(runner, replica, ops)
+        return PartitionedExecutor(runner, replica)
     return LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
 
 

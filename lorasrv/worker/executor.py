@@ -12,7 +12,7 @@ from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.launched_step import LaunchedStep
-from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.model_runner import BeforePass, ModelRunner, ModelRunnerOutput, do_nothing
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 
 
@@ -54,8 +54,12 @@ class Executor(Protocol):
     def commit_pages(self) -> Callable[[int], None]:
         """Return the function that has the system give memory to the pool's first pages, for loader threads."""
 
-    def bind_thread(self) -> None:
-        """Prepare the calling thread, which submits steps from then on."""
+    def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
+        """Prepare the calling thread, which submits steps from then on.
+
+        Args:
+            before_pass: called in this thread when it is about to compute a collected step without Python's lock.
+        """
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         """Start to compute a step whose page operations were applied. Errors are raised by `collect`.
@@ -119,8 +123,8 @@ class InProcessExecutor:
     def commit_pages(self) -> Callable[[int], None]:
         return self.runner.commit_pages
 
-    def bind_thread(self) -> None:
-        self.runner.bind_thread()
+    def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
+        self.runner.bind_thread(before_pass)
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from lorasrv.sampling.vocabularies import by_vocabulary
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.decoder import Decoder, DecoderLimits
-from lorasrv.worker.device import find_best_team
+from lorasrv.worker.device import ENGINE_THREADS, find_best_team
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads
 from lorasrv.worker.draft_rows import LastStates
@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _Masses = Mapping[RequestId, Sequence[Sequence[float]]]
+BeforePass = Callable[[], None]
+
+
+def do_nothing() -> None:
+    """Stand for a function that nobody needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class ModelRunner:
         self._late_kernels: LateKernels | None = None
         # What was launched last, whose tokens the next step may take.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
+        self._before_pass: BeforePass = do_nothing
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
         self._medusa: MedusaRunner | None = None
         if draft_heads is not None:
@@ -180,9 +186,11 @@ class ModelRunner:
         """Have the system give memory to the pool's first pages."""
         self._memory.commit(count)
 
-    def bind_thread(self) -> None:
-        """Give the calling thread, which will run steps, the number of compute threads that is fastest here."""
-        find_best_team(self._ops)
+    def bind_thread(self, before_pass: BeforePass = do_nothing, most_threads: int = ENGINE_THREADS) -> None:
+        """Give the calling thread, which will run steps, the number of compute threads that is fastest here, and call
+        `before_pass` before each pass."""
+        self._before_pass = before_pass
+        find_best_team(self._ops, most_threads)
 
     def recover(self) -> bool:
         """Free unused device memory after an exception; return whether the device can still be used. Some errors (an
@@ -315,6 +323,7 @@ class ModelRunner:
                 return *graphed, (), {}
         with self.profile.span("batch"):
             batch = self._batch(step, last)
+        self._before_pass()
         begun = time.perf_counter()
         logits = self._decoder.forward(batch)
         self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())

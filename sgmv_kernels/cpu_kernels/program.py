@@ -1,5 +1,8 @@
 """Run a recorded program on the CPU: a Numba kernel in which all threads run every launch and wait for each other after
 it.
+
+A thread that comes late joins at the launch that is running, and nobody waits for it before: another process or the
+event loop may have its processor for milliseconds.
 """
 
 from typing import Any
@@ -10,13 +13,16 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sgmv_kernels.cpu_runtime.launch import BARRIER, CLOCK, GRANTED, ITEM_WORDS, ITEMS, NUM_ITEMS
-from sgmv_kernels.cpu_simd.elementwise import i64, take_next
+from sgmv_kernels.cpu_runtime.launch import BARRIER, CLOCK, ITEM_WORDS, ITEMS, NUM_ITEMS
+from sgmv_kernels.cpu_simd.elementwise import i64
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
-ARRIVED, RELEASED = 0, 8
-"""Indices of the barrier's words, on a cache line each."""
+STATE, RELEASED = 0, 8
+"""Indices of the barrier's words, on a cache line each: the running launch with its threads, and the number of launches
+that are over."""
+ARRIVED, JOINED, LAUNCH = 1, 1 << 16, 1 << 32
+"""Units of the state's fields, which count threads that have ended the launch, threads that take part, and launches."""
 SPINS = 20_000
 """Polls of the barrier before a thread yields its processor, about 100 microseconds."""
 _NUM_ARGS = CLOCK + 1
@@ -33,17 +39,6 @@ def call_kernel(typingctx, kernel, block):  # type: ignore[no-untyped-def]
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def count_threads(typingctx, function):  # type: ignore[no-untyped-def]
-    """Call a C function `int f(void)` and return its result."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        count = b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
-        return b.sext(count, I64)
-
-    return types.int64(types.int64), codegen
 
 
 @intrinsic
@@ -68,13 +63,24 @@ def store_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def arrive(typingctx, address):  # type: ignore[no-untyped-def]
-    """Count one more thread at the barrier, and return how many arrived before."""
+def add_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Add to an int64 that threads share, and return what it was."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), ir.Constant(I64, 1), "acq_rel")
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
 
-    return types.int64(types.int64), codegen
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def replace_shared(typingctx, address, old, new):  # type: ignore[no-untyped-def]
+    """Replace an int64 that threads share, if it is `old`; return whether it was."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        place = b.inttoptr(args[0], I64.as_pointer())
+        return b.extract_value(b.cmpxchg(place, args[1], args[2], "acq_rel", "acquire"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -105,21 +111,24 @@ def run_items(raw: Any) -> None:
 
 @kernel_part
 def _run_items(args):  # type: ignore[no-untyped-def]
-    member = take_next(args.ctypes.data + 8)
-    threads = count_threads(args[GRANTED]) if args[GRANTED] else np.int64(1)
-    barrier, clock = args[BARRIER], args[CLOCK]
-    if member == 0:
-        store_shared(clock, ticks())
-    for item in range(args[NUM_ITEMS]):
+    state, released, count = args[BARRIER] + 8 * STATE, args[BARRIER] + 8 * RELEASED, args[NUM_ITEMS]
+    now = add_shared(state, JOINED)
+    if now == 0:
+        store_shared(args[CLOCK], ticks())
+    item = now // LAUNCH
+    while item < count:
         kernel, block = i64(args[ITEMS], ITEM_WORDS * item), i64(args[ITEMS], ITEM_WORDS * item + 1)
         call_kernel(kernel, block)
-        if arrive(barrier + 8 * ARRIVED) == (item + 1) * threads - 1:
-            store_shared(barrier + 8 * RELEASED, item + 1)
+        now = add_shared(state, ARRIVED) + ARRIVED
+        item += 1
+        joined = now % LAUNCH // JOINED
+        # A thread that has joined meanwhile ends the launch instead.
+        if now % JOINED == joined and replace_shared(state, now, item * LAUNCH + joined * JOINED):
+            store_shared(args[CLOCK] + 8 * item, ticks())
+            store_shared(released, item)
         else:
             spins = 0
-            while load_shared(barrier + 8 * RELEASED) <= item:
+            while load_shared(released) < item:
                 spins += 1
                 if spins > SPINS:
                     yield_processor()
-        if member == 0:
-            store_shared(clock + 8 * (item + 1), ticks())

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.openmp import arguments, granted, run, team_size
+from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
 
 WORDS = 32
 """Words of a block, the two counters included."""
 COUNTERS = 2
-NUM_ITEMS, ITEMS, BARRIER, GRANTED, CLOCK = range(2, 7)
+NUM_ITEMS, ITEMS, BARRIER, CLOCK = range(2, 6)
 """Places in the arguments of the kernel that runs a program."""
 ITEM_WORDS = 2
 NUM_ROWS = COUNTERS
@@ -153,9 +153,8 @@ class Program:
         np.take(self._parts, self._part_of, axis=0, out=self._blocks)
         self._blocks += self._own
         self._barrier[:] = 0
-        block = arguments(
-            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, granted(), self._clock.ctypes.data
-        )
+        shared = (self._items, self._barrier, self._clock)
+        block = arguments(len(self._items), *(array.ctypes.data for array in shared))
         run(self._kernel, block, self.threads, len(self._items) + 1)
 
     def ticks(self) -> dict[str, float]:

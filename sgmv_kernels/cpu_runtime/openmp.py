@@ -35,7 +35,7 @@ def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
     if team is None or threads == 1 or tasks <= 1:
         _KERNEL(kernel)(block)
     else:
-        team[0](kernel, block, threads, 0)
+        team(kernel, block, threads, 0)
 
 
 def team_size() -> int:
@@ -46,29 +46,18 @@ def team_size() -> int:
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def granted() -> int:
-    """Return the address of a function that gives the number of threads inside a parallel region; 0 if there is none.
-
-    OMP_THREAD_LIMIT and OMP_DYNAMIC may make it smaller than requested.
-    """
-    team = _team()
-    return 0 if team is None else team[1]
-
-
 @cache
-def _team() -> tuple[Callable[..., None], int] | None:
-    """Return GOMP_parallel(function, argument, threads, flags) of torch's OpenMP library, and the address of
-    omp_get_num_threads.
-    """
+def _team() -> Callable[..., None] | None:
+    """Return GOMP_parallel(function, argument, threads, flags) of torch's OpenMP library."""
     for path in _loaded_libraries():
         try:
-            library = ctypes.CDLL(path)
-            start, count = library.GOMP_parallel, library.omp_get_num_threads
+            start = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):
             continue
         start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         start.restype = None
-        return start, ctypes.cast(count, ctypes.c_void_p).value or 0
+        start_team: Callable[..., None] = start
+        return start_team
     logger.warning("torch's OpenMP library was not found: kernels run in one thread")
     return None
 

@@ -199,6 +199,28 @@ async def test_a_stop_string_ends_the_request_in_the_engine_too(engine) -> None:
     await until(lambda: engine.metrics.snapshot().requests_finished_total == {"length": 1, "stop": 1})
 
 
+async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, loop, step = [], engine._loop, engine._engine.step
+
+    def noted() -> Any:
+        events.append("begin")
+        outputs = step()
+        events.append(f"end with {len(outputs)}")
+        return outputs
+
+    def handed(call: Any, *args: Any) -> None:
+        events.append("post")
+        loop.call_soon_threadsafe(call, *args)
+
+    monkeypatch.setattr(engine._engine, "step", noted)
+    monkeypatch.setattr(engine, "_loop", SimpleNamespace(call_soon_threadsafe=handed))
+    answer = await ask(engine, None, sampling=replace(GREEDY, max_tokens=4))
+    first, end = events.index("end with 1"), len(events) - 1 - events[::-1].index("post")
+    # Within the step behind it; the last token at once.
+    told = events[first : end + 1]
+    assert told == [*["end with 1", "begin", "post"] * (len(answer) - 1), "end with 1", "post"]
+
+
 async def test_a_label_may_be_used_twice_and_answers_do_not_mix(engine) -> None:
     first = await engine.add(PROMPT, GREEDY, request_id="same")
     second = await engine.add(PROMPT[:5], GREEDY, request_id="same")
