@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from adapter_store.errors import OriginUnreachable
 from api.replication.headers import RENEW_S
 from api.replication.shares import GRACE_S, MAX_SHARES, SHARED_LIMITS, ShareReport, answers_of
 from lorasrv.config import NO_SHARE, WHOLE, LimitShare
@@ -168,13 +169,23 @@ class ShareHolder:
                 self._start_telling(adapter_id, share)
 
     def _end_if_over(self) -> None:
-        """End all shares if their time is over."""
+        """End all shares if their time is over; what waits for one is refused when the lease is over, too."""
         if self._clock() < self._until_s:
             return
         self._until_s = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(GRACE_S, self._refuse_waiting)
         for adapter_id, holding in self._active.items():
             holding.is_ending, holding.barred = True, self._asked
             self._start_telling(adapter_id, NO_SHARE)
+
+    def _refuse_waiting(self) -> None:
+        error = OriginUnreachable(
+            "the registry, which says how much of the adapter's limits is this server's, is cut off"
+        )
+        for adapter_id in self._active:
+            self._engine.in_flight.abort_unanswered(adapter_id, error)
 
     def _note_wanted(self, adapter_id: str, holding: _Holding) -> int:
         """Return how many requests want to run, or did a moment ago."""

@@ -261,6 +261,8 @@ class InFlightUse:
     # Choices that have not finished.
     open: set[RequestId]
     is_accepted: bool = False
+    # Whether any choice has an output.
+    has_output: bool = False
     # Why the request was aborted before it was accepted.
     ended_by: Exception | None = None
 
@@ -310,6 +312,10 @@ class InFlightRequests(RequestObserver):
             self._live[request.request_id] = request.adapter_id, together
             self._by_adapter.setdefault(request.adapter_id, Counter())[together] += 1
 
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
+        if (use := self._uses.get(request_id)) is not None:
+            use.has_output = True
+
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         use = self._uses.pop(request_id, None)
         if use is None:
@@ -350,11 +356,20 @@ class InFlightRequests(RequestObserver):
     def abort_adapter(self, adapter_id: str, versions: Collection[int]) -> int:
         """Abort the requests on these versions before the next step, with AdapterDeleted for their readers; return how
         many."""
-        doomed = self._of(adapter_id, versions)
+        error = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
+        return self._end(self._of(adapter_id, versions), error)
+
+    def abort_unanswered(self, adapter_id: str, error: Exception) -> int:
+        """Abort the accepted requests on an adapter that have no output yet, with an error for their readers; return
+        how many."""
+        live = {self._uses[request_id] for request_id, (name, _) in self._live.items() if name == adapter_id}
+        return self._end({use for use in live if not use.has_output}, error)
+
+    def _end(self, doomed: Collection[InFlightUse], error: Exception) -> int:
         for use in doomed:
-            use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
+            use.ended_by = error
             for request_id in list(use.open):
-                self._abort(request_id, use.ended_by)
+                self._abort(request_id, error)
         return len(doomed)
 
     def _of(self, adapter_id: str, versions: Collection[int]) -> set[InFlightUse]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_scheduler import scheduler
 
+from adapter_store.errors import OriginUnreachable
+from api.replication import share_holder
 from api.replication.headers import LEASE_S, RENEW_S
 from api.replication.leases import Leases
 from api.replication.share_holder import TELL_AGAIN_S, ShareHolder
@@ -592,6 +595,35 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
     await asyncio.sleep(2 * TELL_AGAIN_S)
     await may_hold(small)
     assert (held(), len(told)) == (small, 5)
+
+
+async def test_what_waits_is_refused_when_the_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it may still be renewed."""
+
+    async def set_share(_: str, share: LimitShare) -> LimitShare:
+        return share
+
+    def renewed(for_s: float) -> None:
+        number = holder.question()["number"]
+        holder.answered({"number": number, "shares": []}, time.monotonic() + for_s)
+
+    monkeypatch.setattr(share_holder, "GRACE_S", 0.5)
+    refused: list[tuple[str, Exception]] = []
+    live = SimpleNamespace(by_adapter={"mia": {1: 9}}, abort_unanswered=lambda *told: refused.append(told))
+    holder = ShareHolder(cast(Any, SimpleNamespace(set_share=set_share, in_flight=live)))
+    await holder.begin(lambda: asyncio.sleep(0), lambda: None)
+    await holder.set_limited("mia", LIMITS)
+    renewed(0.6)
+    await asyncio.sleep(0.2)
+    renewed(60.0)
+    await asyncio.sleep(0.6)
+    assert not refused
+    renewed(0.5)
+    async with asyncio.timeout(30.0):
+        while not refused:
+            await asyncio.sleep(0.01)
+    assert [name for name, _ in refused] == ["mia"]
+    assert isinstance(refused[0][1], OriginUnreachable)
 
 
 def test_shares_that_end_are_still_held_until_the_engine_has_heard(state: Shared) -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import GREEDY, PATIENCE_S, PROMPT, collect
+from tiny_engine import GREEDY, PATIENCE_S, PROMPT, collect, tokens
 
+from lorasrv.config import NO_SHARE
 from lorasrv.engine.output_processor import OutputProcessor
-from lorasrv.errors import AdapterDeleted
+from lorasrv.errors import AdapterDeleted, EngineOverloaded
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
@@ -178,6 +179,21 @@ async def test_aborted_requests_say_why_and_free_their_pages(engine, keys) -> No
             await collect(stream)
     assert await collect(another)
     assert await engine.in_flight.until_unused("uno", [1], PATIENCE_S) == 0
+
+
+async def test_only_requests_without_an_output_are_refused(engine, keys) -> None:
+    key, error = keys["one"], EngineOverloaded("none of the adapter's limits is this server's", retry_after_s=1.0)
+    runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one", versions=[("one", 1)])
+    first = await anext(runs)
+    await engine.set_share("one", NO_SHARE)
+    waits, other = [
+        await engine.add(PROMPT, GREEDY, adapter=key, adapter_id=name, versions=[(name, 1)]) for name in ("one", "uno")
+    ]
+    assert engine.in_flight.abort_unanswered("one", error) == 1
+    with pytest.raises(EngineOverloaded, match="none of"):
+        await collect(waits)
+    assert len(tokens([first, *await collect(runs)])) == LONG.max_tokens
+    assert await collect(other)
 
 
 async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, monkeypatch: pytest.MonkeyPatch) -> None:
