@@ -152,7 +152,8 @@ class PointwiseOps:
     def likeliest(self, logits: Tensor) -> Tensor:
         """Find the largest logit of each row.
 
-        Semantics: argmax(logits, -1), the first of equals; `NO_TOKEN` for a row with NaN or infinity
+        Semantics: argmax(logits, -1), the first of equals; `NO_TOKEN` for a row with NaN or infinity, in torch also
+        for one whose numbers add up to infinity
 
         Args:
             logits: [B, V] fp32, rows contiguous.

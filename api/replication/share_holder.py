@@ -169,23 +169,25 @@ class ShareHolder:
                 self._start_telling(adapter_id, share)
 
     def _end_if_over(self) -> None:
-        """End all shares if their time is over; what waits for one is refused when the lease is over, too."""
+        """End all shares if their time is over; requests without an output are refused when the lease is over, too."""
         if self._clock() < self._until_s:
             return
         self._until_s = math.inf
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(GRACE_S, self._refuse_waiting)
+        self._timer = asyncio.get_running_loop().call_later(GRACE_S, self._refuse_unanswered)
         for adapter_id, holding in self._active.items():
             holding.is_ending, holding.barred = True, self._asked
             self._start_telling(adapter_id, NO_SHARE)
 
-    def _refuse_waiting(self) -> None:
+    def _refuse_unanswered(self) -> None:
         error = OriginUnreachable(
             "the registry, which says how much of the adapter's limits is this server's, is cut off"
         )
         for adapter_id in self._active:
             self._engine.in_flight.abort_unanswered(adapter_id, error)
+        # Some may have been on their way.
+        self._timer = asyncio.get_running_loop().call_later(RENEW_S, self._refuse_unanswered)
 
     def _note_wanted(self, adapter_id: str, holding: _Holding) -> int:
         """Return how many requests want to run, or did a moment ago."""

@@ -1,7 +1,8 @@
 """Async engine: one engine thread beside the event loop. Only frozen messages without tensors cross between them.
 
-The thread drains its inbox, runs a step, and passes all outputs of the step to the event loop in one call; the event
-loop turns them into text. Every accepted request gets exactly one finished output, even when the engine dies.
+The thread drains its inbox, runs a step, and passes all outputs of the step to the event loop in one call, at once or
+when the next step begins to compute; the event loop turns them into text. Every accepted request gets exactly one
+finished output, even when the engine dies.
 """
 
 import asyncio
@@ -490,17 +491,21 @@ class AsyncEngine:
             self._engine.bind_thread(self._post)
             idle = True
             while self._drain_inbox(wait=idle):
-                # It may post what was there before.
+                # `step` calls `_post` for the outputs of the step before.
                 outputs = self._engine.step()
                 self._unposted += outputs
                 idle = not self._engine.made_progress
-                if idle or not (self._posts_late and self._engine.has_requests):
+                goes_on = self._engine.has_requests and all(output.finish_reason is None for output in outputs)
+                if idle or not (self._posts_late and goes_on):
                     self._post()
+            self._post()
         except Exception as error:
             _LOG.exception("the engine thread died")
-            self._post()
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
+            try:
+                self._post()
+            finally:
+                self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
     def _drain_inbox(self, *, wait: bool) -> bool:
         """Handle every message; return False on shutdown.
@@ -544,12 +549,12 @@ class AsyncEngine:
     def _post(self) -> None:
         """Hand the event loop what it has not got yet.
 
-        On a CPU outputs of a step wait until the next one is planned and computes: meanwhile this thread does not need
-        Python's lock, for which the two would wait in turn.
+        Where steps are not planned ahead, outputs wait until the next step is planned and computes, if no answer ends:
+        then this thread does not need Python's lock, for which the two would wait in turn.
         """
         results = self._engine.take_utility_results()
-        if self._unposted or results:
-            assert self._loop is not None
+        assert self._loop is not None
+        if (self._unposted or results) and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, self._unposted, results)
             self._unposted = []
 

@@ -217,7 +217,7 @@ def _build(
                 makes_trees=config.speculation.draft_trees,
             ),
         ),
-        executor=_executor(runner, device, replica, ops),
+        executor=_executor(runner, device, replica),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
@@ -271,7 +271,7 @@ def _adapters(
     return SharedAdapterStore(store, cache, weights, dtype, replica.pool_spec, replica.partition)
 
 
-def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None, ops: Ops) -> Executor:
+def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None) -> Executor:
     if replica is not None:
         return PartitionedExecutor(runner, replica)
     return LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)

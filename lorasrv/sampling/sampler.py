@@ -96,7 +96,7 @@ def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata], best: Tensor) -> T
 def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int], best: Tensor) -> Tensor:
     """Return [B] int64: `best`, replaced by a draw in the random rows among `of`."""
     random = [number for number in of if not rows[number].params.is_greedy]
-    tokens = best.clone() if random else best
+    tokens = best.clone()
     if logits.device.type != "cpu":
         draw_together_(tokens, logits, rows, random)
         return tokens

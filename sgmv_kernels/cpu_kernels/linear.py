@@ -10,6 +10,7 @@ from sgmv_kernels.cpu_ops.linear import (
     CODE_BYTES,
     CODES,
     DATA,
+    EARLY,
     GROUP,
     GROUPS,
     LINES,
@@ -114,7 +115,8 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
         unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
     """
-    product, product_4, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 4, 2, 1))
+    product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
+    product_4 = product if ROWS == 4 else make_product(4, kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
@@ -139,7 +141,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     @kernel_part
     def multiply(args, data, following, soon, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
         """Add the products of all rows with groups of the tiles, from the group `first` on, and prefetch as many bytes
-        at `soon`, or none if that is `data`.
+        at `soon`; if that is `data`, nothing that is not here already.
         """
         group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
         blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK
@@ -206,7 +208,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         task = take_next(args.ctypes.data) * task_tiles
         while task < tiles:
             # Taken early, so that it is prefetched here and not by another thread.
-            upcoming = take_next(args.ctypes.data) * task_tiles
+            upcoming = take_next(args.ctypes.data) * task_tiles if args[EARLY] else tiles
             end_of_task = min(task + task_tiles, tiles)
             for tile in range(task, end_of_task, TILES_AT_ONCE):
                 # Past the last tile, the last one is multiplied again, and not copied.
@@ -222,7 +224,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                     multiply_unpacked(args, data, following, scratch, sums, again)
                 for row in range(args[NUM_ROWS]):
                     end(args, tile, row, sums)
-            task = upcoming
+            task = upcoming if args[EARLY] else take_next(args.ctypes.data) * task_tiles
 
     return work
 

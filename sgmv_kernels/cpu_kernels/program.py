@@ -1,7 +1,7 @@
 """Run a recorded program on the CPU: a Numba kernel in which all threads run every launch and wait for each other after
 it.
 
-A thread that comes late joins at the launch that is running, and nobody waits for it before: another process or the
+A thread that comes late joins at the launch that is running, and no launch waits for it before: another process or the
 event loop may have its processor for milliseconds.
 """
 

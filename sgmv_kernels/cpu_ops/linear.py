@@ -31,9 +31,9 @@ WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
-Y_WIDTH, ORDER, TABLE = 22, 23, 24
-"""Places in the kernels' arguments, after the counters."""
-NUM_ARGS = TABLE + 1
+Y_WIDTH, ORDER, TABLE, EARLY = range(22, 26)
+"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead."""
+NUM_ARGS = EARLY + 1
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -162,6 +162,7 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
     threads, tiles = team_size(), len(weight.data)
     # Even, because two tiles may be multiplied at a time.
     task_tiles = 2 * max(1, tiles // (2 * threads * TASKS_A_THREAD))
+    tasks = -(-tiles // task_tiles)
     scratch = empty("scratch", (threads, scratch_bytes(rows)), torch.uint8)
     own = {
         **_codes(rounded),
@@ -180,8 +181,10 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         SCRATCH_BYTES: scratch.stride(0),
         LINES: 4 if weight.levels == INT4_LEVELS and not _is_signed(weight) else 8,
         TABLE: 0 if weight.table is None else weight.table.data_ptr(),
+        # Of few tasks, other threads would get none.
+        EARLY: int(tasks >= 3 * threads),
     }
-    launch(MODULE, _entry(weight), rows_part(rows, -(-tiles // task_tiles)), own)
+    launch(MODULE, _entry(weight), rows_part(rows, tasks), own)
 
 
 def _codes(rounded: RoundedRows) -> Words:

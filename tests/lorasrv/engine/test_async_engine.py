@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,27 @@ async def test_shutdown_ends_streams_with_an_error(engine) -> None:
 
 
 @pytest.mark.engine(dies=True)
+async def test_what_was_computed_before_a_shutdown_is_told(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, step, deliver = Counter[str](), engine._engine.step, engine._deliver
+
+    def stepped() -> Any:
+        outputs = step()
+        counts["computed"] += len(outputs)
+        return outputs
+
+    def delivered(outputs: Any, results: Any) -> None:
+        counts["told"] += len(outputs)
+        deliver(outputs, results)
+
+    monkeypatch.setattr(engine._engine, "step", stepped)
+    monkeypatch.setattr(engine, "_deliver", delivered)
+    stream = await engine.add(PROMPT, LONG)
+    await anext(stream)
+    await engine.shutdown()
+    assert counts["told"] == counts["computed"] > 0
+
+
+@pytest.mark.engine(dies=True)
 async def test_a_death_while_a_request_is_admitted_is_told(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine dies between the first look and the inbox: the request must not wait for ever."""
     admit = engine.input_processor.process_choices
@@ -213,7 +235,7 @@ async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monke
         loop.call_soon_threadsafe(call, *args)
 
     monkeypatch.setattr(engine._engine, "step", noted)
-    monkeypatch.setattr(engine, "_loop", SimpleNamespace(call_soon_threadsafe=handed))
+    monkeypatch.setattr(engine, "_loop", SimpleNamespace(call_soon_threadsafe=handed, is_closed=loop.is_closed))
     answer = await ask(engine, None, sampling=replace(GREEDY, max_tokens=4))
     first, end = events.index("end with 1"), len(events) - 1 - events[::-1].index("post")
     # Within the step behind it; the last token at once.

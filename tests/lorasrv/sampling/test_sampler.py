@@ -18,9 +18,10 @@ from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.outputs import Completion, FinishReason
 from lorasrv.sampling import sampler
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
-from lorasrv.sampling.sampler import _sorted, draw_together_, sample, sample_finite
+from lorasrv.sampling.sampler import _sorted, draw_together_, launch_sampling, sample, sample_finite
 from lorasrv.sampling.watermark import WatermarkVerdict, detect
 from lorasrv.sampling_params import SamplingParams, Watermark
+from sgmv_kernels.backend import NO_TOKEN
 
 PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = PROBS.log()
@@ -178,6 +179,9 @@ def test_rows_that_are_no_numbers_have_no_token() -> None:
     got = sample_finite(logits, [SamplingMetadata(p) for p in (*params, params[0])])
     one, other = sample(logits[[0, 2]], [SamplingMetadata(params[0]), SamplingMetadata(params[2])])
     assert got == [one, None, other, None]
+    biased = replace(params[0], logit_bias=((3, 5.0),))
+    rows = [SamplingMetadata(p) for p in (params[0], biased, biased, params[0])]
+    assert launch_sampling(logits, rows).tolist() == [one, NO_TOKEN, sample(logits[2:3], rows[2:3])[0], NO_TOKEN]
 
 
 # Through a whole engine: alone, in a mixed batch, preempted, and how answers end.
