@@ -501,11 +501,9 @@ class AsyncEngine:
             self._post()
         except Exception as error:
             _LOG.exception("the engine thread died")
+            self._post()
             assert self._loop is not None
-            try:
-                self._post()
-            finally:
-                self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
+            self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
     def _drain_inbox(self, *, wait: bool) -> bool:
         """Handle every message; return False on shutdown.

@@ -25,9 +25,13 @@ from sgmv_kernels.cpu_ops.attention import (
 )
 from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, i32, itemsize, scaled
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.matmul import interleave, make_mul
+from sgmv_kernels.cpu_simd.matmul import interleave, make_beside, make_mul
+from sgmv_kernels.cpu_simd.vector_ir import LANES
 
+MOST_BESIDE = 12 if LANES == 16 else 6
+"""Rows that are multiplied with two vectors of keys at a time: 24 sums of 32 registers, or twelve of sixteen."""
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
+_beside_1, _beside_3, _beside_6, _beside_most = (make_beside(n) for n in (1, 3, 6, MOST_BESIDE))
 _values_1, _values_2, _values_3, _values_6 = (
     make_mul(n, 1, add=True, fetch=True, deinterleaved=True) for n in (1, 2, 3, 6)
 )
@@ -59,6 +63,32 @@ def make_float_steps(kind: Any) -> Steps:
         """Compute scores[i, j] = query i . key j; a page prefetches the next one, the last one the first values."""
         page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
         token = first // page * page
+        # Two pages at a time, where one is a vector.
+        while page == LANES and token + 2 * page <= stop:
+            keys = page_of(args, args[KEYS], sequence, head, token)
+            other = page_of(args, args[KEYS], sequence, head, token + page)
+            token += 2 * page
+            ahead = (
+                page_of(args, args[KEYS], sequence, head, token)
+                if token < stop
+                else page_of(args, args[VALUES], sequence, head, first)
+            )
+            out, width, i = scores + 4 * (token - 2 * page - at), page * itemsize(kind), np.int64(0)
+            while i < rows:
+                a, c, left = queries + 4 * dim * i, out + stride * i, rows - i
+                if left >= MOST_BESIDE:
+                    _beside_most(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
+                    i += MOST_BESIDE
+                elif left >= 6:
+                    _beside_6(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
+                    i += 6
+                elif left >= 3:
+                    _beside_3(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
+                    i += 3
+                else:
+                    _beside_1(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
+                    i += 1
+                ahead = keys
         while token < stop:
             n = min(page, stop - token)
             keys = page_of(args, args[KEYS], sequence, head, token)

@@ -198,6 +198,43 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, deinterleave
     return made
 
 
+def make_beside(rows: int) -> Intrinsic:
+    """Return beside(a, as_, n, m, other, ms, c, cs, ahead, kind): c[i, o] = sum over k < n of a[i, k] * m[k, o] for the
+    columns of one vector of m, and behind them as many of `other`.
+
+    The rest is as in `make_mul`, whose sums these are, bit for bit. A loaded number of a serves two products, and twice
+    as many sums hide the latency of one.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        a, as_, n, m, other, ms, c, cs, ahead = args[:9]
+        kind = sig.args[9]
+        step = LANES * itemsize_of(kind)
+        emit, one = Emitter(b, LANES), Emitter(b, 1)
+        a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
+
+        def body(k: Value, sums: list[Value]) -> list[Value]:
+            for line in range(0, 2 * step, CACHE_LINE):
+                emit.fetch(b.add(ahead, b.add(b.mul(k, c64(2 * step)), c64(line))))
+            mv = [emit.load_kind(b.add(base, b.mul(k, ms)), c64(0), kind) for base in (m, other)]
+            factors = [emit.splat(one.load(a_row, k)) for a_row in a_rows]
+            return [emit.fma(mv[v], factors[i], sums[2 * i + v]) for i in range(rows) for v in range(2)]
+
+        sums = loop_of(b, c64(0), n, 1, [emit.const(0.0)] * (2 * rows), body)
+        for i in range(rows):
+            row = b.add(c, b.mul(cs, c64(i)))
+            for v in range(2):
+                emit.store(sums[2 * i + v], row, c64(v * LANES))
+        return ctx.get_dummy_value()
+
+    @intrinsic
+    def beside(typingctx, a, as_, n, m, other, ms, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
+        return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
+
+    made: Intrinsic = beside
+    return made
+
+
 def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value, Value]]) -> list[Value]:
     return [v for first, second in zip(values[::2], values[1::2], strict=True) for v in change(first, second)]
 
