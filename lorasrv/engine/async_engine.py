@@ -498,10 +498,8 @@ class AsyncEngine:
                 goes_on = self._engine.has_requests and all(output.finish_reason is None for output in outputs)
                 if idle or not (self._posts_late and goes_on):
                     self._post()
-            self._post()
         except Exception as error:
             _LOG.exception("the engine thread died")
-            self._post()
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
@@ -593,6 +591,8 @@ class AsyncEngine:
 
     def _fail_all(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = self.error or reason
+        # No step will hand these over.
+        self._deliver_outputs(self._unposted)
         for number in list(self._utility_calls):
             self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):

@@ -169,19 +169,19 @@ async def test_shutdown_ends_streams_with_an_error(engine) -> None:
 
 @pytest.mark.engine(dies=True)
 async def test_what_was_computed_before_a_shutdown_is_told(engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, step, deliver = Counter[str](), engine._engine.step, engine._deliver
+    counts, step, deliver = Counter[str](), engine._engine.step, engine._deliver_outputs
 
     def stepped() -> Any:
         outputs = step()
         counts["computed"] += len(outputs)
         return outputs
 
-    def delivered(outputs: Any, results: Any) -> None:
+    def delivered(outputs: Any) -> None:
         counts["told"] += len(outputs)
-        deliver(outputs, results)
+        deliver(outputs)
 
     monkeypatch.setattr(engine._engine, "step", stepped)
-    monkeypatch.setattr(engine, "_deliver", delivered)
+    monkeypatch.setattr(engine, "_deliver_outputs", delivered)
     stream = await engine.add(PROMPT, LONG)
     await anext(stream)
     await engine.shutdown()
