@@ -31,7 +31,8 @@ from sgmv_kernels.cpu_simd.vector_ir import LANES
 MOST_BESIDE = 12 if LANES == 16 else 6
 """Rows that are multiplied with two vectors of keys at a time: 24 sums of 32 registers, or twelve of sixteen."""
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
-_beside_1, _beside_3, _beside_6, _beside_most = (make_beside(n) for n in (1, 3, 6, MOST_BESIDE))
+_beside_1, _beside_3, _beside_6 = (make_beside(n) for n in (1, 3, 6))
+_beside_most = _beside_6 if MOST_BESIDE == 6 else make_beside(MOST_BESIDE)
 _values_1, _values_2, _values_3, _values_6 = (
     make_mul(n, 1, add=True, fetch=True, deinterleaved=True) for n in (1, 2, 3, 6)
 )
@@ -67,13 +68,12 @@ def make_float_steps(kind: Any) -> Steps:
         while page == LANES and token + 2 * page <= stop:
             keys = page_of(args, args[KEYS], sequence, head, token)
             other = page_of(args, args[KEYS], sequence, head, token + page)
-            token += 2 * page
             ahead = (
-                page_of(args, args[KEYS], sequence, head, token)
-                if token < stop
+                page_of(args, args[KEYS], sequence, head, token + 2 * page)
+                if token + 2 * page < stop
                 else page_of(args, args[VALUES], sequence, head, first)
             )
-            out, width, i = scores + 4 * (token - 2 * page - at), page * itemsize(kind), np.int64(0)
+            out, width, i = scores + 4 * (token - at), page * itemsize(kind), np.int64(0)
             while i < rows:
                 a, c, left = queries + 4 * dim * i, out + stride * i, rows - i
                 if left >= MOST_BESIDE:
@@ -89,6 +89,7 @@ def make_float_steps(kind: Any) -> Steps:
                     _beside_1(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
                     i += 1
                 ahead = keys
+            token += 2 * page
         while token < stop:
             n = min(page, stop - token)
             keys = page_of(args, args[KEYS], sequence, head, token)
