@@ -3,6 +3,8 @@
 While a page of keys is processed, the next one is prefetched; the last one prefetches the first values.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,17 +27,48 @@ from sgmv_kernels.cpu_ops.attention import (
 )
 from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, i32, itemsize, scaled
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.matmul import interleave, make_beside, make_mul
+from sgmv_kernels.cpu_simd.matmul import Intrinsic, interleave, make_beside, make_mul, make_paged_mul
 from sgmv_kernels.cpu_simd.vector_ir import LANES
 
-MOST_BESIDE = 12 if LANES == 16 else 6
-"""Rows that are multiplied with two vectors of keys at a time: 24 sums of 32 registers, or twelve of sixteen."""
-_keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
-_beside_1, _beside_3, _beside_6 = (make_beside(n) for n in (1, 3, 6))
-_beside_most = _beside_6 if MOST_BESIDE == 6 else make_beside(MOST_BESIDE)
-_values_1, _values_2, _values_3, _values_6 = (
-    make_mul(n, 1, add=True, fetch=True, deinterleaved=True) for n in (1, 2, 3, 6)
-)
+MOST_ROWS = 12 if LANES == 16 else 6
+"""Rows that are multiplied with two vectors at a time: 24 sums of 32 registers, or twelve of sixteen."""
+
+
+def make_by_rows(most: int, product_of: Callable[[int], Intrinsic]) -> Any:
+    """Return by_rows(rows, a, as_, matrix, c, cs, ahead, again, kind), which multiplies `rows` rows of a, as many at a
+    time as a product takes.
+
+    `product_of(n)` returns the product of n rows: (a, as_, *matrix, c, cs, ahead, kind). The first prefetches what is
+    `ahead`, the others what is likely there already, from `again` on.
+    """
+    product_most, product_6, product_3, product_2, product_1 = (product_of(n) for n in (most, 6, 3, 2, 1))
+
+    @kernel_part
+    def by_rows(rows, a, as_, matrix, c, cs, ahead, again, kind):  # type: ignore[no-untyped-def]
+        while rows > 0:
+            if rows >= most:
+                product_most(a, as_, *matrix, c, cs, ahead, kind)
+                done = np.int64(most)
+            elif rows >= 6:
+                product_6(a, as_, *matrix, c, cs, ahead, kind)
+                done = np.int64(6)
+            elif rows >= 3:
+                product_3(a, as_, *matrix, c, cs, ahead, kind)
+                done = np.int64(3)
+            elif rows == 2:
+                product_2(a, as_, *matrix, c, cs, ahead, kind)
+                done = np.int64(2)
+            else:
+                product_1(a, as_, *matrix, c, cs, ahead, kind)
+                done = np.int64(1)
+            a, c, ahead, rows = a + as_ * done, c + cs * done, again, rows - done
+
+    return by_rows
+
+
+_keys = make_by_rows(6, partial(make_mul, pairs=1, add=False, fetch=True))
+_keys_beside = make_by_rows(MOST_ROWS, make_beside)
+_values = make_by_rows(MOST_ROWS, make_paged_mul)
 
 
 def make_float_steps(kind: Any) -> Steps:
@@ -63,88 +96,33 @@ def make_float_steps(kind: Any) -> Steps:
     def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
         """Compute scores[i, j] = query i . key j; a page prefetches the next one, the last one the first values."""
         page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
+        bytes_, line = 4 * dim, page * itemsize(kind)
         token = first // page * page
-        # Two pages at a time, where one is a vector.
-        while page == LANES and token + 2 * page <= stop:
-            keys = page_of(args, args[KEYS], sequence, head, token)
-            other = page_of(args, args[KEYS], sequence, head, token + page)
-            ahead = (
-                page_of(args, args[KEYS], sequence, head, token + 2 * page)
-                if token + 2 * page < stop
-                else page_of(args, args[VALUES], sequence, head, first)
-            )
-            out, width, i = scores + 4 * (token - at), page * itemsize(kind), np.int64(0)
-            while i < rows:
-                a, c, left = queries + 4 * dim * i, out + stride * i, rows - i
-                if left >= MOST_BESIDE:
-                    _beside_most(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
-                    i += MOST_BESIDE
-                elif left >= 6:
-                    _beside_6(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
-                    i += 6
-                elif left >= 3:
-                    _beside_3(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
-                    i += 3
-                else:
-                    _beside_1(a, 4 * dim, dim, keys, other, width, c, stride, ahead, kind)
-                    i += 1
-                ahead = keys
-            token += 2 * page
         while token < stop:
-            n = min(page, stop - token)
-            keys = page_of(args, args[KEYS], sequence, head, token)
-            ahead = (
-                page_of(args, args[KEYS], sequence, head, token + page)
-                if token + page < stop
-                else page_of(args, args[VALUES], sequence, head, first)
+            # Two pages at a time, where one is a vector.
+            beside = page == LANES and token + 2 * page <= stop
+            end = token + 2 * page if beside else min(token + page, stop)
+            keys, out = page_of(args, args[KEYS], sequence, head, token), scores + 4 * (token - at)
+            ahead = page_of(
+                args, args[KEYS] if end < stop else args[VALUES], sequence, head, end if end < stop else first
             )
-            out, width = scores + 4 * (token - at), page * itemsize(kind)
-            i = np.int64(0)
-            while i < rows:
-                a, c, left = queries + 4 * dim * i, out + stride * i, rows - i
-                if left >= 6:
-                    _keys_6(a, 4 * dim, dim, keys, width, n, c, stride, ahead, kind)
-                    i += 6
-                elif left >= 3:
-                    _keys_3(a, 4 * dim, dim, keys, width, n, c, stride, ahead, kind)
-                    i += 3
-                elif left == 2:
-                    _keys_2(a, 4 * dim, dim, keys, width, n, c, stride, ahead, kind)
-                    i += 2
-                else:
-                    _keys_1(a, 4 * dim, dim, keys, width, n, c, stride, ahead, kind)
-                    i += 1
-                ahead = keys
-            token += n
+            if beside:
+                matrix = dim, keys, page_of(args, args[KEYS], sequence, head, token + page), line
+                _keys_beside(rows, queries, bytes_, matrix, out, stride, ahead, keys, kind)
+            else:
+                _keys(rows, queries, bytes_, (dim, keys, line, end - token), out, stride, ahead, keys, kind)
+            token = end
 
     @kernel_part
     def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
         """Add weight[i, j] * value j to sums[i]; a page prefetches the next one, the last one the next keys."""
-        page, dim, stride, width = args[PAGE], args[DIM], 4 * args[BLOCK], args[DIM] * itemsize(kind)
-        token = first
-        while token < stop:
-            inside = token % page
-            n = min(page - inside, stop - token)
-            values = page_of(args, args[VALUES], sequence, head, token) + inside * width
-            ahead = page_of(args, args[VALUES] if token + n < stop else args[KEYS], sequence, head, token + n)
-            out = weights + 4 * (token - at)
-            i = np.int64(0)
-            while i < rows:
-                a, c, left = out + stride * i, sums + 4 * dim * i, rows - i
-                if left >= 6:
-                    _values_6(a, stride, n, values, width, dim, c, 4 * dim, ahead, kind)
-                    i += 6
-                elif left >= 3:
-                    _values_3(a, stride, n, values, width, dim, c, 4 * dim, ahead, kind)
-                    i += 3
-                elif left == 2:
-                    _values_2(a, stride, n, values, width, dim, c, 4 * dim, ahead, kind)
-                    i += 2
-                else:
-                    _values_1(a, stride, n, values, width, dim, c, 4 * dim, ahead, kind)
-                    i += 1
-                ahead = values
-            token += n
+        page, dim = args[PAGE], args[DIM]
+        line = dim * itemsize(kind)
+        ids = args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + first // page)
+        values = args[VALUES] + head * page * line
+        ahead = page_of(args, args[KEYS], sequence, head, stop)
+        matrix = ids, first % page, stop - first, values, page, args[PAGE_BYTES], line, dim
+        _values(rows, weights + 4 * (first - at), 4 * args[BLOCK], matrix, sums, 4 * dim, ahead, values, kind)
 
     return Steps(width, width, prepare, score, collect, finish)
 

@@ -30,7 +30,6 @@ from sgmv_kernels.cpu_ops.attention import (
 )
 from sgmv_kernels.cpu_simd.elementwise import (
     capped,
-    exp_of,
     exp_sum,
     f32,
     i32,
@@ -78,7 +77,8 @@ def make_attention(steps: Steps) -> Any:
         scores = sums + 4 * sums_width * args[ROWS]
         maxima = scores + 4 * block * args[ROWS]
         totals = maxima + 4 * args[ROWS]
-        units = totals + 4 * args[ROWS]
+        factors = totals + 4 * args[ROWS]
+        units = factors + 4 * args[ROWS]
         weight_units = units + 8 * args[ROWS]
         start, length = i32(args[STARTS], sequence), i32(args[LENS], sequence)
         offset = length - (i32(args[STARTS], sequence + 1) - start)
@@ -96,23 +96,16 @@ def make_attention(steps: Steps) -> Any:
         while at < last:
             stop = min(at + block, last)
             score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop)
-            for i in range(rows):
-                row = start + begin + i // group
-                _soften(
-                    args,
-                    scores + 4 * block * i,
-                    sums + 4 * sums_width * i,
-                    sums_width,
-                    maxima + 4 * i,
-                    totals + 4 * i,
-                    row,
-                    row - start + offset,
-                    tree,
-                    at,
-                    stop,
-                    softcap,
-                    f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0),
-                )
+            # Scores beyond the end of the block count as masked, so that the order of a sum does not depend on the end.
+            padded = min(block, (stop - at + 31) // 32 * 32)
+            if at + padded > min(tree, offset + begin + 1) or args[WINDOW] or softcap != 0 or args[SLOPES]:
+                for i in range(rows):
+                    slope = f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0)
+                    row = start + begin + i // group
+                    _mask(
+                        args, scores + 4 * block * i, padded, row, row - start + offset, tree, at, stop, softcap, slope
+                    )
+            _soften(scores, 4 * block, padded, sums, sums_width, maxima, totals, factors, rows)
             collect(args, scores, weight_units, sums, sequence, head, rows, at, max(at, first), stop)
             at = stop
         for i in range(rows):
@@ -136,15 +129,11 @@ def make_attention(steps: Steps) -> Any:
 
 
 @kernel_part
-def _soften(  # type: ignore[no-untyped-def]
-    args, scores, sums, width, maximum, total, row, slot, tree, at, stop, softcap, slope
-):
-    """Convert one row's scores to weights, and rescale its sums to the new maximum.
+def _mask(args, scores, padded, row, slot, tree, at, stop, softcap, slope):  # type: ignore[no-untyped-def]
+    """Cap and slope one row's scores, and replace those of keys that it does not see by -inf.
 
-    Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
     The row's own key is in `slot`, the first of its draft tree in `tree`.
     """
-    padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
     position = i32(args[POSITIONS], row) if slot >= tree else slot
     low = max(0, min(position - args[WINDOW] + 1, tree) - at) if args[WINDOW] else np.int64(0)
     high = min(stop - at, slot + 1 - at)
@@ -157,26 +146,32 @@ def _soften(  # type: ignore[no-untyped-def]
     if slope != 0:
         word = i64(args[WORDS], row) if slot >= tree else np.int64(0)
         _lean(scores, slope, word, tree - at, low, high, at - position)
-    hidden = np.int64(0)
     if slot >= tree:
         outside = position - args[WINDOW] + 1 - tree if args[WINDOW] else np.int64(0)
-        hidden = _hide_others(scores, i64(args[WORDS], row), tree - at, high, outside)
-    if high - hidden <= low:
-        for j in range(padded):
-            put_f32(scores, j, np.float32(0))
-        return
-    before = f32(maximum, 0)
-    now = max(before, row_max(scores, padded))
-    if now == np.float32(-np.inf):
-        # Every score is -inf, or NaN, which the maximum ignores and the following code propagates.
-        now = np.float32(0)
-    added = exp_sum(scores, padded, now)
-    if now != before:
-        factor = exp_of(before - now)
-        scaled(sums, width, factor, sums)
-        put_f32(total, 0, f32(total, 0) * factor)
-        put_f32(maximum, 0, now)
-    put_f32(total, 0, f32(total, 0) + added)
+        _hide_others(scores, i64(args[WORDS], row), tree - at, high, outside)
+
+
+@kernel_part
+def _soften(scores, stride, n, sums, width, maxima, totals, factors, rows):  # type: ignore[no-untyped-def]
+    """Replace n scores of each row by their weights, and rescale its sums and its total to its new maximum."""
+    for i in range(rows):
+        before = f32(maxima, i)
+        now = max(before, row_max(scores + stride * i, n))
+        put_f32(maxima, i, now)
+        put_f32(factors, i, before - _reference(now))
+    exp_sum(factors, rows, np.float32(0))
+    for i in range(rows):
+        factor = f32(factors, i)
+        added = exp_sum(scores + stride * i, n, _reference(f32(maxima, i)))
+        put_f32(totals, i, f32(totals, i) * factor + added)
+        if factor != 1:
+            scaled(sums + 4 * width * i, width, factor, sums + 4 * width * i)
+
+
+@kernel_part
+def _reference(maximum):  # type: ignore[no-untyped-def]
+    """Return what is subtracted from scores: 0 where all are -inf, or NaN, which the maximum ignores."""
+    return maximum if maximum != np.float32(-np.inf) else np.float32(0)
 
 
 @kernel_part
@@ -198,13 +193,10 @@ def _lean(scores, slope, word, tree, low, high, distance):  # type: ignore[no-un
 def _hide_others(scores, word, tree, high, outside):  # type: ignore[no-untyped-def]
     """Mask the scores from `tree`, where the draft tree begins, to `high` that are no ancestors of a row in its window.
 
-    Returns: how many were masked. The first `outside` ancestors are before the window.
+    The first `outside` ancestors are before the window.
     """
-    hidden = np.int64(0)
     for bit in range(high - tree):
         is_ancestor = (word >> bit) & 1
         if tree + bit >= 0 and (outside > 0 or not is_ancestor):
             put_f32(scores, tree + bit, np.float32(-np.inf))
-            hidden += 1
         outside -= is_ancestor
-    return hidden

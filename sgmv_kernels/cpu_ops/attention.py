@@ -112,8 +112,8 @@ def tasks_part(
     tasks = _tasks(begins, sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
     width = 2 * formats.padded_pairs(dim)
-    # Queries, sums, scores, then the maximum, the sum, and four units of every row.
-    scratch_bytes = 4 * rows * group * (width + max(width, least_width) + block + 6)
+    # Queries, sums, scores, then the maximum, the sum, a factor, and four units of every row.
+    scratch_bytes = 4 * rows * group * (width + max(width, least_width) + block + 7)
     scratch_bytes = -(-scratch_bytes // 128) * 128
     scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
     sequences.kept.extend((tasks, scratch))

@@ -40,14 +40,14 @@ def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
-    """Return the largest of n numbers, -inf of none."""
+    """Return the largest of n numbers that are not NaN, -inf of none."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
-            return [emit.call("maxnum", emit.load(args[0], at), state[0])]
+            return [emit.larger(emit.load(args[0], at), state[0])]
 
         (wide, first), (one, rest) = each(b, args[1], body, (-math.inf,))
-        return one.call("maxnum", wide.max(first[0]), rest[0])
+        return one.larger(wide.max(first[0]), rest[0])
 
     return _F(_A, _A), codegen
 
@@ -59,21 +59,21 @@ def row_peak(typingctx, x, n):  # type: ignore[no-untyped-def]
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
             value = emit.load(args[0], at)
-            return [emit.call("maxnum", value, state[0]), emit.fma(value, emit.const(0.0), state[1])]
+            return [emit.larger(value, state[0]), emit.fma(value, emit.const(0.0), state[1])]
 
         (wide, (first, nothing)), (one, (rest, none)) = each(b, args[1], body, (-math.inf, 0.0))
-        return b.fadd(one.call("maxnum", wide.max(first), rest), b.fadd(wide.sum(nothing), none))
+        return b.fadd(one.larger(wide.max(first), rest), b.fadd(wide.sum(nothing), none))
 
     return _F(_A, _A), codegen
 
 
 @intrinsic
 def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
-    """Replace x[h] by exp(x[h] - maximum) and return the sum."""
+    """Replace x[h], which is not above the maximum, by exp(x[h] - maximum), and return the sum."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
-            power = emit.exp(b.fsub(emit.load(args[0], at), emit.splat(args[2])))
+            power = emit.decay(b.fsub(emit.load(args[0], at), emit.splat(args[2])))
             emit.store(power, args[0], at)
             return [b.fadd(state[0], power)]
 
@@ -81,16 +81,6 @@ def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
         return b.fadd(wide.sum(first[0]), rest[0])
 
     return _F(_A, _A, _F), codegen
-
-
-@intrinsic
-def exp_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """Return exp of one number, as `exp_sum` computes it."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        return Emitter(b, 1).exp(args[0])
-
-    return _F(_F), codegen
 
 
 @intrinsic

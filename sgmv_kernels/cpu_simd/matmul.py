@@ -11,7 +11,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from sgmv_kernels.cpu_simd.vector_ir import LANES, Emitter, Value, c64, itemsize_of, loop_of
+from sgmv_kernels.cpu_simd.vector_ir import I32, I64, LANES, Emitter, Value, c64, itemsize_of, loop_of
 
 PAIRS = 2
 """Pairs of vectors that a dot product takes at a time: enough sums to hide the latency of one."""
@@ -135,13 +135,12 @@ def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-de
     return types.void(_F, _A, _A, _A, _A, kind), codegen
 
 
-def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, deinterleaved: bool = False) -> Intrinsic:
+def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic:
     """Return mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
-    added to c, else they replace it; with `deinterleaved`, c is and stays in the order of `deinterleave`. With
-    `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile.
+    added to c, else they replace it. With `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -165,21 +164,15 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, deinterleave
                     if fetch and emit.lanes > 1:
                         for line in range(0, step * size, CACHE_LINE):
                             emit.fetch(b.add(coming, b.add(b.mul(k, c64(step * size)), c64(line))))
-                    row = b.add(m, b.mul(k, ms))
-                    if width == 1:
-                        mv = [emit.load_kind(row, at, kind)]
-                    else:
-                        mv = [v for place in places[::2] for v in emit.load_pair(row, place, kind)]
-                    factors = [emit.splat(Emitter(b, 1).load(a_row, k)) for a_row in a_rows]
-                    return [emit.fma(mv[v], factors[i], sums[i * width + v]) for i in range(rows) for v in range(width)]
+                    return _add_products(emit, sums, a_rows, k, b.add(m, b.mul(k, ms)), places, kind)
 
                 begin: list[Value] = [emit.const(0.0)] * (rows * width)
                 if add:
                     begin = [emit.load(row, place) for row in c_rows for place in places]
-                    if width > 1 and not deinterleaved:
+                    if width > 1:
                         begin = _by_pairs(begin, lambda x, y: emit.deinterleaved(x, y, kind))
                 sums = loop_of(b, c64(0), n, 1, begin, body)
-                if width > 1 and not deinterleaved:
+                if width > 1:
                     sums = _by_pairs(sums, lambda x, y: emit.interleaved(x, y, kind))
                 for i, row in enumerate(c_rows):
                     for v, place in enumerate(places):
@@ -210,15 +203,14 @@ def make_beside(rows: int) -> Intrinsic:
         a, as_, n, m, other, ms, c, cs, ahead = args[:9]
         kind = sig.args[9]
         step = LANES * itemsize_of(kind)
-        emit, one = Emitter(b, LANES), Emitter(b, 1)
+        emit = Emitter(b, LANES)
         a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
 
         def body(k: Value, sums: list[Value]) -> list[Value]:
             for line in range(0, 2 * step, CACHE_LINE):
                 emit.fetch(b.add(ahead, b.add(b.mul(k, c64(2 * step)), c64(line))))
             mv = [emit.load_kind(b.add(base, b.mul(k, ms)), c64(0), kind) for base in (m, other)]
-            factors = [emit.splat(one.load(a_row, k)) for a_row in a_rows]
-            return [emit.fma(mv[v], factors[i], sums[2 * i + v]) for i in range(rows) for v in range(2)]
+            return _add_scaled(emit, sums, a_rows, k, mv)
 
         sums = loop_of(b, c64(0), n, 1, [emit.const(0.0)] * (2 * rows), body)
         for i in range(rows):
@@ -233,6 +225,90 @@ def make_beside(rows: int) -> Intrinsic:
 
     made: Intrinsic = beside
     return made
+
+
+def make_paged_mul(rows: int) -> Intrinsic:
+    """Return paged(a, as_, ids, inside, n, base, page, bytes, ms, columns, c, cs, ahead, kind): c[i, o] += sum over
+    k < n of a[i, k] * m[k, o], the rows of m being on pages.
+
+    m begins at row `inside` of the first page of `ids`; a page has `page` rows, `ms` bytes apart, `bytes` * id behind
+    `base`. A page prefetches the next one, the last one as many bytes at `ahead`. Sums stay in registers from page to
+    page, and in the order of `deinterleave` in c. The rest is as in `make_mul`.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        a, as_, ids, inside, n, base, page, page_bytes, ms, columns, c, cs, ahead = args[:13]
+        kind = sig.args[13]
+        size = itemsize_of(kind)
+        a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
+        c_rows = [b.add(c, b.mul(cs, c64(i))) for i in range(rows)]
+        last = b.sdiv(b.sub(b.add(inside, n), c64(1)), page)
+
+        def page_at(index: Value) -> Value:
+            page = b.sext(b.load(Emitter(b, 1).at(ids, index, 4, I32), align=4), I64)
+            return b.add(base, b.mul(page, page_bytes))
+
+        done: Value = c64(0)
+        for lanes, width in ((LANES, 2), (LANES, 1), (1, 1)):
+            emit, step = Emitter(b, lanes), lanes * width
+            end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
+
+            def tile(
+                at: Value, _: list[Value], emit: Emitter = emit, width: int = width, step: int = step
+            ) -> list[Value]:
+                places = [b.add(at, c64(v * emit.lanes)) for v in range(width)]
+
+                def of_page(index: Value, state: list[Value]) -> list[Value]:
+                    before, sums = state[0], state[1:]
+                    start = b.select(b.icmp_signed("==", index, c64(0)), inside, c64(0))
+                    whole, left = b.sub(page, start), b.sub(n, before)
+                    count = b.select(b.icmp_signed("<", whole, left), whole, left)
+                    first = b.add(page_at(index), b.mul(start, ms))
+                    is_last = b.icmp_signed("==", index, last)
+                    following = page_at(b.select(is_last, index, b.add(index, c64(1))))
+                    coming = b.add(b.select(is_last, ahead, following), b.mul(b.mul(at, page), c64(size)))
+
+                    def body(k: Value, sums: list[Value]) -> list[Value]:
+                        for line in range(0, step * size if emit.lanes > 1 else 0, CACHE_LINE):
+                            emit.fetch(b.add(coming, b.add(b.mul(k, c64(step * size)), c64(line))))
+                        row = b.add(first, b.mul(k, ms))
+                        return _add_products(emit, sums, a_rows, b.add(before, k), row, places, kind)
+
+                    return [b.add(before, count), *loop_of(b, c64(0), count, 1, sums, body)]
+
+                begin = [emit.load(row, place) for row in c_rows for place in places]
+                _, *sums = loop_of(b, c64(0), b.add(last, c64(1)), 1, [c64(0), *begin], of_page)
+                for i, row in enumerate(c_rows):
+                    for v, place in enumerate(places):
+                        emit.store(sums[i * width + v], row, place)
+                return []
+
+            loop_of(b, done, end, step, [], tile)
+            done = end
+        return ctx.get_dummy_value()
+
+    @intrinsic
+    def paged(typingctx, a, as_, ids, inside, n, base, page, bytes_, ms, columns, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
+        return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
+
+    made: Intrinsic = paged
+    return made
+
+
+def _add_products(
+    emit: Emitter, sums: list[Value], a_rows: list[Value], k: Value, row: Value, places: list[Value], kind: Any
+) -> list[Value]:
+    """Add a[i, k] * m[k, o] to the sums of each row i, for a row of m and the columns `places`."""
+    if len(places) == 1:
+        return _add_scaled(emit, sums, a_rows, k, [emit.load_kind(row, places[0], kind)])
+    return _add_scaled(emit, sums, a_rows, k, [v for place in places[::2] for v in emit.load_pair(row, place, kind)])
+
+
+def _add_scaled(emit: Emitter, sums: list[Value], a_rows: list[Value], k: Value, vectors: list[Value]) -> list[Value]:
+    """Add a[i, k] times each vector to the sums of each row i."""
+    factors = [emit.splat(Emitter(emit.b, 1).load(row, k)) for row in a_rows]
+    products = [(vector, factor) for factor in factors for vector in vectors]
+    return [emit.fma(vector, factor, added) for (vector, factor), added in zip(products, sums, strict=True)]
 
 
 def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value, Value]]) -> list[Value]:

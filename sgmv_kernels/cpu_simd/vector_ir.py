@@ -116,6 +116,10 @@ class Emitter:
     def fma(self, x: Value, y: Value, z: Value) -> Value:
         return self.call("fma", x, y, z)
 
+    def larger(self, x: Value, y: Value) -> Value:
+        """Return the larger of two numbers, y if one is NaN: one instruction on x86, where LLVM's `maxnum` is three."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
     def splat(self, scalar: Value) -> Value:
         if self.lanes == 1:
             return scalar
@@ -157,7 +161,8 @@ class Emitter:
         return self.fold(value, lambda emit, x, y: emit.b.fadd(x, y))
 
     def max(self, value: Value) -> Value:
-        return self.fold(value, lambda emit, x, y: emit.call("maxnum", x, y))
+        """Return the largest of all lanes, which are not NaN."""
+        return self.fold(value, lambda emit, x, y: emit.larger(x, y))
 
     def exp(self, x: Value) -> Value:
         """Return e^x to 2 units in the last place, 0 below -87.3, NaN of NaN (Cephes' expf polynomial)."""
@@ -166,17 +171,32 @@ class Emitter:
         small = b.fcmp_ordered("<", x, self.const(-87.3))
         x = self.call("maxnum", self.call("minnum", x, self.const(88.7)), self.const(-87.3))
         n = self.call("floor", self.fma(x, self.const(1.4426950408889634), self.const(0.5)))
-        r = self.fma(n, self.const(-0.693359375), x)
-        r = self.fma(n, self.const(2.12194440e-4), r)
-        p = self.const(1.9875691500e-4)
-        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = self.fma(p, r, self.const(c))
-        y = b.fadd(self.fma(b.fmul(r, r), p, r), self.const(1.0))
+        y = self._rest_of_power(x, n)
         # 2^127 is the largest power: 88.7 gives 2^128 by n, so one factor of 2 stays outside.
         exponent = b.shl(b.add(b.fptosi(n, self.int), self.const_int(126)), self.const_int(23))
         y = b.fmul(b.fmul(y, b.bitcast(exponent, self.float)), self.const(2.0))
         y = b.select(small, self.const(0.0), y)
         return b.select(b.fcmp_unordered("uno", before, before), before, y)
+
+    def _rest_of_power(self, x: Value, n: Value) -> Value:
+        """Return e^x / 2^n by a polynomial, n being the whole number next to x / ln 2."""
+        r = self.fma(n, self.const(2.12194440e-4), self.fma(n, self.const(-0.693359375), x))
+        p = self.const(1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = self.fma(p, r, self.const(c))
+        return self.b.fadd(self.fma(self.b.fmul(r, r), p, r), self.const(1.0))
+
+    def decay(self, x: Value) -> Value:
+        """Return e^x of numbers that are not above 0, as `exp` does in half the instructions; NaN of NaN.
+
+        Adding 1.5 * 2^23 rounds to a whole number, whose bits are a power of two's exponent, and 0 of -127 and less.
+        """
+        b, rounder = self.b, self.const(1.5 * 2**23 + 127)
+        x = self.larger(self.const(-88.0), x)
+        shifted = self.fma(x, self.const(1.4426950408889634), rounder)
+        n = b.fsub(shifted, rounder)
+        y = self._rest_of_power(x, n)
+        return b.fmul(y, b.bitcast(b.shl(b.bitcast(shifted, self.int), self.const_int(23)), self.float))
 
     def tanh(self, x: Value) -> Value:
         """Return tanh x to 3 units in the last place, NaN of NaN (Cephes' tanhf: a polynomial near 0, else by e^2x)."""
