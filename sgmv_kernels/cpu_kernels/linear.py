@@ -73,15 +73,19 @@ def make_round_rows(is_ordered: bool) -> Any:
             group, first = task // parts, task % parts * ROUND_BLOCKS
             if group * ROW_GROUP >= args[NUM_ROWS]:
                 return
-            for i in range(min(ROW_GROUP, args[NUM_ROWS] - group * ROW_GROUP)):
-                row = args[X] + (group * ROW_GROUP + i) * 4 * args[WIDTH]
-                codes = args[CODES] + group * ROW_GROUP * args[ROW_BYTES] + 4 * i
-                units = args[UNITS] + group * ROW_GROUP * args[UNIT_BYTES] + 4 * i
-                for j in range(first, min(first + ROUND_BLOCKS, blocks)):
-                    at = j * 4 * CODE_BLOCK
-                    x = row if is_ordered else row + at
-                    quads = codes + j * CODE_BLOCK // 4 * QUAD
-                    round_block(x, args[ORDER] + at, quads, units + j * qm.UNITS)
+            before, row_bytes = group * ROW_GROUP, 4 * args[WIDTH]
+            x = args[X] + before * row_bytes
+            codes, units = args[CODES] + before * args[ROW_BYTES], args[UNITS] + before * args[UNIT_BYTES]
+            for j in range(first, min(first + ROUND_BLOCKS, blocks)):
+                at = j * 4 * CODE_BLOCK
+                round_block(
+                    x if is_ordered else x + at,
+                    row_bytes,
+                    args[NUM_ROWS] - before,
+                    args[ORDER] + at,
+                    codes + j * CODE_BLOCK // 4 * QUAD,
+                    units + j * qm.UNITS,
+                )
 
     return round_rows
 

@@ -6,6 +6,7 @@ multiplied at a time are read from one place.
 """
 
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -50,57 +51,105 @@ _VECTOR = LINE // VECTORS
 
 
 def make_rounding(is_ordered: bool) -> Callable[..., Any]:
-    """round(x, order, codes, unit_sum): round 32 fp32 numbers of a row to whole multiples of a unit, 127 for the
-    largest magnitude.
+    """round(x, xs, rows, order, codes, units): round 32 fp32 numbers of every row of a group to whole multiples of a
+    unit, 127 for the largest magnitude.
 
-    `x`: the first number; of an ordered rounding the row, from which the 32 int32 at `order` choose. `codes`: where the
-    row's first four int8 go, `QUAD` bytes before the next. `unit_sum`: where the row's unit goes, and `UNITS` / 2 bytes
+    `x`: the first number of the first row; of an ordered rounding the row, from which the 32 int32 at `order` choose;
+    `xs` bytes from row to row; places behind the first `rows` get what the last row has. `codes`: where the first four
+    int8 of each row go, `QUAD` bytes before the next. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
     on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, order, codes, unit_sum = args
-        emit, one = Emitter(b, LANES), Emitter(b, 1)
-        if is_ordered:
-            parts = [_gathered(b, x, b.add(order, c64(4 * i))) for i in range(0, CODE_BLOCK, LANES)]
-        else:
-            parts = [emit.load(x, c64(i)) for i in range(0, CODE_BLOCK, LANES)]
-        sizes = [emit.call("fabs", part) for part in parts]
-        largest = sizes[0]
-        for size in sizes[1:]:
-            largest = emit.call("maxnum", largest, size)
-        largest, total = emit.max(largest), emit.sum(emit.total(sizes))
-        finite = b.fcmp_ordered("<", total, one.const(float("inf")))
-        some = b.and_(finite, b.fcmp_ordered(">", largest, one.const(1e-30)))
-        factor = b.select(some, b.fdiv(one.const(float(LEVELS)), largest), one.const(0.0))
-        unit = b.fmul(largest, one.const(1 / LEVELS))
-        unit = b.select(finite, b.select(some, unit, one.const(0.0)), one.const(float("nan")))
-        whole = []
-        for part in parts:
-            # Infinity times 0 is NaN, which cannot be converted to an integer.
-            scaled = b.fmul(part, emit.splat(factor))
-            scaled = b.select(b.fcmp_ordered("ord", scaled, scaled), scaled, emit.const(0.0))
-            whole.append(b.fptosi(emit.call("rint", scaled), INTS))
-        total_int = whole[0]
-        for part in whole[1:]:
-            total_int = b.add(total_int, part)
-        total_float = b.sitofp(total_int, emit.float)
-        one.store(unit, unit_sum, c64(0))
-        one.store(b.fmul(unit, emit.sum(total_float)), unit_sum, c64(ROW_GROUP))
-        place = codes
-        for part in whole:
-            quads = b.bitcast(b.trunc(part, ir.VectorType(_I8, LANES)), ir.VectorType(I32, LANES // 4))
-            for q in range(LANES // 4):
-                b.store(b.extract_element(quads, ir.Constant(I32, q)), b.inttoptr(place, I32.as_pointer()), align=4)
-                place = b.add(place, c64(QUAD))
+        x, xs, rows, order, codes, units = args
+        emit, group = Emitter(b, LANES), Emitter(b, ROW_GROUP)
+        last = b.sub(rows, c64(1))
+        parts = []
+        for i in range(ROW_GROUP):
+            index = b.select(b.icmp_signed("<", c64(i), last), c64(i), last)
+            row = b.add(x, b.mul(index, xs))
+            if is_ordered:
+                parts.append([_gathered(b, row, b.add(order, c64(4 * at))) for at in range(0, CODE_BLOCK, LANES)])
+            else:
+                parts.append([emit.load(row, c64(at)) for at in range(0, CODE_BLOCK, LANES)])
+        # As whole numbers, the bits of magnitudes have the same order, and those of no number or infinity are largest.
+        magnitudes = [[b.and_(b.bitcast(part, INTS), filled(INTS, 0x7FFFFFFF)) for part in row] for row in parts]
+        largest_bits = _largest_of_rows(b, [reduce(partial(_larger_int, b), row) for row in magnitudes])
+        largest = b.bitcast(largest_bits, group.float)
+        finite = b.icmp_signed("<", largest_bits, filled(group.int, 0x7F800000))
+        some = b.and_(finite, b.fcmp_ordered(">", largest, group.const(1e-30)))
+        factors = b.select(some, b.fdiv(group.const(float(LEVELS)), largest), group.const(0.0))
+        unit = b.select(some, b.fmul(largest, group.const(1 / LEVELS)), group.const(0.0))
+        unit = b.select(finite, unit, group.const(float("nan")))
+        dot = SmallDot()
+        sums = dot.begin()
+        for n, quad in enumerate(_by_quads(b, [_rounded(b, row, factors, i) for i, row in enumerate(parts)])):
+            store_vector(b, quad, b.add(codes, c64(4 * LANES * n)))
+            sums = dot.step(b, sums, filled(BYTES, 1), quad)
+        sums = dot.end(b, sums)
+        places = [list(range(at, at + ROW_GROUP)) for at in range(0, LANES, ROW_GROUP)]
+        total = reduce(b.add, [_chosen(b, sums, sums, own) for own in places])
+        group.store(unit, units, c64(0))
+        group.store(b.fmul(unit, b.sitofp(total, group.float)), units, c64(ROW_GROUP))
         return ctx.get_dummy_value()
 
     @intrinsic
-    def rounding(typingctx, x, order, codes, unit_sum):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 4), codegen
+    def rounding(typingctx, x, xs, rows, order, codes, units):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 6), codegen
 
     made: Callable[..., Any] = rounding
     return made
+
+
+def _larger_int(b: Any, one: Value, other: Value) -> Value:
+    return b.select(b.icmp_signed(">", one, other), one, other)
+
+
+def _chosen(b: Any, one: Value, other: Value, places: list[int]) -> Value:
+    """Return the numbers at places of two vectors, one behind the other."""
+    return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+def _joined(b: Any, vectors: list[Value]) -> Value:
+    """Return all numbers of vectors, a power of two, in one."""
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [_chosen(b, one, other, list(range(2 * one.type.count))) for one, other in pairs]
+    return vectors[0]
+
+
+def _largest_of_rows(b: Any, rows: list[Value]) -> Value:
+    """Return the largest number of each row, whole numbers, of which each row is a vector."""
+    vectors, size = rows, LANES
+    while size > 1:
+        # The lower and the upper halves of what is left of each row, of two vectors at a time.
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=False)) or [(vectors[0], vectors[0])]
+        lower = [n for n in range(min(2, len(vectors)) * vectors[0].type.count) if n % size < size // 2]
+        upper = [n + size // 2 for n in lower]
+        vectors = [_larger_int(b, _chosen(b, *pair, lower), _chosen(b, *pair, upper)) for pair in pairs]
+        size //= 2
+    return vectors[0]
+
+
+def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
+    """Return a row's numbers times its factor as whole numbers, four int8 to each int32."""
+    emit = Emitter(b, LANES)
+    factor = _chosen(b, factors, factors, [row] * LANES)
+    # Adding 1.5 * 2^23 rounds; what is no number ends in 0.
+    whole = [b.bitcast(b.fadd(b.fmul(part, factor), emit.const(1.5 * 2**23)), INTS) for part in parts]
+    codes = _joined(b, [b.trunc(part, ir.VectorType(_I8, LANES)) for part in whole])
+    return b.bitcast(codes, ir.VectorType(I32, CODE_BLOCK // 4))
+
+
+def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
+    """Transpose an int32 of each row, then the next of each row, and so on; returns vectors of LANES."""
+    half = ROW_GROUP // 2
+    low = [place for n in range(half) for place in (n, n + ROW_GROUP)]
+    high = [place + half for place in low]
+    for _ in range(ROW_GROUP.bit_length() - 1):
+        rows = [_chosen(b, rows[i], rows[i + half], places) for i in range(half) for places in (low, high)]
+    together = LANES // ROW_GROUP
+    return [_joined(b, rows[i : i + together]) for i in range(0, ROW_GROUP, together)]
 
 
 def _gathered(b: Any, x: Value, order: Value) -> Value:
