@@ -248,6 +248,13 @@ def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
+def test_rounding_reads_no_rows_that_do_not_exist() -> None:
+    rounded = linear_cpu.round_rows(rows(11, 96))
+    codes, units = rounded.codes[1].unbind(1), rounded.units[1].unbind(2)
+    assert all(torch.equal(codes[2], beyond) for beyond in codes[3:])
+    assert all(torch.equal(units[2], beyond) for beyond in units[3:])
+
+
 FILES = tuple(pytest.param(kind, marks=() if kind == "table" else pytest.mark.long) for kind in FILE_KINDS)
 
 
