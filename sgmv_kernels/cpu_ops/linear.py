@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
+from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needs_signed
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
@@ -74,7 +75,7 @@ class CpuLinear:
         return self.tiles.unpack().dequantize()
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.tiles.rows(ids).dequantize() if len(ids) else torch.empty((0, self.in_features))
+        return rows_cpu(self.tiles, ids)
 
 
 def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None) -> CpuLinear:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,12 +94,6 @@ class CodeTiles:
         lines, *factors = self._parts(self.data)
         stored = lines.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.out_features]
         return self._codes(stored, *(part.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features] for part in factors))
-
-    def rows(self, ids: Tensor) -> GroupQuantizedWeight:
-        """Return the codes of some outputs, ids [N] int64, N at least 1."""
-        # By numpy: torch would wake all threads for a few microseconds.
-        tiles, lanes = np.divmod(ids.numpy(), TILE)
-        return self._codes(*(torch.from_numpy(part.numpy()[tiles, :, :, lanes]) for part in self._parts(self.data)))
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split [N, S, bytes] into stored lines [N, S, lines, TILE, 4]; floats [N, S, 1 or 2, TILE]; int8 scales, then

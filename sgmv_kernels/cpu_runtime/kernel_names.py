@@ -26,6 +26,7 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         *(("linear", entry) for entry in linear),
         *(("pointwise", entry) for entry in pointwise),
         ("affine", "rows"),
+        ("weight_rows", "rows"),
         ("slots", "copy"),
         ("program", "run_items"),
     )

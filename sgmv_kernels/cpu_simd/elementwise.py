@@ -17,7 +17,7 @@ from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value
 BF16, FP16, FP32, INT8 = np.uint16(0), np.int16(0), np.float32(0), np.int8(0)
 """Numbers that tell a kernel how a matrix is stored, by their types."""
 
-_I16 = ir.IntType(16)
+_I8, _I16 = ir.IntType(8), ir.IntType(16)
 _A, _F = types.int64, types.float32
 
 
@@ -357,6 +357,26 @@ def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
         return b.sext(b.extract_element(mixed, ir.Constant(I32, 0)), I64)
 
     return types.int64(_A, _A), codegen
+
+
+@intrinsic
+def byte(typingctx, address, index):  # type: ignore[no-untyped-def]
+    """Return the unsigned byte at `index`, as int64."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.zext(b.load(Emitter(b, 1).at(args[0], args[1], 1, _I8), align=1), I64)
+
+    return types.int64(_A, _A), codegen
+
+
+@intrinsic
+def number(typingctx, address, index, kind):  # type: ignore[no-untyped-def]
+    """Return one number of a matrix as fp32."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return Emitter(b, 1).load_kind(args[0], args[1], sig.args[2])
+
+    return _F(_A, _A, kind), codegen
 
 
 @intrinsic

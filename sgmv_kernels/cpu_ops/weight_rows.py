@@ -1,0 +1,43 @@
+"""CPU launcher that looks up rows of packed codes, as an embedding does."""
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, Factors
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, launch, rows_part
+from sgmv_kernels.formats.adapter_panels import TILE
+
+MODULE, ENTRY = "weight_rows", "rows"
+IDS, DATA, RUNS, RUN_BYTES, CODE_BYTES, GROUP, LEVELS, KIND, COUNT, TABLE, ORDER, OUT = range(
+    NUM_ROWS + 1, NUM_ROWS + 13
+)
+"""Places in the kernel's arguments, after the counters and the rows. RUNS: groups of a row, or runs of them that share
+steps; GROUP: inputs of one; COUNT: 2 if there are minima or zeros, else 1."""
+NUM_ARGS = OUT + 1
+HALF, FLOAT, STEPS = range(3)
+"""What KIND counts for the factors, before `ZEROS` is added: fp16, fp32, or int8 that share fp16 steps."""
+ZEROS = 4
+
+
+def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:
+    """Return the weights [N, in_features] fp32 of some outputs, ids [N] int64."""
+    ids, factors = ids.contiguous(), tiles.factors
+    out = torch.empty((len(ids), tiles.in_features))
+    kind = FLOAT if factors.dtype == torch.float32 else STEPS if factors is Factors.STEPS else HALF
+    _, runs, run_bytes = tiles.data.shape
+    own = {
+        IDS: ids.data_ptr(),
+        DATA: tiles.data.data_ptr(),
+        RUNS: runs,
+        RUN_BYTES: run_bytes,
+        CODE_BYTES: tiles.code_bytes,
+        GROUP: tiles.group,
+        LEVELS: tiles.levels,
+        KIND: kind + (ZEROS if factors in (Factors.ZEROS, Factors.FP32) else 0),
+        COUNT: (run_bytes - tiles.code_bytes) // (TILE * (10 if kind == STEPS else factors.dtype.itemsize)),
+        TABLE: 0 if tiles.table is None else tiles.table.data_ptr(),
+        ORDER: 0 if tiles.order is None else tiles.order.data_ptr(),
+        OUT: out.data_ptr(),
+    }
+    launch(MODULE, ENTRY, rows_part(len(ids), len(ids)), own)
+    return out
