@@ -94,14 +94,17 @@ def make_float_steps(kind: Any) -> Steps:
 
     @kernel_part
     def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-        """Compute scores[i, j] = query i . key j; a page prefetches the next one, the last one the first values."""
+        """Compute scores[i, j] = query i . key j for whole pages; those behind `stop` are masked afterwards.
+
+        A page prefetches the next one, the last one the first values.
+        """
         page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
         bytes_, line = 4 * dim, page * itemsize(kind)
         token = first // page * page
         while token < stop:
             # Two pages at a time, where one is a vector.
-            beside = page == LANES and token + 2 * page <= stop
-            end = token + 2 * page if beside else min(token + page, stop)
+            beside = page == LANES and token + page < stop
+            end = token + 2 * page if beside else token + page
             keys, out = page_of(args, args[KEYS], sequence, head, token), scores + 4 * (token - at)
             ahead = page_of(
                 args, args[KEYS] if end < stop else args[VALUES], sequence, head, end if end < stop else first
@@ -110,7 +113,7 @@ def make_float_steps(kind: Any) -> Steps:
                 matrix = dim, keys, page_of(args, args[KEYS], sequence, head, token + page), line
                 _keys_beside(rows, queries, bytes_, matrix, out, stride, ahead, keys, kind)
             else:
-                _keys(rows, queries, bytes_, (dim, keys, line, end - token), out, stride, ahead, keys, kind)
+                _keys(rows, queries, bytes_, (dim, keys, line, page), out, stride, ahead, keys, kind)
             token = end
 
     @kernel_part

@@ -32,6 +32,7 @@ from sgmv_kernels.cpu_simd.elementwise import (
     capped,
     exp_sum,
     f32,
+    fill,
     i32,
     i64,
     put_f32,
@@ -87,8 +88,7 @@ def make_attention(steps: Steps) -> Any:
             prepare(args, source, scale, units + 8 * i, sums + 4 * sums_width * i, queries + 4 * width * i)
             put_f32(maxima, i, np.float32(-np.inf))
             put_f32(totals, i, np.float32(0))
-        for i in range(rows * sums_width):
-            put_f32(sums, i, np.float32(0))
+        fill(sums, rows * sums_width, np.float32(0))
         tree = i32(args[TREES], sequence) if args[TREES] else length
         first = max(0, min(offset + begin, tree) - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
         last = offset + end
@@ -137,10 +137,9 @@ def _mask(args, scores, padded, row, slot, tree, at, stop, softcap, slope):  # t
     position = i32(args[POSITIONS], row) if slot >= tree else slot
     low = max(0, min(position - args[WINDOW] + 1, tree) - at) if args[WINDOW] else np.int64(0)
     high = min(stop - at, slot + 1 - at)
-    for j in range(min(low, padded)):
-        put_f32(scores, j, np.float32(-np.inf))
-    for j in range(max(0, high), padded):
-        put_f32(scores, j, np.float32(-np.inf))
+    seen = max(0, high)
+    fill(scores, min(low, padded), np.float32(-np.inf))
+    fill(scores + 4 * seen, padded - seen, np.float32(-np.inf))
     if high > low and softcap != 0:
         capped(scores + 4 * low, high - low, softcap)
     if slope != 0:

@@ -39,6 +39,23 @@ def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def fill(typingctx, x, n, value):  # type: ignore[no-untyped-def]
+    """Set x[h] = value for h < n. A loop over single numbers would become stores to scattered addresses."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, value = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            emit.store(emit.splat(value), x, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F), codegen
+
+
+@intrinsic
 def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
     """Return the largest of n numbers that are not NaN, -inf of none."""
 
