@@ -43,9 +43,11 @@ from sgmv_kernels.cpu_simd.elementwise import (
     gelu_times,
     i64,
     itemsize,
+    put_column,
     put_f32,
     put_i32,
     put_kind,
+    put_row,
     rotated,
     row_max,
     row_peak,
@@ -255,8 +257,7 @@ def make_rope(store: Any) -> Any:
                 for h in range(heads):
                     out = args[OUT] + (row * heads + h) * head_bytes
                     rotated(x + h * head_bytes, cos, sin, half, out)
-                    for d in range(2 * half, dim):
-                        put_f32(out, d, f32(x + h * head_bytes, d))
+                    scaled(x + h * head_bytes + 8 * half, dim - 2 * half, np.float32(1), out + 8 * half)
                 page, slot = i64(args[PAGES], row) * args[PAGE_BYTES], i64(args[SLOTS], row)
                 for h in range(kv_heads):
                     key, value = x + (heads + h) * head_bytes, x + (heads + kv_heads + h) * head_bytes
@@ -272,10 +273,9 @@ def make_store(kind: Any) -> Any:
     @kernel_part
     def store(args, page, slot, head, key, value):  # type: ignore[no-untyped-def]
         dim, tokens = args[WIDTH], args[PAGE]
-        skip = page + head * dim * tokens * itemsize(kind)
-        for d in range(dim):
-            put_kind(args[KEYS] + skip, d * tokens + slot, f32(key, d), kind)
-            put_kind(args[VALUES] + skip, slot * dim + d, f32(value, d), kind)
+        skip, size = page + head * dim * tokens * itemsize(kind), itemsize(kind)
+        put_column(key, dim, args[KEYS] + skip + slot * size, tokens * size, kind)
+        put_row(value, dim, args[VALUES] + skip + slot * dim * size, kind)
 
     return store
 

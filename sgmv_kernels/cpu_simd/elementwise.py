@@ -326,18 +326,55 @@ def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped
     """Store one number as `kind`, rounded to nearest even."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        address, index, value = args[:3]
-        kind, one = sig.args[3], Emitter(b, 1)
-        if kind == types.float32:
-            one.store(value, address, index)
-        elif kind == types.int16:
-            half = ir.HalfType()
-            b.store(b.fptrunc(value, half), one.at(address, index, 2, half), align=2)
-        else:
-            b.store(b.trunc(one.bf16_bits(value), _I16), one.at(address, index, 2, _I16), align=2)
+        one = Emitter(b, 1)
+        _put(b, one.narrow(args[2], sig.args[3]), one.at(args[0], args[1], itemsize_of(sig.args[3]), _I8))
         return ctx.get_dummy_value()
 
     return types.void(_A, _A, _F, kind), codegen
+
+
+@intrinsic
+def put_row(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
+    """Store n numbers at x as `kind`, rounded to nearest even, one after another."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, out = args[:3]
+        kind = sig.args[3]
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            _put(b, emit.narrow(emit.load(x, at), kind), emit.at(out, at, itemsize_of(kind), _I8))
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, kind), codegen
+
+
+@intrinsic
+def put_column(typingctx, x, n, out, stride, kind):  # type: ignore[no-untyped-def]
+    """Store n numbers at x as `kind`, rounded to nearest even, `stride` bytes from each other."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, out, stride = args[:4]
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            numbers = emit.narrow(emit.load(x, at), sig.args[4])
+            for lane in range(emit.lanes):
+                place = b.add(out, b.mul(b.add(at, c64(lane)), stride))
+                one = numbers if emit.lanes == 1 else b.extract_element(numbers, ir.Constant(I32, lane))
+                _put(b, one, b.inttoptr(place, _I8.as_pointer()))
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A, kind), codegen
+
+
+def _put(b: Any, value: Value, place: Value) -> None:
+    """Store numbers at a place of any alignment."""
+    b.store(value, b.bitcast(place, value.type.as_pointer()), align=1)
 
 
 @intrinsic

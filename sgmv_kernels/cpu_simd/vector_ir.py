@@ -113,6 +113,14 @@ class Emitter:
         quiet = b.or_(b.lshr(bits, self.const_int(16)), self.const_int(0x40))
         return b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
 
+    def narrow(self, value: Value, kind: Any) -> Value:
+        """Return fp32 numbers as a kind that has no codes, rounded to nearest even; bf16 as int16."""
+        if kind == types.float32:
+            return value
+        if kind == types.int16:
+            return self.b.fptrunc(value, self._of(_F16))
+        return self.b.trunc(self.bf16_bits(value), self._of(_I16))
+
     def fma(self, x: Value, y: Value, z: Value) -> Value:
         return self.call("fma", x, y, z)
 
