@@ -112,13 +112,15 @@ def check_sequences(
     same = len(page_tables) == len(query_lens) == len(kv_lens)
     require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
     require(page_size > 0, f"page_size must be positive, not {page_size}")
-    for n, length in zip(query_lens, kv_lens, strict=True):
-        require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
+    wrong = [(n, length) for n, length in zip(query_lens, kv_lens, strict=True) if not 0 < n <= length]
+    require(not wrong, f"query_lens must be positive and at most kv_lens: {wrong[:4]}")
     longest = max(kv_lens, default=0)
     require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
-    used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
-    inside = (page_tables >= 0) & (page_tables < num_pages)
-    require((inside | ~used).all(), "page_tables name a page outside the pool")
+    # A negative id is a very large one.
+    outside = page_tables.view(np.uint32) >= num_pages
+    if outside.any():
+        used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
+        require(not (outside & used).any(), "page_tables name a page outside the pool")
 
 
 def check_trees(parents: Sequence[Parents], kv_lens: Sequence[int]) -> None:

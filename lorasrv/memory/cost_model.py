@@ -83,6 +83,8 @@ class StepCosts:
     _prior: Matrix = field(init=False)
     _moments: Matrix = field(init=False)
     _targets: Matrix = field(init=False)
+    # Steps since the last fit, whose parts these are.
+    _newest: list[list[float]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._prior = np.array(self.seconds_each) / GUESS
@@ -138,14 +140,22 @@ class StepCosts:
         if self.is_learned:
             seconds = min(seconds, MAX_SURPRISE * predicted)
         scale = 1.0 / max(seconds, 1e-6)
-        row = np.array(shape.parts) * GUESS * scale
-        self._moments = FORGETTING * self._moments + np.outer(row, row)
-        self._targets = FORGETTING * self._targets + row
+        self._newest.append([part * guess * scale for part, guess in zip(shape.parts, GUESS, strict=True)])
         self.num_observed += 1
         if self.num_observed % REFIT_EVERY == 0:
-            moments = self._moments + PRIOR_STEPS * np.eye(len(PARTS))
-            solution = _without_negatives(moments, self._targets + PRIOR_STEPS * self._prior)
-            self.seconds_each = (solution * GUESS).tolist()
+            self._refit()
+
+    def _refit(self) -> None:
+        """Add the newest steps to the sums, and solve for the coefficients."""
+        rows = np.array(self._newest)
+        self._newest.clear()
+        weights = FORGETTING ** np.arange(len(rows))[::-1]
+        kept = FORGETTING ** len(rows)
+        self._moments = kept * self._moments + (rows.T * weights) @ rows
+        self._targets = kept * self._targets + weights @ rows
+        moments = self._moments + PRIOR_STEPS * np.eye(len(PARTS))
+        solution = _without_negatives(moments, self._targets + PRIOR_STEPS * self._prior)
+        self.seconds_each = (solution * GUESS).tolist()
 
 
 def _without_negatives(moments: Matrix, targets: Matrix) -> Matrix:
