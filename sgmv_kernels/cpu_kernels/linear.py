@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from sgmv_kernels.cpu_kernels.rounding import round_group, round_ordered_group
 from sgmv_kernels.cpu_ops.linear import (
     BIAS,
     CODE_BYTES,
@@ -45,7 +46,6 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     copy_factors,
     end_tile,
     make_product,
-    make_rounding,
     unpack_entries,
     unpack_sevens,
 )
@@ -57,40 +57,29 @@ _WIDTH = 4 * TILE * TILES_AT_ONCE
 """Bytes of a row's sums."""
 
 
-def make_round_rows(is_ordered: bool) -> Any:
-    """Return the kernel that rounds rows as they are, or in the order of the inputs that `ORDER` gives."""
-    round_block = make_rounding(is_ordered)
+def make_round_rows(round_group: Any) -> Any:
+    """Return the kernel that rounds rows by groups."""
 
     @kernel_part
     def round_rows(args):  # type: ignore[no-untyped-def]
         """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes
         beside.
         """
-        blocks = args[WIDTH] // CODE_BLOCK
+        blocks, row_bytes = args[WIDTH] // CODE_BLOCK, 4 * args[WIDTH]
         parts = (blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
         while True:
             task = take_next(args.ctypes.data)
-            group, first = task // parts, task % parts * ROUND_BLOCKS
-            if group * ROW_GROUP >= args[NUM_ROWS]:
+            before, first = task // parts * ROW_GROUP, task % parts * ROUND_BLOCKS
+            if before >= args[NUM_ROWS]:
                 return
-            before, row_bytes = group * ROW_GROUP, 4 * args[WIDTH]
-            x = args[X] + before * row_bytes
             codes, units = args[CODES] + before * args[ROW_BYTES], args[UNITS] + before * args[UNIT_BYTES]
-            for j in range(first, min(first + ROUND_BLOCKS, blocks)):
-                at = j * 4 * CODE_BLOCK
-                round_block(
-                    x if is_ordered else x + at,
-                    row_bytes,
-                    args[NUM_ROWS] - before,
-                    args[ORDER] + at,
-                    codes + j * CODE_BLOCK // 4 * QUAD,
-                    units + j * qm.UNITS,
-                )
+            x, rows, last = args[X] + before * row_bytes, args[NUM_ROWS] - before, min(first + ROUND_BLOCKS, blocks)
+            round_group(x, row_bytes, rows, args[ORDER], codes, units, first, last)
 
     return round_rows
 
 
-_round_rows, _round_ordered = make_round_rows(False), make_round_rows(True)
+_round_rows, _round_ordered = make_round_rows(round_group), make_round_rows(round_ordered_group)
 
 
 def round8(raw: Any) -> None:

@@ -7,7 +7,10 @@ from numba import carray
 
 from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
+from sgmv_kernels.cpu_kernels.rounding import round_group
 from sgmv_kernels.cpu_ops.pointwise import (
+    CODES,
+    COLUMNS,
     FLOAT,
     HALF,
     HEADS,
@@ -20,8 +23,11 @@ from sgmv_kernels.cpu_ops.pointwise import (
     PAGE_BYTES,
     PAGES,
     PEAK_BLOCK,
+    ROW_BYTES,
     ROWS,
     SLOTS,
+    UNIT_BYTES,
+    UNITS,
     VALUE_MINIMA,
     VALUE_SCALES,
     VALUES,
@@ -67,6 +73,7 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     put_value_codes,
     row_min,
 )
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, NIBBLE_LEVELS
 
 
@@ -107,27 +114,38 @@ def likeliest(raw: Any) -> None:
 
 
 @kernel_part
+def _round(args, first, start, end):  # type: ignore[no-untyped-def]
+    """Round columns `start` to `end` of a group of rows of the result, where that is asked for."""
+    if args[CODES]:
+        row_bytes, rows = 4 * args[WIDTH], args[NUM_ROWS] - first
+        codes, units = args[CODES] + first * args[ROW_BYTES], args[UNITS] + first * args[UNIT_BYTES]
+        x = args[OUT] + first * row_bytes
+        round_group(x, row_bytes, rows, np.int64(0), codes, units, start // CODE_BLOCK, end // CODE_BLOCK)
+
+
+@kernel_part
 def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
     width, eps = args[WIDTH], np.float32(floats[FLOAT])
     while True:
-        first = take_next(args.ctypes.data) * ROWS
+        first = take_next(args.ctypes.data) * ROW_GROUP
         if first >= args[NUM_ROWS]:
             return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+        for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
             skip = 4 * width * row
             x, delta = args[A] + skip, args[B] + skip if args[B] else np.int64(0)
             mean = add_square_sum(x, delta, width) / np.float32(width)
             weighted(x, args[C], width, np.float32(1) / np.sqrt(mean + eps), args[OUT] + skip)
+        _round(args, first, 0, width)
 
 
 @kernel_part
 def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
     width, eps = args[WIDTH], np.float32(floats[FLOAT])
     while True:
-        first = take_next(args.ctypes.data) * ROWS
+        first = take_next(args.ctypes.data) * ROW_GROUP
         if first >= args[NUM_ROWS]:
             return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+        for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
             skip = 4 * width * row
             x, out = args[A] + skip, args[OUT] + skip
             if args[B]:
@@ -135,41 +153,48 @@ def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
             mean = row_sum(x, width) / np.float32(width)
             square = centered(x, mean, width, out) / np.float32(width)
             weighted(out, args[C], width, np.float32(1) / np.sqrt(square + eps), out)
+        _round(args, first, 0, width)
+
+
+def make_gate(compute: Any) -> Any:
+    """Return the kernel of an activation, of which `compute(args, row, start, n, out)` does n columns of a row."""
+
+    @kernel_part
+    def gate_rows(args):  # type: ignore[no-untyped-def]
+        """Take tasks until none is left: `COLUMNS` columns of a group of rows."""
+        width = args[WIDTH]
+        parts = (width + COLUMNS - 1) // COLUMNS
+        while True:
+            task = take_next(args.ctypes.data)
+            first, start = task // parts * ROW_GROUP, task % parts * COLUMNS
+            if first >= args[NUM_ROWS]:
+                return
+            end = min(start + COLUMNS, width)
+            for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
+                compute(args, row, start, end - start, args[OUT] + 4 * (width * row + start))
+            _round(args, first, start, end)
+
+    return gate_rows
 
 
 @kernel_part
-def _gelu_exact_rows(args):  # type: ignore[no-untyped-def]
-    width = args[WIDTH]
-    while True:
-        first = take_next(args.ctypes.data) * ROWS
-        if first >= args[NUM_ROWS]:
-            return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
-            gelu_of(args[A] + 4 * width * row, width, args[OUT] + 4 * width * row)
+def _silu(args, row, start, n, out):  # type: ignore[no-untyped-def]
+    gate = args[A] + 4 * (2 * args[WIDTH] * row + start)
+    silu_times(gate, gate + 4 * args[WIDTH], n, out)
 
 
 @kernel_part
-def _silu_rows(args):  # type: ignore[no-untyped-def]
-    width = args[WIDTH]
-    while True:
-        first = take_next(args.ctypes.data) * ROWS
-        if first >= args[NUM_ROWS]:
-            return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
-            gate = args[A] + 8 * width * row
-            silu_times(gate, gate + 4 * width, width, args[OUT] + 4 * width * row)
+def _gelu(args, row, start, n, out):  # type: ignore[no-untyped-def]
+    gate = args[A] + 4 * (2 * args[WIDTH] * row + start)
+    gelu_times(gate, gate + 4 * args[WIDTH], n, out)
 
 
 @kernel_part
-def _gelu_rows(args):  # type: ignore[no-untyped-def]
-    width = args[WIDTH]
-    while True:
-        first = take_next(args.ctypes.data) * ROWS
-        if first >= args[NUM_ROWS]:
-            return
-        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
-            gate = args[A] + 8 * width * row
-            gelu_times(gate, gate + 4 * width, width, args[OUT] + 4 * width * row)
+def _gelu_exact(args, row, start, n, out):  # type: ignore[no-untyped-def]
+    gelu_of(args[A] + 4 * (args[WIDTH] * row + start), n, out)
+
+
+_silu_rows, _gelu_rows, _gelu_exact_rows = map(make_gate, (_silu, _gelu, _gelu_exact))
 
 
 @kernel_part

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.cpu_ops.pointwise import round_last
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
@@ -113,8 +114,11 @@ def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
     codes = empty("codes", (groups, width // 4, ROW_GROUP, 4), torch.int8)
     units = empty("units", (groups, blocks, 2, ROW_GROUP))
     rounded = RoundedRows(codes, units)
+    target = _codes(rounded)
+    if order is None and round_last(x, *(target[place] for place in (CODES, ROW_BYTES, UNITS, UNIT_BYTES))):
+        return rounded
     tasks = groups * -(-blocks // ROUND_BLOCKS)
-    own = {X: x.data_ptr(), ORDER: 0 if order is None else order.data_ptr(), **_codes(rounded)}
+    own = {X: x.data_ptr(), ORDER: 0 if order is None else order.data_ptr(), **target}
     launch(MODULE, _round_entry(order), rows_part(rows, tasks), own)
     return rounded
 

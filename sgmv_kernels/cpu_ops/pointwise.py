@@ -4,13 +4,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
+from sgmv_kernels.cpu_runtime.launch import (
+    NUM_ROWS,
+    Part,
+    Words,
+    empty,
+    launch,
+    recorded_last,
+    rows_are_now,
+    rows_part,
+)
 from sgmv_kernels.formats import kv_format as formats
+from sgmv_kernels.formats.adapter_panels import ROW_GROUP
 from sgmv_kernels.formats.kv_pages import KvPages
 
 MODULE = "pointwise"
 ROWS = 4
 """Rows of a task. With fewer rows than two tasks have, a second thread is not worth waking."""
+COLUMNS = 512
+"""Columns of a task of an activation."""
 PEAK_BLOCK = 1024
 """Numbers among which the place of the largest is looked for."""
 TAKEN, SAMPLED = "taken", "sampled"
@@ -19,7 +31,9 @@ A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
 PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 """Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
 HALF, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA = range(PAGE_BYTES + 1, PAGE_BYTES + 5)
-NUM_ARGS = VALUE_MINIMA + 1
+CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(VALUE_MINIMA + 1, VALUE_MINIMA + 5)
+"""Where the result goes as `cpu_ops.linear.RoundedRows`, too; CODES is 0 where it is not rounded."""
+NUM_ARGS = UNIT_BYTES + 1
 ROPE = {
     "bfloat16": "rope_bf16",
     "float16": "rope_fp16",
@@ -50,7 +64,7 @@ def _normed(entry: str, x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         WIDTH: x.shape[1],
         FLOAT: _bits(eps),
     }
-    _launch(entry, len(x), own)
+    _launch_group(entry, len(x), len(x) // ROW_GROUP, own)
     return out
 
 
@@ -58,7 +72,7 @@ def silu_mul_cpu(gate_up: Tensor) -> Tensor:
     """See `ops.Ops.silu_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty("gated", (rows, width))
-    _launch("silu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
+    _launch_gate("silu", gate_up, out)
     return out
 
 
@@ -115,14 +129,14 @@ def gelu_mul_cpu(gate_up: Tensor) -> Tensor:
     """See `ops.Ops.gelu_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty("gated", (rows, width))
-    _launch("gelu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
+    _launch_gate("gelu", gate_up, out)
     return out
 
 
 def gelu_cpu(x: Tensor) -> Tensor:
     """See `ops.Ops.gelu`."""
     out = empty("gated", x.shape)
-    _launch("gelu_exact", len(x), {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: x.shape[1]})
+    _launch_gate("gelu_exact", x, out)
     return out
 
 
@@ -155,8 +169,32 @@ def likeliest_cpu(logits: Tensor) -> Tensor:
     return out.long()
 
 
+def round_last(x: Tensor, codes: int, row_bytes: int, units: int, unit_bytes: int) -> bool:
+    """Have the launch that makes x round it, too, if that is what was recorded last; return whether it does.
+
+    Args:
+        codes, row_bytes, units, unit_bytes: addresses of `cpu_ops.linear.RoundedRows`, and bytes from row to row.
+    """
+    own = recorded_last(MODULE)
+    if own is None or own.get(CODES) != 0 or own[OUT] != x.data_ptr():
+        return False
+    own |= {CODES: codes, ROW_BYTES: row_bytes, UNITS: units, UNIT_BYTES: unit_bytes}
+    return True
+
+
 def _bits(number: float) -> int:
     return np.float64(number).view(np.int64).item()
+
+
+def _launch_gate(entry: str, x: Tensor, out: Tensor) -> None:
+    rows, width = out.shape
+    own = {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: width}
+    _launch_group(entry, rows, -(-rows // ROW_GROUP) * -(-width // COLUMNS), own)
+
+
+def _launch_group(entry: str, rows: int, tasks: int, own: Words) -> None:
+    """Launch a kernel whose tasks are of whole groups of rows, so that it can round them."""
+    launch(MODULE, entry, rows_part(rows, tasks), {**own, CODES: 0})
 
 
 def _launch(entry: str, rows: int, own: Words) -> None:

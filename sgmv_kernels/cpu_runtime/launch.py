@@ -53,7 +53,7 @@ class Recorder:
 
     threads: int
     part_of_rows: str = ROWS
-    launches: list[tuple[str, int, str, Words]] = field(default_factory=list)
+    launches: list[tuple[str, int, str, dict[int, int]]] = field(default_factory=list)
     buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
@@ -100,11 +100,19 @@ def rows_are_now(part: str) -> None:
         _local.recorder.part_of_rows = part
 
 
+def recorded_last(module: str) -> dict[int, int] | None:
+    """Return the own words of the launch that was recorded last, to be changed, if it is one of this module."""
+    recorder = _local.recorder
+    if recorder is None or not recorder.launches or recorder.launches[-1][0] != module:
+        return None
+    return recorder.launches[-1][3]
+
+
 def launch(module: str, entry: str, part: Part, own: Words) -> None:
     """Run a kernel by its module and name, or record it."""
     kernel = address_of(module, entry)
     if _local.recorder is not None:
-        _local.recorder.launches.append((module, kernel, part.name, own))
+        _local.recorder.launches.append((module, kernel, part.name, dict(own)))
         return
     block = arguments(*(0,) * (WORDS - COUNTERS))
     for words in (part.words, own):

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sgmv_kernels.cpu_ops import linear as linear_cpu
 from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.launch import WORDS, recording
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, join_codes, stack_codes
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, KernelArgumentError, Ops
@@ -253,6 +254,29 @@ def test_rounding_reads_no_rows_that_do_not_exist() -> None:
     codes, units = rounded.codes[1].unbind(1), rounded.units[1].unbind(2)
     assert all(torch.equal(codes[2], beyond) for beyond in codes[3:])
     assert all(torch.equal(units[2], beyond) for beyond in units[3:])
+
+
+def test_a_recorded_launch_rounds_what_it_computes() -> None:
+    x, other = rows(11, 96), rows(11, 96, seed=3)
+    made: list[tuple[Callable[[], Tensor], Tensor]] = [
+        (lambda: NUMBA.add_rms_norm_(x, None, rows(1, 96)[0], 1e-5), x),
+        (lambda: NUMBA.add_layer_norm_(x, None, rows(1, 96)[0], 1e-5), x),
+        (lambda: NUMBA.silu_mul(gate_up), other),
+    ]
+    gate_up = rows(11, 192)
+    for compute, another in made:
+        with recording() as recorded:
+            computed = compute()
+            rounded = linear_cpu.round_rows(computed)
+        assert len(recorded.launches) == 1
+        Program(recorded).run({ROWS: {NUM_ROWS: 11}})
+        plain = linear_cpu.round_rows(computed.clone())
+        assert torch.equal(rounded.codes, plain.codes)
+        assert torch.equal(rounded.units, plain.units)
+        with recording() as apart:
+            compute()
+            linear_cpu.round_rows(another)
+        assert len(apart.launches) == 2, "it computes something else"
 
 
 FILES = tuple(pytest.param(kind, marks=() if kind == "table" else pytest.mark.long) for kind in FILE_KINDS)
