@@ -323,10 +323,10 @@ def plan_of(
 ) -> AttentionPlan:
     """Return the plan of a step's sequences without the backend's part; arguments as `Ops.plan_attention`."""
     queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
-    ends = np.cumsum(queries, dtype=np.int32)
-    sequence = np.repeat(np.arange(len(queries)), queries)
+    starts = np.zeros(len(queries) + 1, dtype=np.int32)
+    ends = queries.cumsum(dtype=np.int32, out=starts[1:])
+    sequence = np.arange(len(queries)).repeat(queries)
     position = np.arange(len(sequence)) + (lens - ends)[sequence]
     pages, slots = page_tables[sequence, position // page_size], position % page_size
     write_pages, write_slots = upload((pages, slots), device)
-    starts = np.concatenate((np.zeros(1, dtype=np.int32), ends))
     return AttentionPlan(page_tables, starts, lens, page_size, num_pages, write_pages, write_slots, None)

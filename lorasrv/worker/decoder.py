@@ -28,6 +28,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.metadata.h2d import rows_at
 from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
 
 STATE_ROWS = 64
@@ -222,7 +223,8 @@ class Decoder:
 
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
         """Return embedded tokens [T, H], and cosines and sines of their positions."""
-        turned = tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
+        places = batch.positions
+        turned = tuple((rows_at(cos, places), rows_at(sin, places)) for cos, sin in self._angles)
         if not self._exchange.is_first:
             return self._exchange.arrive(len(batch.token_ids)), turned
         replaced, ids = batch.embedding_rows, batch.token_ids

@@ -66,26 +66,27 @@ class StepRows:
         entries = sorted({term for own in terms for term in own})
         lens = np.array([len(s.token_ids) for s in scheduled])
         starts = np.array([s.start for s in scheduled])
-        firsts = np.cumsum(lens) - lens
+        firsts = lens.cumsum() - lens
         samples = np.array([s.samples for s in scheduled])
         asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
-        positions = np.arange(lens.sum()) - np.repeat(firsts, lens) + np.repeat(starts, lens)
+        positions = np.arange(lens.sum()) + (starts - firsts).repeat(lens)
         for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
             if parents := share.slot_parents:
                 positions[end - len(parents) : end] = _tree_positions(share)
         seen = [sequence for share in scheduled for sequence in _sequences(share)]
         trees = [sequence.parents for sequence in seen]
+        own = _logit_rows(scheduled, firsts + lens, samples)
         return cls(
             scheduled=scheduled,
             adapters=[step.placements[key] for key, _ in entries],
             weights=[weight for _, weight in entries],
             token_ids=np.array([t for s in scheduled for t in s.token_ids]),
             positions=positions,
-            row_terms=np.repeat(_owners(terms, entries), lens, axis=1),
+            row_terms=_owners(terms, entries).repeat(lens, axis=1),
             query_lens=np.array([sequence.num_rows for sequence in seen]),
             kv_lens=np.array([sequence.num_keys for sequence in seen]),
             page_tables=_page_tables([sequence.pages for sequence in seen]),
-            logit_rows=np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked]),
+            logit_rows=np.concatenate([own, *asked]) if asked else own,
             parents=trees if any(trees) else [],
             num_observed=np.array([sequence.num_observed for sequence in seen], dtype=np.int32),
         )

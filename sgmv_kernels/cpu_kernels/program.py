@@ -124,7 +124,7 @@ def _run_items(args):  # type: ignore[no-untyped-def]
         joined = now % LAUNCH // JOINED
         # A thread that has joined meanwhile ends the launch instead.
         if now % JOINED == joined and replace_shared(state, now, item * LAUNCH + joined * JOINED):
-            store_shared(args[CLOCK] + 8 * item, ticks())
+            _count_ticks(args[CLOCK], i64(args[ITEMS], ITEM_WORDS * (item - 1) + 2))
             store_shared(released, item)
         else:
             spins = 0
@@ -132,3 +132,11 @@ def _run_items(args):  # type: ignore[no-untyped-def]
                 spins += 1
                 if spins > SPINS:
                     yield_processor()
+
+
+@kernel_part
+def _count_ticks(clock, kind):  # type: ignore[no-untyped-def]
+    """Add the ticks since the end of the launch before to those of a kind. Only the thread that ends a launch does."""
+    now, spent = ticks(), clock + 8 * (1 + kind)
+    store_shared(spent, load_shared(spent) + now - load_shared(clock))
+    store_shared(clock, now)

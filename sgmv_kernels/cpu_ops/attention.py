@@ -48,7 +48,7 @@ class CpuSequences:
 def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
     """Compute the query lengths; tasks depend on the heads and are made at the first layer."""
     del device
-    return CpuSequences(np.diff(plan.query_starts), {}, [])
+    return CpuSequences(plan.query_starts[1:] - plan.query_starts[:-1], {}, [])
 
 
 def attention_cpu(
@@ -145,7 +145,7 @@ def _tasks(begins: Int32, query_lens: Int32, kv_lens: Int32, rows: int, kv_heads
     work = np.minimum(counts, rows) * kv_lens
     tasks = [
         (s, first_head, last_head, begin, min(n, begin + rows))
-        for s, first, n in ((s, int(begins[s]), int(query_lens[s])) for s in np.argsort(-work, kind="stable").tolist())
+        for s, first, n in ((s, int(begins[s]), int(query_lens[s])) for s in (-work).argsort(kind="stable").tolist())
         for begin in range(first, n, rows)
         for first_head, last_head in spans
     ]

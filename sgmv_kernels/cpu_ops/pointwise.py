@@ -85,7 +85,8 @@ def take_rows_cpu(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 def taken_part(rows: Tensor) -> Part:
     """Return the words that a step gives to `take_rows`."""
-    return Part(TAKEN, {NUM_ROWS: len(rows), B: rows.data_ptr()}, len(rows) // ROWS)
+    count = rows.shape[0]
+    return Part(TAKEN, {NUM_ROWS: count, B: rows.data_ptr()}, count // ROWS)
 
 
 def rope_name(cos: Tensor) -> str:

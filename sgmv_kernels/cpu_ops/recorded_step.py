@@ -58,7 +58,7 @@ class RecordedStep:
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits [S, V], in a buffer that the next run overwrites."""
-        rows, samples = len(x), len(tables.sample_rows)
+        rows, samples = x.shape[0], tables.sample_rows.shape[0]
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
             self._last = None
             return self._layers(x, angles, tables)
@@ -68,7 +68,8 @@ class RecordedStep:
             if held is None or held[0].threads != team_size():
                 self._recorded[each] = self._record(*each)
         program, logits = self._recorded[kind]
-        self._x[:rows] = x
+        # By numpy: torch takes ten times as long for a few rows.
+        self._x.numpy()[:rows] = x.numpy()
         parts = self._parts(rows, angles, tables)
         begun = time.perf_counter()
         program.run(parts)
@@ -108,7 +109,7 @@ class RecordedStep:
         sequences = sequences_part(attention, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         parts: dict[str, Words] = {
             ROWS: {NUM_ROWS: rows},
-            SAMPLED: {NUM_ROWS: len(tables.sample_rows)},
+            SAMPLED: {NUM_ROWS: tables.sample_rows.shape[0]},
             TAKEN: taken_part(tables.sample_rows).words,
             ATTENTION: sequences.words,
         }

@@ -23,8 +23,9 @@ WORDS = 32
 """Words of a block, the two counters included."""
 COUNTERS = 2
 NUM_ITEMS, ITEMS, BARRIER, CLOCK = range(2, 6)
-"""Places in the arguments of the kernel that runs a program."""
-ITEM_WORDS = 2
+"""Places in the arguments of the kernel that runs a program. CLOCK: the last launch's end, then each kind's ticks."""
+ITEM_WORDS = 3
+"""Words of a launch of a program: kernel, block, kind."""
 NUM_ROWS = COUNTERS
 """Place of the number of rows, in all kernels that loop over rows."""
 ROWS = "rows"
@@ -143,13 +144,13 @@ class Program:
         self._items[:, 0] = [kernel for _, kernel, _, _ in recorded.launches]
         self._items[:, 1] = self._blocks.ctypes.data + 8 * WORDS * np.arange(count)
         self._barrier = np.zeros(16, dtype=np.int64)
-        self._clock = np.zeros(count + 1, dtype=np.int64)
         self._kept = recorded.buffers
         self.threads = recorded.threads
         self._kernel = address_of("program", "run_items")
         kinds = [kind for kind, _, _, _ in recorded.launches]
         self._kinds = list(dict.fromkeys(kinds))
-        self._kind_of = np.array([self._kinds.index(kind) for kind in kinds])
+        self._items[:, 2] = [self._kinds.index(kind) for kind in kinds]
+        self._clock = np.zeros(1 + len(self._kinds), dtype=np.int64)
 
     def run(self, parts: Mapping[str, Words]) -> None:
         """Run all launches; `parts` has every part that they name."""
@@ -158,14 +159,13 @@ class Program:
             row = self._parts[i]
             for place, value in parts[name].items():
                 row[place] = value
-        np.take(self._parts, self._part_of, axis=0, out=self._blocks)
+        self._parts.take(self._part_of, axis=0, out=self._blocks)
         self._blocks += self._own
-        self._barrier[:] = 0
+        self._barrier[:] = self._clock[:] = 0
         shared = (self._items, self._barrier, self._clock)
         block = arguments(len(self._items), *(array.ctypes.data for array in shared))
         run(self._kernel, block, self.threads, len(self._items) + 1)
 
-    def ticks(self) -> dict[str, float]:
+    def ticks(self) -> dict[str, int]:
         """Return the processor ticks of the last run by kind of launch, including the waits at their ends."""
-        ticks = self._clock[1:] - self._clock[:-1]
-        return dict(zip(self._kinds, np.bincount(self._kind_of, weights=ticks).tolist(), strict=True))
+        return dict(zip(self._kinds, self._clock[1:].tolist(), strict=True))

@@ -52,8 +52,9 @@ def build_segments(row_adapters: Sequence[int] | Int32) -> Segments:
         row_adapters: [T] the adapter of each row, `BASE` for none.
     """
     adapters = np.asarray(row_adapters, dtype=np.int32)
-    permutation = np.argsort(adapters, kind="stable").astype(np.int32)
+    permutation = adapters.argsort(kind="stable").astype(np.int32)
     ordered = adapters[permutation]
-    starts = np.flatnonzero(np.diff(ordered, prepend=BASE - 1))
-    indptr = np.append(starts, len(adapters)).astype(np.int32)
-    return Segments(permutation, indptr, ordered[starts])
+    is_first = np.ones(len(ordered) + 1, dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:-1])
+    indptr = is_first.nonzero()[0].astype(np.int32)
+    return Segments(permutation, indptr, ordered[indptr[:-1]])
