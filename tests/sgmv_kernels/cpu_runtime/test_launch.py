@@ -87,6 +87,7 @@ def test_threads_may_come_at_any_launch(program, monkeypatch: pytest.MonkeyPatch
 
 
 CLOCK_AT = 1000
+COUNT_TICKS = kernel._count_ticks.py_func
 
 
 class Turns:
@@ -108,7 +109,7 @@ class Turns:
         patch.setattr(kernel, "call_kernel", self._call)
         patch.setattr(kernel, "i64", lambda items, at: at // launch.ITEM_WORDS)
         patch.setattr(kernel, "ticks", self._ticks)
-        patch.setattr(kernel, "_count_ticks", kernel._count_ticks.py_func)
+        patch.setattr(kernel, "_count_ticks", COUNT_TICKS)
         patch.setattr(kernel, "yield_processor", lambda: None)
 
     def run(self, threads: int) -> None:
