@@ -83,7 +83,7 @@ class StepCosts:
     _prior: Matrix = field(init=False)
     _moments: Matrix = field(init=False)
     _targets: Matrix = field(init=False)
-    # Steps since the last fit, whose parts these are.
+    # The scaled parts of each step since the last fit.
     _newest: list[list[float]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

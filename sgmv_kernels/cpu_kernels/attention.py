@@ -94,7 +94,7 @@ def make_float_steps(kind: Any) -> Steps:
 
     @kernel_part
     def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-        """Compute scores[i, j] = query i . key j for whole pages; those behind `stop` are masked afterwards.
+        """Compute scores[i, j] = query i . key j for whole pages; other keys than `first` to `stop` are masked later.
 
         A page prefetches the next one, the last one the first values.
         """

@@ -13,6 +13,7 @@ from sgmv_kernels.cpu_ops.attention import (
     KV_HEADS,
     LENS,
     NUM_TASKS,
+    PAGE,
     POSITIONS,
     ROWS,
     SCALE,
@@ -50,7 +51,8 @@ class Steps(NamedTuple):
     `width(args)` returns the fp32 numbers of a row of queries, `sums_width(args)` those of a row of sums, as many at
     least. `prepare(args, source, scale, units, room, queries)` makes a row of queries, whose sums are not needed yet,
     of a head at `source`. `score(args, queries, units, scores, sequence, head, rows, at, first, stop)` computes the
-    scores of keys from `first` to `stop`, the block's first key being `at`. `collect(args, scores, units, sums,
+    scores of keys from `first` to `stop`, the block's first key being `at`; it may write those of the other keys of
+    their pages, which the loop masks. `collect(args, scores, units, sums,
     sequence, head, rows, at, first, stop)` adds their values by weight. `finish(args, sums, factor, row, head)` writes
     a query head of a row of the result.
     """
@@ -96,8 +98,10 @@ def make_attention(steps: Steps) -> Any:
         while at < last:
             stop = min(at + block, last)
             score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop)
-            # Scores beyond the end of the block count as masked, so that the order of a sum does not depend on the end.
-            padded = min(block, (stop - at + 31) // 32 * 32)
+            # Scores beyond the end of the block count as masked, so that the order of a sum does not depend on the end;
+            # so do those of the rest of the last page.
+            page = args[PAGE]
+            padded = min(block, max((stop - at + 31) // 32 * 32, (stop - at + page - 1) // page * page))
             if at + padded > min(tree, offset + begin + 1) or args[WINDOW] or softcap != 0 or args[SLOPES]:
                 for i in range(rows):
                     slope = f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0)

@@ -35,7 +35,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 _QUAD, _LINE = 4, 4 * TILE
 _HALF = CODE_BLOCK // 2
 _SEVENS = 8
-"""Lines of the first, and of the second, of two codes of 11 levels that share seven bits."""
+"""Of 64 codes of 11 levels, each code of the first eight lines shares seven bits with one of the last eight lines."""
 
 
 def rows(raw: Any) -> None:
@@ -60,7 +60,7 @@ def _work(args):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _write_run(args, run, lane, first, out):  # type: ignore[no-untyped-def]
-    """Write the inputs of a run, of which the row's is `first`."""
+    """Write a row's weights of one run, whose first input is `first`."""
     unit = args[GROUP] // STEP_GROUPS if args[KIND] == STEPS else args[GROUP]
     for start in range(0, args[GROUP], unit):
         scale, offset = _factors(args, run + args[CODE_BYTES], lane, start // unit)

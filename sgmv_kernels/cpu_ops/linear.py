@@ -108,7 +108,10 @@ def _round_entry(order: Tensor | None) -> str:
 
 
 def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
-    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours; `order` [H] int32 permutes x first."""
+    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours; `order` [H] int32 permutes x first.
+
+    In a recording, the launch that makes x does it, if it was recorded just before and can.
+    """
     rows, width = x.shape
     groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
     codes = empty("codes", (groups, width // 4, ROW_GROUP, 4), torch.int8)

@@ -1,4 +1,4 @@
-"""CPU launchers of the ops between the linears: norms, rotation, gates. Each passes over memory once, row by row."""
+"""CPU launchers of the ops between the linears: norms, rotation, activations. Each passes over memory once."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from sgmv_kernels.cpu_runtime.launch import (
     Words,
     empty,
     launch,
-    recorded_last,
+    recorded_maker,
     rows_are_now,
     rows_part,
 )
@@ -20,7 +20,8 @@ from sgmv_kernels.formats.kv_pages import KvPages
 
 MODULE = "pointwise"
 ROWS = 4
-"""Rows of a task. With fewer rows than two tasks have, a second thread is not worth waking."""
+"""Rows of a task, but for norms and activations: they have groups of rows, which the same thread may round. With fewer
+rows than two tasks have, a second thread is not worth waking."""
 COLUMNS = 512
 """Columns of a task of an activation."""
 PEAK_BLOCK = 1024
@@ -64,7 +65,7 @@ def _normed(entry: str, x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         WIDTH: x.shape[1],
         FLOAT: _bits(eps),
     }
-    _launch_group(entry, len(x), len(x) // ROW_GROUP, own)
+    _launch_groups(entry, out, len(x) // ROW_GROUP, own)
     return out
 
 
@@ -176,8 +177,8 @@ def round_last(x: Tensor, codes: int, row_bytes: int, units: int, unit_bytes: in
     Args:
         codes, row_bytes, units, unit_bytes: addresses of `cpu_ops.linear.RoundedRows`, and bytes from row to row.
     """
-    own = recorded_last(MODULE)
-    if own is None or own.get(CODES) != 0 or own[OUT] != x.data_ptr():
+    own = recorded_maker(x)
+    if own is None:
         return False
     own |= {CODES: codes, ROW_BYTES: row_bytes, UNITS: units, UNIT_BYTES: unit_bytes}
     return True
@@ -190,12 +191,13 @@ def _bits(number: float) -> int:
 def _launch_gate(entry: str, x: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     own = {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: width}
-    _launch_group(entry, rows, -(-rows // ROW_GROUP) * -(-width // COLUMNS), own)
+    # Less than a group of rows is not worth waking a second thread.
+    _launch_groups(entry, out, rows // ROW_GROUP * -(-width // COLUMNS), own)
 
 
-def _launch_group(entry: str, rows: int, tasks: int, own: Words) -> None:
+def _launch_groups(entry: str, out: Tensor, tasks: int, own: Words) -> None:
     """Launch a kernel whose tasks are of whole groups of rows, so that it can round them."""
-    launch(MODULE, entry, rows_part(rows, tasks), {**own, CODES: 0})
+    launch(MODULE, entry, rows_part(len(out), tasks), own, result=out)
 
 
 def _launch(entry: str, rows: int, own: Words) -> None:

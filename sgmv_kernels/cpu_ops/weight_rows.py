@@ -1,5 +1,6 @@
 """CPU launcher that looks up rows of packed codes, as an embedding does."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +16,21 @@ IDS, DATA, RUNS, RUN_BYTES, CODE_BYTES, GROUP, LEVELS, KIND, COUNT, TABLE, ORDER
 steps; GROUP: inputs of one; COUNT: 2 if there are minima or zeros, else 1."""
 NUM_ARGS = OUT + 1
 HALF, FLOAT, STEPS = range(3)
-"""What KIND counts for the factors, before `ZEROS` is added: fp16, fp32, or int8 that share fp16 steps."""
+"""Values of KIND: scales are fp16, fp32, or int8 that share fp16 steps."""
 ZEROS = 4
+"""Added to KIND where the second factor is a zero, not a minimum."""
 
 
 def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:
-    """Return the weights [N, in_features] fp32 of some outputs, ids [N] int64."""
+    """Return the weights [N, in_features] fp32 of some outputs, ids [N] int64.
+
+    Raises:
+        IndexError: an id is none of an output.
+    """
     ids, factors = ids.contiguous(), tiles.factors
+    # A negative id is a very large one.
+    if ids.numpy().view(np.uint64).max(initial=0) >= tiles.out_features:
+        raise IndexError(f"ids must be from 0 to {tiles.out_features - 1}")
     out = torch.empty((len(ids), tiles.in_features))
     kind = FLOAT if factors.dtype == torch.float32 else STEPS if factors is Factors.STEPS else HALF
     _, runs, run_bytes = tiles.data.shape

@@ -27,7 +27,8 @@ from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 
 logger = logging.getLogger(__name__)
 _KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
-_SOURCES = *_KERNELS, "formats/adapter_panels.py", "formats/kv_format.py"
+_SOURCES = *_KERNELS, "formats/*.py", "backend.py"
+"""Files whose constants and code kernels are made of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class Recorder:
     part_of_rows: str = ROWS
     launches: list[tuple[str, int, str, dict[int, int]]] = field(default_factory=list)
     buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
+    # What the last launch computes, if it can do more with it.
+    last_result: Tensor | None = None
 
 
 class _Local(threading.local):
@@ -101,19 +103,18 @@ def rows_are_now(part: str) -> None:
         _local.recorder.part_of_rows = part
 
 
-def recorded_last(module: str) -> dict[int, int] | None:
-    """Return the own words of the launch that was recorded last, to be changed, if it is one of this module."""
+def recorded_maker(x: Tensor) -> dict[int, int] | None:
+    """Return the own words, which may be changed, of the launch that was recorded last if x is its `result`."""
     recorder = _local.recorder
-    if recorder is None or not recorder.launches or recorder.launches[-1][0] != module:
-        return None
-    return recorder.launches[-1][3]
+    return recorder.launches[-1][3] if recorder is not None and recorder.last_result is x else None
 
 
-def launch(module: str, entry: str, part: Part, own: Words) -> None:
-    """Run a kernel by its module and name, or record it."""
+def launch(module: str, entry: str, part: Part, own: Words, result: Tensor | None = None) -> None:
+    """Run a kernel by its module and name, or record it; `recorded_maker` then knows it by its result, if given."""
     kernel = address_of(module, entry)
     if _local.recorder is not None:
         _local.recorder.launches.append((module, kernel, part.name, dict(own)))
+        _local.recorder.last_result = result
         return
     block = arguments(*(0,) * (WORDS - COUNTERS))
     for words in (part.words, own):

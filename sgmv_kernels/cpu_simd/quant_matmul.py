@@ -55,7 +55,8 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
     unit, 127 for the largest magnitude.
 
     `x`: the first number of the first row; of an ordered rounding the row, from which the 32 int32 at `order` choose;
-    `xs` bytes from row to row; places behind the first `rows` get what the last row has. `codes`: where the first four
+    `xs` bytes from row to row. There are `rows` rows from x on; if the group has more places, they get what the last
+    row has. `codes`: where the first four
     int8 of each row go, `QUAD` bytes before the next. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
     on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
@@ -106,7 +107,7 @@ def _larger_int(b: Any, one: Value, other: Value) -> Value:
 
 
 def _chosen(b: Any, one: Value, other: Value, places: list[int]) -> Value:
-    """Return the numbers at places of two vectors, one behind the other."""
+    """Return some numbers of two vectors, by their places in both, the second behind the first."""
     return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
@@ -135,14 +136,14 @@ def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
     """Return a row's numbers times its factor as whole numbers, four int8 to each int32."""
     emit = Emitter(b, LANES)
     factor = _chosen(b, factors, factors, [row] * LANES)
-    # Adding 1.5 * 2^23 rounds; what is no number ends in 0.
+    # Adding 1.5 * 2^23 rounds. What is no number gives any code; its unit is NaN.
     whole = [b.bitcast(b.fadd(b.fmul(part, factor), emit.const(1.5 * 2**23)), INTS) for part in parts]
     codes = _joined(b, [b.trunc(part, ir.VectorType(_I8, LANES)) for part in whole])
     return b.bitcast(codes, ir.VectorType(I32, CODE_BLOCK // 4))
 
 
 def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
-    """Transpose an int32 of each row, then the next of each row, and so on; returns vectors of LANES."""
+    """Return the first int32 of every row, then the second of every row, and so on, in vectors of LANES."""
     half = ROW_GROUP // 2
     low = [place for n in range(half) for place in (n, n + ROW_GROUP)]
     high = [place + half for place in low]

@@ -1,4 +1,4 @@
-"""Copy a step's integers to a device, one asynchronous copy for all arrays, and what is looked up by them."""
+"""Copy a step's integers to a device, one asynchronous copy for all arrays, and look up what they stand for there."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -249,6 +249,12 @@ def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
+@pytest.mark.parametrize("wrong", [43, -1])
+def test_rows_that_do_not_exist_are_refused(wrong: int) -> None:
+    with pytest.raises(IndexError, match="from 0 to 42"):
+        NUMBA.pack_linear(random_codes(INT8_LEVELS, 32, 43, 64), None).rows(torch.tensor([0, wrong]))
+
+
 def test_rounding_reads_no_rows_that_do_not_exist() -> None:
     rounded = linear_cpu.round_rows(rows(11, 96))
     codes, units = rounded.codes[1].unbind(1), rounded.units[1].unbind(2)
