@@ -23,6 +23,7 @@ from typing import Any
 from harness import adapter_folders, arguments, compared, environment, revision, table
 from served import ROOT
 
+import lorasrv
 from lorasrv.config import EngineConfig, SpeculationOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
@@ -97,7 +98,7 @@ def serve(adapters: int) -> None:
         for folder in folders:
             llm.add_adapter(folder.name, folder)
         steps = Steps(llm, [folder.name for folder in folders])
-        print(json.dumps("ready"), flush=True)
+        print(json.dumps(lorasrv.__file__), flush=True)
         for line in sys.stdin:
             method, *args = json.loads(line)
             print(json.dumps(getattr(steps, method)(*args)), flush=True)
@@ -107,11 +108,14 @@ class Checkout:
     """Ask the process of a checkout, which ends with this object's context."""
 
     def __init__(self, root: Path, adapters: int) -> None:
-        command = [sys.executable, __file__, "--serve", str(adapters)]
+        # `harness` puts the checkout that it lies in first on the import path.
+        path = {**environment(root), "PYTHONPATH": str(root / "tests" / "benchmarks")}
+        command = [sys.executable, "-P", __file__, "--serve", str(adapters)]
         self._process = subprocess.Popen(
-            command, cwd=root, env=environment(root), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=root, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._answer()
+        imported = Path(self._answer())
+        assert imported.is_relative_to(root), f"{imported} is not of {root}"
 
     def __enter__(self) -> "Checkout":
         return self
