@@ -28,7 +28,6 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
-from sgmv_kernels.metadata.h2d import rows_at
 from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
 
 STATE_ROWS = 64
@@ -99,6 +98,14 @@ class DecoderLimits:
     max_samples: int
     adapter_dtype: torch.dtype
     activation: torch.dtype = torch.float32
+
+
+def _rows_at(table: Tensor, places: Tensor) -> Tensor:
+    """Return rows [n, ...] of a table, `places` int64 [n].
+
+    On a CPU by numpy: torch takes several times as long for a few rows, and lets other threads have Python's lock.
+    """
+    return table[places] if table.device.type != "cpu" else torch.from_numpy(table.numpy()[places.numpy()])
 
 
 def _widened(logits: Tensor, vocab_size: int) -> Tensor:
@@ -224,7 +231,7 @@ class Decoder:
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
         """Return embedded tokens [T, H], and cosines and sines of their positions."""
         places = batch.positions
-        turned = tuple((rows_at(cos, places), rows_at(sin, places)) for cos, sin in self._angles)
+        turned = tuple((_rows_at(cos, places), _rows_at(sin, places)) for cos, sin in self._angles)
         if not self._exchange.is_first:
             return self._exchange.arrive(len(batch.token_ids)), turned
         replaced, ids = batch.embedding_rows, batch.token_ids

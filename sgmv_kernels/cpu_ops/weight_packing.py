@@ -91,15 +91,15 @@ class CodeTiles:
 
     def unpack(self) -> GroupQuantizedWeight:
         """Return the codes that were packed."""
-        lines, *factors = self._parts(self.data)
+        lines, *factors = self._parts()
         stored = lines.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.out_features]
         return self._codes(stored, *(part.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features] for part in factors))
 
-    def _parts(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [N, S, bytes] into stored lines [N, S, lines, TILE, 4]; floats [N, S, 1 or 2, TILE]; int8 scales, then
-        minima, of groups with steps [N, S, 8 or 16 or 0, TILE].
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the data of N tiles into stored lines [N, S, lines, TILE, 4]; floats [N, S, 1 or 2, TILE]; int8 scales,
+        then minima, of groups with steps [N, S, 8 or 16 or 0, TILE].
         """
-        lines, behind = _split(data[..., : self.code_bytes], 2, TILE, _QUAD), data[..., self.code_bytes :]
+        lines, behind = _split(self.data[..., : self.code_bytes], 2, TILE, _QUAD), self.data[..., self.code_bytes :]
         if self.factors is not Factors.STEPS:
             return lines, _split(behind.view(self.factors.dtype), 2, TILE), _split(behind[..., :0], 2, TILE)
         # A step takes two bytes, and those that it is for one each.

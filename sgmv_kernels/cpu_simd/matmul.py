@@ -5,7 +5,7 @@ written out (`cpu_simd.vector_ir`). All functions take addresses and byte stride
 fp32. The order of a sum depends on its own length only, so that a result does not depend on the others in its batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from numba import types
@@ -149,38 +149,27 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic
         size = itemsize_of(kind)
         a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
         c_rows = [b.add(c, b.mul(cs, c64(i))) for i in range(rows)]
-        done: Value = c64(0)
-        for lanes, width in dict.fromkeys(((LANES, 2 * pairs), (LANES, 2), (LANES, 1), (1, 1))):
-            emit, step = Emitter(b, lanes), lanes * width
-            end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
 
-            def tile(
-                at: Value, _: list[Value], emit: Emitter = emit, width: int = width, step: int = step
-            ) -> list[Value]:
-                places = [b.add(at, c64(v * emit.lanes)) for v in range(width)]
-                coming = b.add(ahead, b.mul(b.mul(at, n), c64(size)))
+        def tile(emit: Emitter, places: list[Value]) -> None:
+            width = len(places)
+            coming, step_bytes = b.add(ahead, b.mul(b.mul(places[0], n), c64(size))), emit.lanes * width * size
 
-                def body(k: Value, sums: list[Value]) -> list[Value]:
-                    if fetch and emit.lanes > 1:
-                        for line in range(0, step * size, CACHE_LINE):
-                            emit.fetch(b.add(coming, b.add(b.mul(k, c64(step * size)), c64(line))))
-                    return _add_products(emit, sums, a_rows, k, b.add(m, b.mul(k, ms)), places, kind)
+            def body(k: Value, sums: list[Value]) -> list[Value]:
+                if fetch and emit.lanes > 1:
+                    _fetch(emit, b.add(coming, b.mul(k, c64(step_bytes))), step_bytes)
+                return _add_products(emit, sums, a_rows, k, b.add(m, b.mul(k, ms)), places, kind)
 
-                begin: list[Value] = [emit.const(0.0)] * (rows * width)
-                if add:
-                    begin = [emit.load(row, place) for row in c_rows for place in places]
-                    if width > 1:
-                        begin = _by_pairs(begin, lambda x, y: emit.deinterleaved(x, y, kind))
-                sums = loop_of(b, c64(0), n, 1, begin, body)
+            begin: list[Value] = [emit.const(0.0)] * (rows * width)
+            if add:
+                begin = [emit.load(row, place) for row in c_rows for place in places]
                 if width > 1:
-                    sums = _by_pairs(sums, lambda x, y: emit.interleaved(x, y, kind))
-                for i, row in enumerate(c_rows):
-                    for v, place in enumerate(places):
-                        emit.store(sums[i * width + v], row, place)
-                return []
+                    begin = _by_pairs(begin, lambda x, y: emit.deinterleaved(x, y, kind))
+            sums = loop_of(b, c64(0), n, 1, begin, body)
+            if width > 1:
+                sums = _by_pairs(sums, lambda x, y: emit.interleaved(x, y, kind))
+            _store(emit, sums, c_rows, places)
 
-            loop_of(b, done, end, step, [], tile)
-            done = end
+        _by_columns(b, columns, (2 * pairs, 2, 1), tile)
         return ctx.get_dummy_value()
 
     @intrinsic
@@ -207,16 +196,12 @@ def make_beside(rows: int) -> Intrinsic:
         a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
 
         def body(k: Value, sums: list[Value]) -> list[Value]:
-            for line in range(0, 2 * step, CACHE_LINE):
-                emit.fetch(b.add(ahead, b.add(b.mul(k, c64(2 * step)), c64(line))))
+            _fetch(emit, b.add(ahead, b.mul(k, c64(2 * step))), 2 * step)
             mv = [emit.load_kind(b.add(base, b.mul(k, ms)), c64(0), kind) for base in (m, other)]
             return _add_scaled(emit, sums, a_rows, k, mv)
 
         sums = loop_of(b, c64(0), n, 1, [emit.const(0.0)] * (2 * rows), body)
-        for i in range(rows):
-            row = b.add(c, b.mul(cs, c64(i)))
-            for v in range(2):
-                emit.store(sums[2 * i + v], row, c64(v * LANES))
+        _store(emit, sums, [b.add(c, b.mul(cs, c64(i))) for i in range(rows)], [c64(0), c64(LANES)])
         return ctx.get_dummy_value()
 
     @intrinsic
@@ -248,43 +233,32 @@ def make_paged_mul(rows: int) -> Intrinsic:
             page = b.sext(b.load(Emitter(b, 1).at(ids, index, 4, I32), align=4), I64)
             return b.add(base, b.mul(page, page_bytes))
 
-        done: Value = c64(0)
-        for lanes, width in ((LANES, 2), (LANES, 1), (1, 1)):
-            emit, step = Emitter(b, lanes), lanes * width
-            end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
+        def tile(emit: Emitter, places: list[Value]) -> None:
+            step_bytes = emit.lanes * len(places) * size
 
-            def tile(
-                at: Value, _: list[Value], emit: Emitter = emit, width: int = width, step: int = step
-            ) -> list[Value]:
-                places = [b.add(at, c64(v * emit.lanes)) for v in range(width)]
+            def of_page(index: Value, state: list[Value]) -> list[Value]:
+                before, sums = state[0], state[1:]
+                start = b.select(b.icmp_signed("==", index, c64(0)), inside, c64(0))
+                whole, left = b.sub(page, start), b.sub(n, before)
+                count = b.select(b.icmp_signed("<", whole, left), whole, left)
+                first = b.add(page_at(index), b.mul(start, ms))
+                is_last = b.icmp_signed("==", index, last)
+                following = page_at(b.select(is_last, index, b.add(index, c64(1))))
+                coming = b.add(b.select(is_last, ahead, following), b.mul(b.mul(places[0], page), c64(size)))
 
-                def of_page(index: Value, state: list[Value]) -> list[Value]:
-                    before, sums = state[0], state[1:]
-                    start = b.select(b.icmp_signed("==", index, c64(0)), inside, c64(0))
-                    whole, left = b.sub(page, start), b.sub(n, before)
-                    count = b.select(b.icmp_signed("<", whole, left), whole, left)
-                    first = b.add(page_at(index), b.mul(start, ms))
-                    is_last = b.icmp_signed("==", index, last)
-                    following = page_at(b.select(is_last, index, b.add(index, c64(1))))
-                    coming = b.add(b.select(is_last, ahead, following), b.mul(b.mul(at, page), c64(size)))
+                def body(k: Value, sums: list[Value]) -> list[Value]:
+                    if emit.lanes > 1:
+                        _fetch(emit, b.add(coming, b.mul(k, c64(step_bytes))), step_bytes)
+                    row = b.add(first, b.mul(k, ms))
+                    return _add_products(emit, sums, a_rows, b.add(before, k), row, places, kind)
 
-                    def body(k: Value, sums: list[Value]) -> list[Value]:
-                        for line in range(0, step * size if emit.lanes > 1 else 0, CACHE_LINE):
-                            emit.fetch(b.add(coming, b.add(b.mul(k, c64(step * size)), c64(line))))
-                        row = b.add(first, b.mul(k, ms))
-                        return _add_products(emit, sums, a_rows, b.add(before, k), row, places, kind)
+                return [b.add(before, count), *loop_of(b, c64(0), count, 1, sums, body)]
 
-                    return [b.add(before, count), *loop_of(b, c64(0), count, 1, sums, body)]
+            begin = [emit.load(row, place) for row in c_rows for place in places]
+            _, *sums = loop_of(b, c64(0), b.add(last, c64(1)), 1, [c64(0), *begin], of_page)
+            _store(emit, sums, c_rows, places)
 
-                begin = [emit.load(row, place) for row in c_rows for place in places]
-                _, *sums = loop_of(b, c64(0), b.add(last, c64(1)), 1, [c64(0), *begin], of_page)
-                for i, row in enumerate(c_rows):
-                    for v, place in enumerate(places):
-                        emit.store(sums[i * width + v], row, place)
-                return []
-
-            loop_of(b, done, end, step, [], tile)
-            done = end
+        _by_columns(b, columns, (2, 1), tile)
         return ctx.get_dummy_value()
 
     @intrinsic
@@ -293,6 +267,36 @@ def make_paged_mul(rows: int) -> Intrinsic:
 
     made: Intrinsic = paged
     return made
+
+
+def _by_columns(b: Any, columns: Value, widths: Iterable[int], tile: Callable[[Emitter, list[Value]], None]) -> None:
+    """Emit `tile(emitter, places)` for all columns: as many vectors at a time as the first width says, those that are left
+    by the next width, and the rest number by number. `places` are the first columns of the vectors.
+    """
+    done: Value = c64(0)
+    for lanes, width in (*((LANES, width) for width in dict.fromkeys(widths)), (1, 1)):
+        emit, step = Emitter(b, lanes), lanes * width
+        end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
+
+        def of_tile(at: Value, _: list[Value], emit: Emitter = emit, width: int = width) -> list[Value]:
+            tile(emit, [b.add(at, c64(v * emit.lanes)) for v in range(width)])
+            return []
+
+        loop_of(b, done, end, step, [], of_tile)
+        done = end
+
+
+def _fetch(emit: Emitter, address: Value, nbytes: int) -> None:
+    """Prefetch the cache lines of so many bytes."""
+    for line in range(0, nbytes, CACHE_LINE):
+        emit.fetch(emit.b.add(address, c64(line)))
+
+
+def _store(emit: Emitter, sums: list[Value], rows: list[Value], places: list[Value]) -> None:
+    """Store the sums of each row at its places."""
+    targets = [(row, place) for row in rows for place in places]
+    for value, (row, place) in zip(sums, targets, strict=True):
+        emit.store(value, row, place)
 
 
 def _add_products(

@@ -1,4 +1,4 @@
-"""Copy a step's integers to a device, one asynchronous copy for all arrays, and look up what they stand for there."""
+"""Copy a step's integers to a device: one asynchronous copy for all arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +23,3 @@ def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     for target, array in zip(torch.split(packed, sizes), arrays, strict=True):
         target.copy_(torch.from_numpy(array.astype(np.int32)))
     return list(torch.split(packed.to(device, non_blocking=True).long(), sizes))
-
-
-def rows_at(table: Tensor, places: Tensor) -> Tensor:
-    """Return some rows [n, ...] of a table, `places` int64 [n].
-
-    On a CPU by numpy: torch takes several times as long for a few rows, and lets other threads have Python's lock.
-    """
-    return table[places] if table.device.type != "cpu" else torch.from_numpy(table.numpy()[places.numpy()])
