@@ -270,7 +270,7 @@ def make_paged_mul(rows: int) -> Intrinsic:
 
 
 def _by_columns(b: Any, columns: Value, widths: Iterable[int], tile: Callable[[Emitter, list[Value]], None]) -> None:
-    """Emit `tile(emitter, places)` for all columns: as many vectors at a time as the first width says, those that are left
+    """Emit `tile(emitter, places)` for all columns: as many vectors at a time as the first width says, what is left
     by the next width, and the rest number by number. `places` are the first columns of the vectors.
     """
     done: Value = c64(0)
