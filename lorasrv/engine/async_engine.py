@@ -124,7 +124,6 @@ class AsyncEngine:
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
         # Outputs that the event loop has not got yet; the engine's thread's.
         self._unposted: list[EngineOutput] = []
-        self._posts_late = model.parts.executor.depth == 1
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -490,13 +489,16 @@ class AsyncEngine:
             compute_in_parallel()
             self._engine.bind_thread(self._post)
             idle = True
-            while self._drain_inbox(wait=idle):
+            while True:
+                self._engine.compute()
+                if not self._drain_inbox(wait=idle):
+                    break
                 # `step` calls `_post` for the outputs of the step before.
                 outputs = self._engine.step()
                 self._unposted += outputs
                 idle = not self._engine.made_progress
                 goes_on = self._engine.has_requests and all(output.finish_reason is None for output in outputs)
-                if idle or not (self._posts_late and goes_on):
+                if idle or self._engine.is_computing or not goes_on:
                     self._post()
         except Exception as error:
             _LOG.exception("the engine thread died")
@@ -545,8 +547,8 @@ class AsyncEngine:
     def _post(self) -> None:
         """Hand the event loop what it has not got yet.
 
-        Where steps are not planned ahead, outputs wait until the next step is planned and computes, if no answer ends:
-        then this thread does not need Python's lock, for which the two would wait in turn.
+        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then this
+        thread does not need Python's lock, for which the two would wait in turn.
         """
         results = self._engine.take_utility_results()
         assert self._loop is not None

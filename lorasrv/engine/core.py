@@ -131,6 +131,8 @@ class EngineCore:
         self._pending_ops: deque[PageOp] = deque()
         self._in_flight: deque[_InFlightStep] = deque()
         self._is_serial = False
+        # From when on the time of the step in flight counts, and when the next one is to be planned.
+        self._begun_s = self._plan_at_s = 0.0
         self._residency_calls: dict[int, tuple[AdapterKey, float]] = {}
         self._utility_results: list[UtilityResult] = []
         self._loads = _LoadCounters()
@@ -228,6 +230,17 @@ class EngineCore:
         results, self._utility_results = self._utility_results, []
         return results
 
+    @property
+    def is_computing(self) -> bool:
+        """Return whether a step is in flight."""
+        return bool(self._in_flight)
+
+    def compute(self) -> None:
+        """Compute the step in flight, if this thread takes part in that, until it is time to plan the next one: late, so
+        that requests which come meanwhile are in it, but before the step in flight is done. `step` does so itself."""
+        if self._in_flight:
+            self._executor.take_part(self._plan_at_s - time.perf_counter())
+
     def step(self) -> list[EngineOutput]:
         """Submit one batch and return the outputs of the oldest batches in flight; if a batch fails, some requests
         end with an error. An executor of depth 1 computes every batch in the step that plans it.
@@ -236,7 +249,9 @@ class EngineCore:
             DeviceLost: the device cannot be used any more.
             AssertionError: the accounts of the pool are inconsistent.
         """
-        begun = time.perf_counter()
+        self.compute()
+        planned_from = time.perf_counter()
+        begun = self._begun_s if self._in_flight else planned_from
         self.heartbeat.beat()
         if self._in_flight and self._scheduler.expects_drafts():
             outputs = self._collect(begun)
@@ -262,7 +277,7 @@ class EngineCore:
         has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
         if has_room:
-            self._memory.costs.lead.observe(time.perf_counter() - begun, 1)
+            self._memory.costs.lead.observe(time.perf_counter() - planned_from, 1)
         while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
@@ -473,6 +488,11 @@ class EngineCore:
         self._made_progress = made_progress
         self._last_step_s = time.monotonic()
         self.metrics.publish(self._snapshot())
+        if self._in_flight:
+            costs, self._begun_s = self._memory.costs, time.perf_counter()
+            # Twice the time that it takes: the others are slower alone, and no prediction is exact.
+            seconds = costs.step.seconds(StepShape.of(self._in_flight[0].step)) - 2 * costs.lead.seconds
+            self._plan_at_s = self._begun_s + seconds
 
     def _snapshot(self) -> EngineStats:
         memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor

@@ -43,7 +43,7 @@ from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads, read_heads
-from lorasrv.worker.executor import Executor, InProcessExecutor, LaunchingExecutor
+from lorasrv.worker.executor import Executor, LaunchingExecutor, ThreadedExecutor
 from lorasrv.worker.kv_identity import kv_identity, peer_identity, same_tokens
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
 from lorasrv.worker.weights import ModelWeights, load_weights, served_error, silent
@@ -274,7 +274,7 @@ def _adapters(
 def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None) -> Executor:
     if replica is not None:
         return PartitionedExecutor(runner, replica)
-    return LaunchingExecutor(runner) if device.type == "cuda" else InProcessExecutor(runner)
+    return LaunchingExecutor(runner) if device.type == "cuda" else ThreadedExecutor(runner)
 
 
 def _ops(

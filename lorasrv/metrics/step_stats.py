@@ -109,10 +109,13 @@ class StepProfile:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def add_kernels(self, seconds: float, kernels: Mapping[str, float]) -> None:
-        """Count a forward pass: its kernels by kind, and the remaining time."""
+        """Count a forward pass in which the engine's thread spent so long: its kernels by kind, of which this thread
+        may not have seen all, and the remaining time."""
+        whole = sum(kernels.values())
+        seen = min(1.0, seconds / whole) if whole else 0.0
         for kind, spent in kernels.items():
-            self.add(kind, spent)
-        self.add("forward", seconds - sum(kernels.values()))
+            self.add(kind, seen * spent)
+        self.add("forward", seconds - seen * whole)
 
     def seconds(self) -> dict[str, float]:
         """Return a copy of the seconds by part, largest first."""

@@ -7,6 +7,7 @@ vocabulary. Rotary tables hold cosine and sine of every position, fp32, computed
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
+
+if TYPE_CHECKING:
+    from sgmv_kernels.cpu_ops.recorded_step import PreparedPass
 
 STATE_ROWS = 64
 
@@ -117,6 +121,19 @@ def _widened(logits: Tensor, vocab_size: int) -> Tensor:
     return wide
 
 
+@dataclass(slots=True)
+class DecoderPass:
+    """Hold a pass that was prepared."""
+
+    batch: ForwardBatch
+    # Cosines and sines of the rows' positions.
+    angles: Angles
+    # None: it is not recorded, but computed when its end is waited for.
+    program: "PreparedPass | None"
+    # Embedded tokens of such a pass.
+    x: Tensor | None = None
+
+
 class Decoder:
     """Forward passes over paged keys and values.
 
@@ -176,9 +193,47 @@ class Decoder:
         Returns: logits [rows that want them, V or more] fp32, valid until the next pass. Columns from V on are tokens
             that single adapters have beyond the base's; those that a row's adapter has not hold no numbers of it.
         """
-        x, angles = self._inputs(batch)
-        run = self._layers if self._program is None else self._program.run
-        logits = run(x, angles, batch.tables)
+        prepared = self.prepare(batch)
+        self.begin(prepared)
+        return self.complete(prepared)
+
+    def prepare(self, batch: ForwardBatch) -> "DecoderPass":
+        """Make a pass ready, for which only its tokens may be missing; another one may be computed meanwhile."""
+        places = batch.positions
+        angles = tuple((_rows_at(cos, places), _rows_at(sin, places)) for cos, sin in self._angles)
+        if self._program is None:
+            return DecoderPass(batch, angles, None)
+        return DecoderPass(batch, angles, self._program.prepare(len(places), angles, batch.tables))
+
+    @torch.inference_mode()
+    def begin(self, prepared: "DecoderPass") -> None:
+        """Begin with the pass that was prepared last, once that before is complete. Where it can be computed beside the
+        calling thread, it is."""
+        x = self._inputs(prepared.batch)
+        if self._program is None or prepared.program is None:
+            prepared.x = x
+        else:
+            self._program.begin(x, prepared.program)
+
+    def take_part(self, seconds: float) -> None:
+        """Compute the pass that has begun for about so long, if it is computed beside the calling thread."""
+        if self._program is not None:
+            self._program.take_part(seconds)
+
+    def wait(self) -> None:
+        """Wait for the pass that has begun, if one has: pages may be moved then, and memory be freed."""
+        if self._program is not None:
+            self._program.wait()
+
+    @torch.inference_mode()
+    def complete(self, prepared: "DecoderPass") -> Tensor:
+        """Compute the pass that has begun to its end, and return its logits, as `forward`."""
+        batch = prepared.batch
+        if self._program is None or prepared.program is None:
+            assert prepared.x is not None, "the pass has not begun"
+            logits = self._layers(prepared.x, prepared.angles, batch.tables)
+        else:
+            logits = self._program.complete()
         self._exchange.ended()
         if not (count := len(logits)):
             return logits
@@ -202,6 +257,11 @@ class Decoder:
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
         return self._capped(self._weights.head(states).float())
+
+    @property
+    def computes_beside(self) -> bool:
+        """Return whether a pass that has begun is computed beside the calling thread, which has helpers."""
+        return self._program is not None and self._program.has_helpers
 
     def kernel_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""
@@ -228,12 +288,10 @@ class Decoder:
             places=place_widths(spec),
         )
 
-    def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
-        """Return embedded tokens [T, H], and cosines and sines of their positions."""
-        places = batch.positions
-        turned = tuple((_rows_at(cos, places), _rows_at(sin, places)) for cos, sin in self._angles)
+    def _inputs(self, batch: ForwardBatch) -> Tensor:
+        """Return embedded tokens [T, H]."""
         if not self._exchange.is_first:
-            return self._exchange.arrive(len(batch.token_ids)), turned
+            return self._exchange.arrive(len(batch.token_ids))
         replaced, ids = batch.embedding_rows, batch.token_ids
         if replaced is not None and replaced.vocab_size > self._spec.vocab_size:
             # Rows of tokens that the base lacks are all replaced.
@@ -251,7 +309,7 @@ class Decoder:
                 self._ops.expand_(x, v, slabs[0], own, 0, EMBEDDING_B)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
-        return x, turned
+        return x
 
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits, not capped, from embedded tokens [T, H] by calls of `ops` and of linears, and no other

@@ -4,15 +4,26 @@ An executor acts in the order of its calls: page operations are done after the s
 those submitted after them. Loader threads write adapters beside that, to pages that no step in flight reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from lorasrv.metrics.step_stats import StepProfile
+from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.launched_step import LaunchedStep
-from lorasrv.worker.model_runner import BeforePass, ModelRunner, ModelRunnerOutput, do_nothing
+from lorasrv.worker.model_runner import (
+    NO_TOKENS,
+    BeforePass,
+    ModelRunner,
+    ModelRunnerOutput,
+    PreparedStep,
+    do_nothing,
+)
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 
 
@@ -67,6 +78,10 @@ class Executor(Protocol):
         Pending tokens are those that the step submitted before samples, which is not collected yet.
         """
 
+    def take_part(self, seconds: float) -> None:
+        """Let the calling thread compute for about so long with those that compute the steps submitted; nothing where
+        another device does."""
+
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for a step, in the order of submission, and return its output.
 
@@ -94,10 +109,12 @@ class Executor(Protocol):
 class InProcessExecutor:
     """Compute each step when it is collected, in the calling thread."""
 
-    depth = 1
-
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+
+    @property
+    def depth(self) -> int:
+        return 1
 
     @property
     def profile(self) -> StepProfile:
@@ -129,6 +146,9 @@ class InProcessExecutor:
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)
 
+    def take_part(self, seconds: float) -> None:
+        """Do nothing: nothing is computed before it is collected."""
+
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         return self.runner.run(handle.step)
 
@@ -143,6 +163,93 @@ class InProcessExecutor:
 
 
 @dataclass(eq=False, slots=True)
+class _PreparedHandle(StepHandle):
+    prepared: PreparedStep | None = None
+    error: Exception | None = None
+
+
+class ThreadedExecutor(InProcessExecutor):
+    """Compute a step in the helpers of the calling thread, which plans the next one meanwhile; that begins when the
+    tokens of the first are known, before these are returned."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        # Submitted and not collected: the first is computed, the second ready.
+        self._submitted: list[_PreparedHandle] = []
+
+    @property
+    def depth(self) -> int:
+        return 2 if self.runner.computes_beside else 1
+
+    @property
+    def read_pages(self) -> ReadPages:
+        return self._read_pages
+
+    def submit(self, step: SchedulerOutput) -> StepHandle:
+        if self.depth == 1:
+            return super().submit(step)
+        handle = _PreparedHandle(step)
+        self._submitted.append(handle)
+        with self._errors_of(handle):
+            handle.prepared = self.runner.prepare(step)
+        if len(self._submitted) == 1:
+            self._begin(NO_TOKENS)
+        return handle
+
+    def take_part(self, seconds: float) -> None:
+        self.runner.take_part(seconds)
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        if not isinstance(handle, _PreparedHandle):
+            return super().collect(handle)
+        if handle.error is not None:
+            raise handle.error
+        assert handle.prepared is not None
+        output = self.runner.complete(handle.prepared)
+        self._submitted.remove(handle)
+        self._begin(output.sampled)
+        return output
+
+    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
+        if ops:
+            self.runner.wait()
+        return self.runner.apply_page_ops(ops)
+
+    def recover(self) -> bool:
+        """See `Executor`; what was submitted is dropped."""
+        self.runner.wait()
+        self._submitted.clear()
+        return self.runner.recover()
+
+    def close(self) -> None:
+        """Wait for what is computed."""
+        self.runner.wait()
+
+    def __del__(self) -> None:
+        # Helpers read and write the runner's memory.
+        self.close()
+
+    def _begin(self, tokens: Mapping[RequestId, Sequence[int]]) -> None:
+        """Begin with the step that is ready, if one is."""
+        for handle in self._submitted:
+            with self._errors_of(handle):
+                if handle.prepared is not None:
+                    self.runner.begin(handle.prepared, tokens)
+
+    @contextmanager
+    def _errors_of(self, handle: _PreparedHandle) -> Iterator[None]:
+        """Keep an error for the time when the step is collected."""
+        try:
+            yield
+        except Exception as error:
+            handle.error = error
+
+    def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
+        self.runner.wait()
+        return self.runner.read_pages(pages)
+
+
+@dataclass(eq=False, slots=True)
 class _LaunchedHandle(StepHandle):
     launched: LaunchedStep | ModelRunnerOutput | None = None
     error: Exception | None = None
@@ -152,7 +259,9 @@ class LaunchingExecutor(InProcessExecutor):
     """Launch each step on a GPU when it is submitted, so that the device has the next one in its queue while the host
     reads the tokens of the last and plans."""
 
-    depth = 2
+    @property
+    def depth(self) -> int:
+        return 2
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         handle = _LaunchedHandle(step)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from lorasrv.sampling.sampler import launch_sampling
 from lorasrv.sampling.vocabularies import by_vocabulary
 from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
 from lorasrv.worker.adapter_loader import WriteAdapter
-from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.decoder import Decoder, DecoderLimits, DecoderPass
 from lorasrv.worker.device import ENGINE_THREADS, find_best_team
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
+NO_TOKENS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
 _Masses = Mapping[RequestId, Sequence[Sequence[float]]]
 BeforePass = Callable[[], None]
 
@@ -67,6 +69,14 @@ class ModelRunnerOutput:
     drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
     # Attention that each page got of the observed tokens of each request, by token.
     masses: _Masses = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """Hold a step that can begin as soon as its pending tokens are known."""
+
+    step: SchedulerOutput
+    decoder_pass: DecoderPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,8 @@ class ModelRunner:
         # What was launched last, whose tokens the next step may take.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
         self._before_pass: BeforePass = do_nothing
+        # That this thread has computed of the pass that has begun.
+        self._seconds_of_pass = 0.0
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
         self._medusa: MedusaRunner | None = None
         if draft_heads is not None:
@@ -213,9 +225,64 @@ class ModelRunner:
         """Compute a step whose page operations are done."""
         if not step.scheduled:
             return ModelRunnerOutput({})
+        self._count(step)
+        return self._sampled(step, *self._logits(step, None))
+
+    @property
+    def computes_beside(self) -> bool:
+        """Return whether a step that has begun is computed beside the calling thread."""
+        return self._decoder.computes_beside
+
+    def prepare(self, step: SchedulerOutput) -> "PreparedStep":
+        """Make a step ready whose page operations are done, for which only pending tokens may be missing."""
+        self._count(step)
+        if self._medusa is not None:
+            self._medusa.prepare(step)
+        with self.profile.span("batch"):
+            return PreparedStep(step, self._decoder.prepare(self._batch(step)))
+
+    def begin(self, prepared: "PreparedStep", tokens: Mapping[RequestId, Sequence[int]] = NO_TOKENS) -> None:
+        """Begin to compute the step that was prepared last, once that before is complete.
+
+        Args:
+            tokens: that the step before has sampled.
+        """
+        self._before_pass()
+        with self.profile.span("forward"):
+            prepared.decoder_pass.batch.fill({request: own[-1] for request, own in tokens.items() if own})
+            self._decoder.begin(prepared.decoder_pass)
+
+    def take_part(self, seconds: float) -> None:
+        """Compute the step that has begun for about so long, if it is computed beside the calling thread."""
+        begun = time.perf_counter()
+        self._decoder.take_part(seconds)
+        self._seconds_of_pass += time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Wait for the pass of the step that has begun, if one has."""
+        self._decoder.wait()
+
+    def complete(self, prepared: "PreparedStep") -> ModelRunnerOutput:
+        """Compute the step that has begun to its end, and sample its tokens."""
+        begun = time.perf_counter()
+        batch = prepared.decoder_pass.batch
+        logits = self._decoder.complete(prepared.decoder_pass)
+        seconds, self._seconds_of_pass = self._seconds_of_pass + time.perf_counter() - begun, 0.0
+        self.profile.add_kernels(seconds, self._decoder.kernel_seconds())
+        return self._sampled(prepared.step, logits, batch.sampled, batch.asked, batch.masses())
+
+    def _count(self, step: SchedulerOutput) -> None:
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
-        logits, sampled, asked, masses = self._logits(step, None)
+
+    def _sampled(
+        self,
+        step: SchedulerOutput,
+        logits: Tensor,
+        sampled: tuple[ScheduledRequest, ...],
+        asked: tuple[ScheduledRequest, ...],
+        masses: _Masses,
+    ) -> ModelRunnerOutput:
         with self.profile.span("sampling"):
             output = self._output(logits, sampled, asked, masses)
         return self._with_drafts(step, output, sampled)
@@ -233,8 +300,7 @@ class ModelRunner:
             raise RuntimeError("the step before, whose tokens this one takes, could not be launched")
         if isinstance(last, ModelRunnerOutput):
             step, last = step.with_tokens({request: tokens[-1] for request, tokens in last.sampled.items()}), None
-        self.profile.steps += 1
-        self.profile.rows += step.num_tokens
+        self._count(step)
         logits, sampled, asked, masses = self._logits(step, last)
         with self.profile.span("sampling"):
             if asked or masses or any(map(_asks_for_more, sampled)):

@@ -56,6 +56,8 @@ class StepRows:
     def pending(self) -> list[tuple[int, RequestId]]:
         """Return the rows whose token is pending, and their requests."""
         owners = [share.request_id for share in self.scheduled if share.is_pending]
+        if not owners:
+            return []
         return list(zip(np.flatnonzero(self.token_ids == PENDING).tolist(), owners, strict=True))
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Run a recorded program on the CPU: a Numba kernel in which all threads run every launch and wait for each other after
-it.
+"""Run regions of launches on the CPU: the Numba kernels by which all threads of a `cpu_runtime.team.Team` run every
+launch and wait for each other after it.
 
 A thread that comes late joins at the launch that is running, and no launch waits for it before: another process or the
-event loop may have its processor for milliseconds.
+event loop may have its processor for milliseconds. The thread that has opened a region may leave after a launch and
+come back later.
 """
 
 from typing import Any
@@ -13,19 +14,37 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sgmv_kernels.cpu_runtime.launch import BARRIER, CLOCK, ITEM_WORDS, ITEMS, NUM_ITEMS
+from sgmv_kernels.cpu_runtime.team import (
+    BASE,
+    CLOCK,
+    COUNT,
+    HELPERS,
+    ITEM_WORDS,
+    ITEMS,
+    LEFT,
+    NEVER,
+    NEW_CLOCK,
+    NEW_COUNT,
+    NEW_ITEMS,
+    NUMBER,
+    RELEASED,
+    SLEEPER_WORDS,
+    SLEEPERS,
+    STATE,
+    STOP,
+    TEAM,
+    TICKS,
+)
 from sgmv_kernels.cpu_simd.elementwise import i64
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
-STATE, RELEASED = 0, 8
-"""Indices of the barrier's words, on a cache line each: the running launch with its threads, and the number of launches
-that are over."""
-ARRIVED, JOINED, LAUNCH = 1, 1 << 16, 1 << 32
-"""Units of the state's fields, which count threads that have ended the launch, threads that take part, and launches."""
+ARRIVED, JOINED, LAUNCH, OPEN = 1, 1 << 16, 1 << 32, 1 << 62
+"""Units of a state's fields, which count threads that have ended the launch, threads that take part, and launches; and
+what is added while a region is open."""
 SPINS = 20_000
-"""Polls of the barrier before a thread yields its processor, about 100 microseconds."""
-_NUM_ARGS = CLOCK + 1
+"""Polls before a thread that waits yields its processor, or one without work sleeps, about 100 microseconds."""
+_BYTE = ir.IntType(8).as_pointer()
 
 
 @intrinsic
@@ -33,9 +52,8 @@ def call_kernel(typingctx, kernel, block):  # type: ignore[no-untyped-def]
     """Call kernel(block)."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        byte = ir.IntType(8).as_pointer()
-        function = b.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [byte]).as_pointer())
-        b.call(function, [b.inttoptr(args[1], byte)])
+        function = b.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [_BYTE]).as_pointer())
+        b.call(function, [b.inttoptr(args[1], _BYTE)])
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -73,6 +91,17 @@ def add_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def swap_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Store an int64 that threads share, and return what it was; all threads see such stores, and what each has loaded
+    behind its own, in one order."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.atomic_rmw("xchg", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
 def replace_shared(typingctx, address, old, new):  # type: ignore[no-untyped-def]
     """Replace an int64 that threads share, if it is `old`; return whether it was."""
 
@@ -105,38 +134,136 @@ def yield_processor(typingctx):  # type: ignore[no-untyped-def]
     return types.void(), codegen
 
 
-def run_items(raw: Any) -> None:
-    _run_items(carray(raw, (_NUM_ARGS,), np.int64))
+def _of_semaphore(name: str, what: str) -> Any:
+    @intrinsic
+    def call(typingctx, semaphore):  # type: ignore[no-untyped-def]
+        def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+            function = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [_BYTE]), name)
+            return b.call(function, [b.inttoptr(args[0], _BYTE)])
+
+        return types.int32(types.int64), codegen
+
+    call.__doc__ = what
+    return call
+
+
+post = _of_semaphore("sem_post", "Let one thread that waits for a semaphore go on, or the next that will.")
+wait = _of_semaphore("sem_wait", "Wait for a semaphore; not 0 if a signal has come meanwhile.")
+
+
+def compute(raw: Any) -> None:
+    _compute(carray(raw, (TICKS + 1,), np.int64))
+
+
+def help(raw: Any) -> None:  # noqa: A001
+    args = carray(raw, (NUMBER + 1,), np.int64)
+    _help(args[TEAM], args[NUMBER])
 
 
 @kernel_part
-def _run_items(args):  # type: ignore[no-untyped-def]
-    state, released, count = args[BARRIER] + 8 * STATE, args[BARRIER] + 8 * RELEASED, args[NUM_ITEMS]
+def _compute(args):  # type: ignore[no-untyped-def]
+    """Open a region if there are new items, and take part in it for some ticks."""
+    team, num_ticks = args[TEAM], args[TICKS]
+    if args[NEW_ITEMS]:
+        _open(team, args[NEW_ITEMS], args[NEW_COUNT], args[NEW_CLOCK])
+    if num_ticks:
+        # It may not run a launch twice: each thread has one place in its scratch memory.
+        _wait_for(team, load_shared(team + 8 * LEFT))
+        _take_part(team, ticks() + num_ticks)
+    if num_ticks == NEVER:
+        _wait_for(team, load_shared(team + 8 * BASE) + load_shared(team + 8 * COUNT))
+
+
+@kernel_part
+def _open(team, items, count, clock):  # type: ignore[no-untyped-def]
+    store_shared(team + 8 * ITEMS, items)
+    store_shared(team + 8 * COUNT, count)
+    store_shared(team + 8 * BASE, load_shared(team + 8 * RELEASED))
+    store_shared(team + 8 * CLOCK, clock)
+    store_shared(clock, ticks())
+    swap_shared(team + 8 * STATE, OPEN)
+    _wake(team, 0)
+
+
+@kernel_part
+def _take_part(team, until):  # type: ignore[no-untyped-def]
+    """Run launches with the others until the region is complete, or leave after the first that ends at `until`."""
+    state = team + 8 * STATE
     now = add_shared(state, JOINED)
-    if now == 0:
-        store_shared(args[CLOCK], ticks())
-    item = now // LAUNCH
-    while item < count:
-        kernel, block = i64(args[ITEMS], ITEM_WORDS * item), i64(args[ITEMS], ITEM_WORDS * item + 1)
-        call_kernel(kernel, block)
-        now = add_shared(state, ARRIVED) + ARRIVED
+    if now < OPEN:
+        return
+    # They change only when every thread that has joined has done its part.
+    items, count = load_shared(team + 8 * ITEMS), load_shared(team + 8 * COUNT)
+    base, clock = load_shared(team + 8 * BASE), load_shared(team + 8 * CLOCK)
+    item, leaves = (now - OPEN) // LAUNCH, False
+    while item < count and not leaves:
+        call_kernel(i64(items, ITEM_WORDS * item), i64(items, ITEM_WORDS * item + 1))
         item += 1
+        leaves = item < count and ticks() >= until
+        if leaves:
+            store_shared(team + 8 * LEFT, base + item)
+        change = -JOINED if leaves else ARRIVED
+        now = add_shared(state, change) + change
         joined = now % LAUNCH // JOINED
+        then = OPEN + item * LAUNCH + joined * JOINED if item < count else 0
         # A thread that has joined meanwhile ends the launch instead.
-        if now % JOINED == joined and replace_shared(state, now, item * LAUNCH + joined * JOINED):
-            _count_ticks(args[CLOCK], i64(args[ITEMS], ITEM_WORDS * (item - 1) + 2))
-            store_shared(released, item)
-        else:
-            spins = 0
-            while load_shared(released) < item:
-                spins += 1
-                if spins > SPINS:
-                    yield_processor()
+        if now % JOINED == joined and replace_shared(state, now, then):
+            _count_ticks(clock, i64(items, ITEM_WORDS * (item - 1) + 2))
+            store_shared(team + 8 * RELEASED, base + item)
+        elif not leaves:
+            _wait_for(team, base + item)
+
+
+@kernel_part
+def _wait_for(team, launch):  # type: ignore[no-untyped-def]
+    """Wait until so many launches of the team are complete."""
+    spins = 0
+    while load_shared(team + 8 * RELEASED) < launch:
+        spins += 1
+        if spins > SPINS:
+            yield_processor()
 
 
 @kernel_part
 def _count_ticks(clock, kind):  # type: ignore[no-untyped-def]
-    """Add the ticks since the end of the launch before to those of a kind. Only the thread that ends a launch does."""
+    """Add the ticks since the end of the launch before to those of a kind: the first word of a clock is that end, each
+    further one the ticks of a kind. Only the thread that ends a launch does."""
     now, spent = ticks(), clock + 8 * (1 + kind)
     store_shared(spent, load_shared(spent) + now - load_shared(clock))
     store_shared(clock, now)
+
+
+@kernel_part
+def _help(team, number):  # type: ignore[no-untyped-def]
+    """Take part in every region until the team is closed."""
+    spins = 0
+    while not load_shared(team + 8 * STOP):
+        if load_shared(team + 8 * STATE) >= OPEN:
+            _wake(team, number)
+            _take_part(team, NEVER)
+            spins = 0
+        elif spins < SPINS:
+            spins += 1
+        else:
+            _sleep(team, team + 8 * (SLEEPERS + SLEEPER_WORDS * number))
+            spins = 0
+
+
+@kernel_part
+def _wake(team, number):  # type: ignore[no-untyped-def]
+    """Wake two threads, which wake two others each."""
+    for child in range(2 * number + 1, 2 * number + 3):
+        sleeper = team + 8 * (SLEEPERS + SLEEPER_WORDS * child)
+        if child <= load_shared(team + 8 * HELPERS) and swap_shared(sleeper, 0):
+            post(load_shared(sleeper + 8))
+
+
+@kernel_part
+def _sleep(team, sleeper):  # type: ignore[no-untyped-def]
+    """Sleep until a region is opened or the team closed."""
+    swap_shared(sleeper, 1)
+    has_work = load_shared(team + 8 * STATE) >= OPEN or load_shared(team + 8 * STOP) != 0
+    # Who wakes this thread has taken the mark.
+    if not has_work or not swap_shared(sleeper, 0):
+        while wait(load_shared(sleeper + 8)):
+            pass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
-from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import Int32

@@ -20,7 +20,7 @@ from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needs_signed
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
-from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 

@@ -4,9 +4,9 @@ Passes differ only in their rows and tables. So a pass is recorded for the large
 adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 """
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from sgmv_kernels.cpu_ops.page_mass import PART as OBSERVED
 from sgmv_kernels.cpu_ops.page_mass import masses_part
 from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
-from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
@@ -43,6 +43,18 @@ class Planner(Protocol):
     ) -> AttentionPlan: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPass:
+    """Hold a pass that can begin as soon as its input is known, and the tables that its launches point to."""
+
+    # None: it is not recorded.
+    program: Program | None
+    angles: Angles
+    tables: StepTables
+    # The logits of an input, once the program is complete.
+    result: Callable[[Tensor], Tensor]
+
+
 class RecordedStep:
     """Run `layers` from recordings, with the same results as a call."""
 
@@ -54,36 +66,64 @@ class RecordedStep:
         # By the number of passes over adapters, whether any has vectors, and whether rows are observed: steps pay for
         # what they have.
         self._recorded: dict[tuple[int, bool, bool], tuple[Program, Tensor]] = {}
-        self._last: tuple[Program, float] | None = None
+        # The pass that is computed now, with its input.
+        self._now: tuple[Tensor, PreparedPass] | None = None
+        self._last: Program | None = None
+
+    @property
+    def has_helpers(self) -> bool:
+        """Return whether a pass goes on while the thread that has begun it does something else."""
+        return team_size() > 1
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits [S, V], in a buffer that the next run overwrites."""
-        rows, samples = x.shape[0], tables.sample_rows.shape[0]
+        self.begin(x, self.prepare(x.shape[0], angles, tables))
+        return self.complete()
+
+    def prepare(self, rows: int, angles: Angles, tables: StepTables) -> "PreparedPass":
+        """Make everything ready for a pass but its input; another one may be computed meanwhile."""
+        samples = tables.sample_rows.shape[0]
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
-            self._last = None
-            return self._layers(x, angles, tables)
+            return PreparedPass(None, angles, tables, partial(self._layers, angles=angles, tables=tables))
         kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
         for each in (kind, *USUAL):
             held = self._recorded.get(each)
             if held is None or held[0].threads != team_size():
                 self._recorded[each] = self._record(*each)
         program, logits = self._recorded[kind]
-        # By numpy: torch takes ten times as long for a few rows.
-        self._x.numpy()[:rows] = x.numpy()
-        parts = self._parts(rows, angles, tables)
-        begun = time.perf_counter()
-        program.run(parts)
-        self._last = program, time.perf_counter() - begun
-        return logits[:samples]
+        program.prepare(self._parts(rows, angles, tables))
+        return PreparedPass(program, angles, tables, lambda x: logits[:samples])
+
+    def begin(self, x: Tensor, prepared: "PreparedPass") -> None:
+        """Let the other threads of the team begin with the pass that was prepared last. Only one that is recorded is
+        computed before `complete`, which must come first for the pass before."""
+        self._now = x, prepared
+        if prepared.program is not None:
+            # By numpy: torch takes ten times as long for a few rows.
+            self._x.numpy()[: len(x)] = x.numpy()
+            prepared.program.begin()
+
+    def take_part(self, seconds: float) -> None:
+        """Compute with the others for about so long, at most until the pass is complete."""
+        if self._now is not None and (program := self._now[1].program) is not None:
+            program.take_part(seconds)
+
+    def wait(self) -> None:
+        """Compute with the others until the pass is complete, but for what is not recorded."""
+        if self._now is not None and (program := self._now[1].program) is not None:
+            program.complete()
+
+    def complete(self) -> Tensor:
+        """Complete the pass, and return its logits [S, V], in a buffer that the next one overwrites."""
+        self.wait()
+        assert self._now is not None, "no pass was begun"
+        (x, prepared), self._now = self._now, None
+        self._last = prepared.program
+        return prepared.result(x)
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last run by kind of kernel, including the wait for the slowest thread."""
-        if self._last is None:
-            return {}
-        program, whole = self._last
-        ticks = program.ticks()
-        second = whole / max(1.0, sum(ticks.values()))
-        return {kind: count * second for kind, count in ticks.items()}
+        return {} if self._last is None else self._last.seconds()
 
     def _record(self, num_passes: int, with_vectors: bool, with_masses: bool) -> tuple[Program, Tensor]:
         shape = self._shape

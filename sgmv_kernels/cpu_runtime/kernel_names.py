@@ -28,7 +28,8 @@ def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         ("affine", "rows"),
         ("weight_rows", "rows"),
         ("slots", "copy"),
-        ("program", "run_items"),
+        ("program", "compute"),
+        ("program", "help"),
     )
 
 

@@ -8,24 +8,21 @@ Python. Source: CUDA graphs, which this corresponds to.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
+from sgmv_kernels.cpu_runtime.team import COUNTERS, Team, arguments, run, take_team, team_size
 
 WORDS = 32
 """Words of a block, the two counters included."""
-COUNTERS = 2
-NUM_ITEMS, ITEMS, BARRIER, CLOCK = range(2, 6)
-"""Places in the arguments of the kernel that runs a program. CLOCK: the last launch's end, then each kind's ticks."""
-ITEM_WORDS = 3
-"""Words of a launch of a program: kernel, block, kind."""
 NUM_ROWS = COUNTERS
 """Place of the number of rows, in all kernels that loop over rows."""
 ROWS = "rows"
@@ -123,8 +120,16 @@ def launch(module: str, entry: str, part: Part, own: Words, result: Tensor | Non
     run(kernel, block, part.threads or team_size(), part.tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Hold the launches of a run, and their words."""
+
+    items: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int64]
+
+
 class Program:
-    """Recorded launches, run together any number of times.
+    """Recorded launches, run together any number of times; one run may be prepared while another is computed.
 
     The team must be as large as the recording's, because each thread has its own scratch memory. A program keeps the
     recording's buffers alive; the caller keeps the weights and inputs that launches point to.
@@ -140,33 +145,65 @@ class Program:
             for place, value in own.items():
                 row[place] = value
         self._parts = np.zeros((len(names), WORDS), dtype=np.int64)
-        self._blocks = np.zeros((count, WORDS), dtype=np.int64)
-        self._items = np.zeros((count, ITEM_WORDS), dtype=np.int64)
-        self._items[:, 0] = [kernel for _, kernel, _, _ in recorded.launches]
-        self._items[:, 1] = self._blocks.ctypes.data + 8 * WORDS * np.arange(count)
-        self._barrier = np.zeros(16, dtype=np.int64)
-        self._kept = recorded.buffers
-        self.threads = recorded.threads
-        self._kernel = address_of("program", "run_items")
         kinds = [kind for kind, _, _, _ in recorded.launches]
         self._kinds = list(dict.fromkeys(kinds))
-        self._items[:, 2] = [self._kinds.index(kind) for kind in kinds]
+        launches = [(kernel, 0, self._kinds.index(kind)) for kind, kernel, _, _ in recorded.launches]
+        self._spare = [_blocks(launches) for _ in range(2)]
+        self._kept = recorded.buffers
+        self.threads = recorded.threads
         self._clock = np.zeros(1 + len(self._kinds), dtype=np.int64)
+        # The team that computes now, and when it began.
+        self._team: Team | None = None
+        self._begun_s = 0.0
+        self._second = 0.0
 
     def run(self, parts: Mapping[str, Words]) -> None:
         """Run all launches; `parts` has every part that they name."""
+        self.prepare(parts)
+        self.begin()
+        self.complete()
+
+    def prepare(self, parts: Mapping[str, Words]) -> None:
+        """Make everything ready for the next run."""
         self._parts[:] = 0
         for name, i in self._names.items():
             row = self._parts[i]
             for place, value in parts[name].items():
                 row[place] = value
-        self._parts.take(self._part_of, axis=0, out=self._blocks)
-        self._blocks += self._own
-        self._barrier[:] = self._clock[:] = 0
-        shared = (self._items, self._barrier, self._clock)
-        block = arguments(len(self._items), *(array.ctypes.data for array in shared))
-        run(self._kernel, block, self.threads, len(self._items) + 1)
+        words = self._spare[0].words
+        self._parts.take(self._part_of, axis=0, out=words)
+        words += self._own
 
-    def ticks(self) -> dict[str, int]:
-        """Return the processor ticks of the last run by kind of launch, including the waits at their ends."""
-        return dict(zip(self._kinds, self._clock[1:].tolist(), strict=True))
+    def begin(self) -> None:
+        """Let the other threads of the team begin with the run that was prepared; none may be computed now."""
+        assert self._team is None, "the run before is not complete"
+        self._clock[:] = 0
+        items = self._spare[0].items
+        self._spare.reverse()
+        self._team = take_team(self.threads)
+        self._begun_s = time.perf_counter()
+        self._team.open(items.ctypes.data, len(items), self._clock.ctypes.data)
+
+    def take_part(self, seconds: float) -> None:
+        """Compute with the others for about so long, at most until the run is complete."""
+        ticks = int(seconds / self._second) if self._second else 0
+        if self._team is not None and ticks > 0:
+            self._team.take_part(ticks)
+
+    def complete(self) -> None:
+        """Compute with the others until the run is complete; do nothing if none was begun."""
+        team, self._team = self._team, None
+        if team is not None:
+            team.complete()
+            team.give_back()
+            self._second = (time.perf_counter() - self._begun_s) / max(1, int(self._clock[1:].sum()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the last run by kind of launch, including the waits at their ends."""
+        return {kind: ticks * self._second for kind, ticks in zip(self._kinds, self._clock[1:].tolist(), strict=True)}
+
+
+def _blocks(launches: Sequence[tuple[int, int, int]]) -> _Blocks:
+    words, items = np.zeros((len(launches), WORDS), dtype=np.int64), np.array(launches, dtype=np.int64)
+    items[:, 1] = words.ctypes.data + 8 * WORDS * np.arange(len(launches))
+    return _Blocks(items, words)

@@ -39,7 +39,7 @@ from harness import arguments, row, table
 from torch import Tensor
 
 from sgmv_kernels.backend import PageMasses, load_backend
-from sgmv_kernels.cpu_runtime import openmp
+from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
@@ -76,8 +76,8 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
     """Return the bytes a second of reading a buffer front to back with all threads."""
     kernel = address_of("bandwidth", "read")
     chunks = buffer.numel() // CHUNK
-    args = openmp.arguments(chunks, buffer.data_ptr(), CHUNK, 0)
-    return chunks * CHUNK / least(lambda: openmp.run(kernel, args, openmp.team_size(), chunks), rounds=9)
+    args = team.arguments(chunks, buffer.data_ptr(), CHUNK, 0)
+    return chunks * CHUNK / least(lambda: team.run(kernel, args, team.team_size(), chunks), rounds=9)
 
 
 def least(work: Callable[[], object], rounds: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from all_drafts import every_draft, scripted
-from late_executor import LateExecutor, LaunchedAtOnce
+from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -152,7 +152,7 @@ class Drafted:
         kv_cache_dtype: str = "auto",
         kernels: str = "numba",
         adapter_floor: float = ADAPTER_FLOOR,
-        late: type[LateExecutor | LaunchedAtOnce] | None = None,
+        late: type[LateExecutor | LaunchedAtOnce | ThreadedAtOnce] | None = None,
         drafters: Sequence[Drafter] | None = None,
         speculation: SpeculationOptions | None = None,
         **scheduler: Any,
@@ -176,7 +176,7 @@ class Drafted:
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
         self.late = late(built.parts.executor) if late else None
-        parts = replace(built.parts, executor=self.late or built.parts.executor)
+        parts = replace(built.parts, executor=self.late or InProcessExecutor(self.runner))
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
         self.processor = built.input_processor(PoisonGuard())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
-from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle
+from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle, ThreadedExecutor
 from lorasrv.worker.model_runner import ModelRunnerOutput
 
 
@@ -18,7 +18,9 @@ class _Late(StepHandle):
 class LateExecutor(InProcessExecutor):
     """Two steps under way: each is computed as late as the interface allows, and its results come one step later."""
 
-    depth = 2
+    @property
+    def depth(self) -> int:
+        return 2
 
     def __init__(self, executor: InProcessExecutor) -> None:
         super().__init__(executor.runner)
@@ -55,8 +57,8 @@ class LateExecutor(InProcessExecutor):
                 first.error = error
 
 
-class LaunchedAtOnce(LaunchingExecutor):
-    """The executor of a GPU, for a fake one; counts the steps under way."""
+class Counted(InProcessExecutor):
+    """Counts the steps under way."""
 
     def __init__(self, executor: InProcessExecutor) -> None:
         super().__init__(executor.runner)
@@ -70,3 +72,11 @@ class LaunchedAtOnce(LaunchingExecutor):
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         self.num_under_way -= 1
         return super().collect(handle)
+
+
+class LaunchedAtOnce(Counted, LaunchingExecutor):
+    """The executor of a GPU, for a fake one."""
+
+
+class ThreadedAtOnce(Counted, ThreadedExecutor):
+    """The executor of a processor, whose helpers compute beside the engine's thread."""

@@ -22,17 +22,16 @@ class ServedLogits:
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.batches: list[int] = []
         self.greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        compute = ModelRunner._logits
+        sample = ModelRunner._sampled
 
-        def recorded(runner: ModelRunner, step: Any, last: Any) -> Any:
-            logits, sampled, *others = compute(runner, step, last)
+        def recorded(runner: ModelRunner, step: Any, logits: Any, sampled: Any, *others: Any) -> Any:
             self.batches.append(len({s.adapter_key for s in sampled}))
             counts = [request.num_logit_rows for request in sampled]
             for rows, request in zip(logits[: sum(counts)].split(counts), sampled, strict=True):
                 self.rows.setdefault(request.request_id, []).append(rows[-1].clone())
-            return logits, sampled, *others
+            return sample(runner, step, logits, sampled, *others)
 
-        monkeypatch.setattr(ModelRunner, "_logits", recorded)
+        monkeypatch.setattr(ModelRunner, "_sampled", recorded)
 
     def first_logits(self, prompts: list[list[int]], adapters: list[str | None]) -> list[torch.Tensor]:
         """Of the token after each prompt, all asked at once."""

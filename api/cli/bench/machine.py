@@ -114,7 +114,7 @@ def read_bandwidth() -> float:
     import torch
 
     from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-    from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
+    from sgmv_kernels.cpu_runtime.team import arguments, run, team_size
 
     buffer = torch.ones(READ_BYTES, dtype=torch.uint8)
     try:

@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from fake_gpu import FakeGpu
-from late_executor import LateExecutor, LaunchedAtOnce
+from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce
 from mispredict import expect_short_answers
 
 from adapter_store.store import AdapterStore
@@ -21,7 +22,6 @@ from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
-from lorasrv.worker.device import compute_alone, compute_in_parallel
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -31,10 +31,12 @@ NAMES = (None, "one", "two", "three")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    compute_alone()
+def _with_a_helper() -> Iterator[None]:
+    """On every machine; plans that an engine keeps are for a number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
-    compute_in_parallel()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,13 @@ def plain_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
         yield drafted
 
 
-LATE = {"drafts": (LateExecutor, True), "ahead": (LateExecutor, False), "launched": (LaunchedAtOnce, False)}
+LATE = {
+    "drafts": (LateExecutor, True),
+    "ahead": (LateExecutor, False),
+    "launched": (LaunchedAtOnce, False),
+    "threads": (ThreadedAtOnce, False),
+    "threads, drafts": (ThreadedAtOnce, True),
+}
 
 
 @pytest.fixture(params=LATE)
@@ -71,7 +79,7 @@ def late_engine(late_engines: dict[str, Drafted], kind: str) -> Drafted:
 
 
 @pytest.fixture
-def late(late_engine: Drafted) -> LateExecutor | LaunchedAtOnce:
+def late(late_engine: Drafted) -> LateExecutor | LaunchedAtOnce | ThreadedAtOnce:
     assert late_engine.late is not None
     late_engine.late.most_under_way = 0
     return late_engine.late
@@ -322,16 +330,16 @@ class TestFailures:
     def test_a_request_that_cannot_be_computed_ends_and_the_others_go_on(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        compute = late_engine.runner._logits
+        compute = late_engine.runner._batch
 
-        def failing(step: Any, last: Any) -> Any:
+        def failing(step: Any, *last: Any) -> Any:
             if any(s.request_id == "1.0" and s.start >= len(PROMPT) + 3 for s in step.scheduled):
                 raise RuntimeError("as asked")
-            return compute(step, last)
+            return compute(step, *last)
 
         asks = [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY, "two")]
         want = plain_engine.run(asks)
-        monkeypatch.setattr(late_engine.runner, "_logits", failing)
+        monkeypatch.setattr(late_engine.runner, "_batch", failing)
         late_engine.drafter.answers = {rid: said.token_ids for rid, said in want.items()}
         for script in (None, oracle):
             got = late_engine.run(asks, script)
@@ -344,13 +352,13 @@ class TestFailures:
     def test_what_fails_once_changes_no_answer(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        compute, count = late_engine.runner._logits, iter(range(1000))
+        compute, count = late_engine.runner._batch, iter(range(1000))
 
-        def failing(step: Any, last: Any) -> Any:
+        def failing(step: Any, *last: Any) -> Any:
             if next(count) % 3 == 2:
                 raise MemoryError("as asked")
-            return compute(step, last)
+            return compute(step, *last)
 
-        monkeypatch.setattr(late_engine.runner, "_logits", failing)
+        monkeypatch.setattr(late_engine.runner, "_batch", failing)
         _agree(plain_engine, late_engine, [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY)])
         late_engine.engine.retrier._most_tokens = None

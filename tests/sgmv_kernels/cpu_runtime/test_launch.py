@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgmv_kernels.cpu_kernels import program as kernel
-from sgmv_kernels.cpu_runtime import launch, openmp
+from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.ops import Ops
 
@@ -41,96 +41,116 @@ def program() -> SimpleNamespace:
     return SimpleNamespace(made=Program(recorded), got=got, want=want, inputs=(x, weight))
 
 
-def run_by(monkeypatch: pytest.MonkeyPatch, program: Program, delays: list[float]) -> list[float]:
-    """Run a program by a thread for each delay, which comes so late; return the seconds that each took."""
-    took = [0.0] * len(delays)
-
-    def team(kernel: int, block: openmp.Arguments, threads: int, tasks: int) -> None:
-        block[0] = block[1] = 0
-
-        def member(number: int) -> None:
-            time.sleep(delays[number])
-            begun = time.perf_counter()
-            openmp._KERNEL(kernel)(block)
-            took[number] = time.perf_counter() - begun
-
-        members = [threading.Thread(target=member, args=(number,)) for number in range(len(delays))]
-        for each in members:
-            each.start()
-        for each in members:
-            each.join(30.0)
-            assert not each.is_alive()
-
-    monkeypatch.setattr(launch, "run", team)
-    program.run({ROWS: {NUM_ROWS: T}})
-    return took
+def begin(program: SimpleNamespace) -> None:
+    program.got.zero_()
+    program.made.prepare({ROWS: {NUM_ROWS: T}})
+    program.made.begin()
 
 
-def test_nobody_waits_for_a_thread_that_never_comes(program, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program.made
-    run_by(monkeypatch, made, [0.0])
-    assert torch.equal(program.got, program.want)
-    assert sum(made.ticks().values()) > 0
-
-
-def test_threads_may_come_at_any_launch(program, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, got = program.made, program.got
-    alone = run_by(monkeypatch, made, [0.0])[0]
-    draw = random.Random(3)
+def test_who_begins_takes_part_when_it_likes(program) -> None:
+    made, draw = program.made, random.Random(3)
+    begin(program)
+    made.complete()
+    seconds = sum(made.seconds().values())
     for _ in range(150):
-        got.zero_()
-        run_by(monkeypatch, made, [draw.uniform(0.0, 1.2 * alone) for _ in range(3)])
-        assert torch.equal(got, program.want)
-        assert min(made.ticks().values()) > 0
-    # One that comes when all is over has nothing to do.
-    assert run_by(monkeypatch, made, [0.0, 0.5])[1] < 0.1
+        begin(program)
+        for _ in range(draw.randrange(4)):
+            time.sleep(draw.choice([0.0, draw.uniform(0.0, seconds)]))
+            made.take_part(draw.uniform(0.0, 0.5 * seconds))
+        made.complete()
+        assert torch.equal(program.got, program.want)
+        assert min(made.seconds().values()) > 0
 
 
-CLOCK_AT = 1000
-COUNT_TICKS = kernel._count_ticks.py_func
+def test_the_others_go_on_alone(program) -> None:
+    for pause in (0.0, 0.2):  # they sleep in between
+        time.sleep(pause)
+        begin(program)
+        until = time.monotonic() + 30.0
+        while not torch.equal(program.got, program.want):
+            assert time.monotonic() < until
+        program.made.complete()
+
+
+def test_without_others_it_is_computed_in_the_end(program) -> None:
+    """Another thread has the team."""
+    taken = team.take_team(3)
+    try:
+        begin(program)
+        program.made.take_part(1e-4)
+        program.made.complete()
+    finally:
+        taken.give_back()
+    assert torch.equal(program.got, program.want)
+
+
+def test_the_next_run_is_prepared_meanwhile(program) -> None:
+    """Its rows are those that it was prepared for."""
+    made = program.made
+    begin(program)
+    made.prepare({ROWS: {NUM_ROWS: 1}})
+    made.complete()
+    assert torch.equal(program.got, program.want)
+    program.got.zero_()
+    made.begin()
+    made.complete()
+    assert torch.equal(program.got[:1], program.want[:1])
+    assert not program.got[1:].any()
+
+
+PARTS = "_open", "_take_part", "_wait_for", "_count_ticks", "_help", "_wake", "_sleep", "_compute"
+CLOCK_AT, WORD = 100_000, 8
 
 
 class Turns:
     """Runs the kernel's own Python in threads that take turns at random, one access to shared memory a turn."""
 
-    def __init__(self, seed: int, launches: int) -> None:
-        self.memory: dict[int, int] = {}
-        self._draw, self._launches = random.Random(seed), launches
+    def __init__(self, seed: int, threads: int, launches: int) -> None:
+        self.memory: dict[int, int] = {WORD * team.HELPERS: threads - 1}
+        self._draw, self._threads, self._launches = random.Random(seed), threads, launches
         self._own = threading.local()
         self._inside: dict[object, int] = {}
-        self.begun: list[int] = []
-        self.began = self._now = 0
+        # The threads that ran each launch of the region, in order.
+        self.ran: list[list[object]] = []
+        self._now = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name in PARTS:
+            patch.setattr(kernel, name, getattr(kernel, name).py_func)
         patch.setattr(kernel, "load_shared", self._turn(lambda at: self.memory.get(at, 0)))
         patch.setattr(kernel, "store_shared", self._turn(self.memory.__setitem__))
         patch.setattr(kernel, "add_shared", self._turn(self._add))
+        patch.setattr(kernel, "swap_shared", self._turn(self._swap))
         patch.setattr(kernel, "replace_shared", self._turn(self._replace))
+        patch.setattr(kernel, "post", self._turn(lambda at: self._add(at, 1)))
+        patch.setattr(kernel, "wait", self._wait)
         patch.setattr(kernel, "call_kernel", self._call)
-        patch.setattr(kernel, "i64", lambda items, at: at // launch.ITEM_WORDS)
+        patch.setattr(kernel, "i64", lambda items, at: items + at // team.ITEM_WORDS)
         patch.setattr(kernel, "ticks", self._ticks)
-        patch.setattr(kernel, "_count_ticks", COUNT_TICKS)
         patch.setattr(kernel, "yield_processor", lambda: None)
+        patch.setattr(kernel, "SPINS", 2)
 
-    def run(self, threads: int) -> None:
-        args = {launch.BARRIER: 0, launch.CLOCK: CLOCK_AT, launch.NUM_ITEMS: self._launches, launch.ITEMS: 0}
-        members = [SimpleNamespace(go=threading.Semaphore(0), back=threading.Semaphore(0)) for _ in range(threads)]
+    def run(self, regions: int) -> None:
+        """Open regions one after another, and take part in each now and then."""
+        members = [SimpleNamespace(go=threading.Semaphore(0), back=threading.Semaphore(0)) for _ in range(self._threads)]
         errors: list[BaseException] = []
+        for number in range(1, self._threads):
+            self.memory[WORD * (team.SLEEPERS + team.SLEEPER_WORDS * number + 1)] = -number
 
-        def work(member: Any) -> None:
-            self._own.member = member
-            member.go.acquire()
+        def work(number: int) -> None:
+            self._own.member = members[number]
+            members[number].go.acquire()
             try:
-                kernel._run_items.py_func(args)
+                kernel._help(0, number) if number else self._open_regions(regions)
             except BaseException as error:
                 errors.append(error)
-            member.over = True
-            member.back.release()
+            members[number].over = True
+            members[number].back.release()
 
-        for member in members:
-            threading.Thread(target=work, args=(member,), daemon=True).start()
+        for number in range(self._threads):
+            threading.Thread(target=work, args=(number,), daemon=True).start()
         left = list(members)
-        for _ in range(20_000):
+        for _ in range(60_000):
             member = self._draw.choice(left)
             member.go.release()
             member.back.acquire()
@@ -140,6 +160,26 @@ class Turns:
             if not left:
                 return
         raise AssertionError("threads wait for each other")
+
+    def _open_regions(self, regions: int) -> None:
+        for region in range(regions):
+            count = self._draw.randint(1, self._launches)
+            # One region's launches are not another's.
+            self.ran, self._items = [[] for _ in range(count)], 1000 * (1 + region)
+            self._compute(self._items, count, self._draw.choice([0, 1, team.NEVER]))
+            for _ in range(self._draw.randrange(3)):
+                self._compute(0, 0, self._draw.randint(1, 20))
+            self._compute(0, 0, team.NEVER)
+            assert not self._inside, "a launch still runs"
+            assert all(self.ran), "a launch was left out"
+            assert all(CLOCK_AT + WORD * (1 + self._items + item) in self.memory for item in range(count))
+        self.memory[WORD * team.STOP] = 1
+        for number in range(1, self._threads):
+            self._add(-number, 1)
+
+    def _compute(self, items: int, count: int, num_ticks: int) -> None:
+        new = {team.NEW_ITEMS: items, team.NEW_COUNT: count, team.NEW_CLOCK: CLOCK_AT}
+        kernel._compute({team.TEAM: 0, **new, team.TICKS: num_ticks})
 
     def _pause(self) -> None:
         self._own.member.back.release()
@@ -156,33 +196,46 @@ class Turns:
         self.memory[at] = self.memory.get(at, 0) + value
         return self.memory[at] - value
 
+    def _swap(self, at: int, value: int) -> int:
+        was, self.memory[at] = self.memory.get(at, 0), value
+        return was
+
     def _replace(self, at: int, old: int, new: int) -> bool:
         is_old = self.memory.get(at, 0) == old
         if is_old:
             self.memory[at] = new
         return is_old
 
+    def _wait(self, semaphore: int) -> int:
+        self._pause()
+        if self._draw.random() < 0.1:
+            return -1  # a signal
+        while not self.memory.get(semaphore):
+            self._pause()
+        self.memory[semaphore] -= 1
+        return 0
+
     def _ticks(self) -> int:
         self._now += 1
-        self.began = self.began or self._now
         return self._now
 
     def _call(self, number: int, block: int) -> None:
         assert set(self._inside.values()) <= {number}, f"launch {number} runs beside {set(self._inside.values())}"
-        self.begun.append(number)
-        self._inside[self._own.member.go] = number
+        item, me = number - self._items, self._own.member.go
+        assert 0 <= item < len(self.ran), "a launch of another region"
+        assert all(self.ran[:item]), "a launch was left out"
+        assert not any(self.ran[item + 1 :]), "a launch was run again"
+        assert me not in self.ran[item], "a thread has two places in scratch memory"
+        self.ran[item].append(me)
+        self._inside[me] = number
         for _ in range(self._draw.randrange(3)):
             self._pause()
-        del self._inside[self._own.member.go]
+        del self._inside[me]
 
 
-def test_no_launch_runs_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(400):
-        turns = Turns(seed, launches=4)
+def test_launches_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(120):
+        turns = Turns(seed, threads=1 + seed % 4, launches=4)
         turns.install(monkeypatch)
-        turns.run(threads=2 + seed % 3)
-        assert turns.begun == sorted(turns.begun)
-        assert set(turns.begun) == set(range(4))
-        spent = [turns.memory[CLOCK_AT + 8 * (1 + item)] for item in range(4)]
-        assert min(spent) > 0
-        assert sum(spent) == turns.memory[CLOCK_AT] - turns.began
+        turns.run(regions=6)
+        monkeypatch.undo()
