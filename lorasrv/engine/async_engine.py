@@ -489,10 +489,7 @@ class AsyncEngine:
             compute_in_parallel()
             self._engine.bind_thread(self._post)
             idle = True
-            while True:
-                self._engine.compute()
-                if not self._drain_inbox(wait=idle):
-                    break
+            while self._drain_inbox(wait=idle):
                 # `step` calls `_post` for the outputs of the step before.
                 outputs = self._engine.step()
                 self._unposted += outputs
@@ -500,6 +497,7 @@ class AsyncEngine:
                 goes_on = self._engine.has_requests and all(output.finish_reason is None for output in outputs)
                 if idle or self._engine.is_computing or not goes_on:
                     self._post()
+                self._engine.compute()
         except Exception as error:
             _LOG.exception("the engine thread died")
             assert self._loop is not None
@@ -547,8 +545,8 @@ class AsyncEngine:
     def _post(self) -> None:
         """Hand the event loop what it has not got yet.
 
-        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then this
-        thread does not need Python's lock, for which the two would wait in turn.
+        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then
+        this thread does not need Python's lock, for which the two would wait in turn.
         """
         results = self._engine.take_utility_results()
         assert self._loop is not None

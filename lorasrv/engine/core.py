@@ -236,8 +236,11 @@ class EngineCore:
         return bool(self._in_flight)
 
     def compute(self) -> None:
-        """Compute the step in flight, if this thread takes part in that, until it is time to plan the next one: late, so
-        that requests which come meanwhile are in it, but before the step in flight is done. `step` does so itself."""
+        """Compute the step in flight, if this thread takes part in that, until it is time to plan the next one.
+
+        That is late, so that requests which come meanwhile are in it, but before the step in flight is done. `step`
+        does so itself.
+        """
         if self._in_flight:
             self._executor.take_part(self._plan_at_s - time.perf_counter())
 

@@ -155,7 +155,7 @@ def compute(raw: Any) -> None:
     _compute(carray(raw, (TICKS + 1,), np.int64))
 
 
-def help(raw: Any) -> None:  # noqa: A001
+def help(raw: Any) -> None:
     args = carray(raw, (NUMBER + 1,), np.int64)
     _help(args[TEAM], args[NUMBER])
 

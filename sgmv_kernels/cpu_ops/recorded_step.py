@@ -6,7 +6,6 @@ adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -84,7 +83,7 @@ class RecordedStep:
         """Make everything ready for a pass but its input; another one may be computed meanwhile."""
         samples = tables.sample_rows.shape[0]
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
-            return PreparedPass(None, angles, tables, partial(self._layers, angles=angles, tables=tables))
+            return PreparedPass(None, angles, tables, lambda x: self._layers(x, angles, tables))
         kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
         for each in (kind, *USUAL):
             held = self._recorded.get(each)

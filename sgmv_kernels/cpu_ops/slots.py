@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgmv_kernels.cpu_runtime.launch import COUNTERS, Part, launch
+from sgmv_kernels.cpu_runtime.launch import Part, launch
+from sgmv_kernels.cpu_runtime.team import COUNTERS
 from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
 from sgmv_kernels.metadata.segments import Int32
 

@@ -72,7 +72,7 @@ class Team:
         self._words[HELPERS] = len(self._helpers)
         for number, helper in enumerate(self._helpers, 1):
             _libc().sem_init(self._semaphore(number), 0, 0)
-            self._words[SLEEPERS + SLEEPER_WORDS * number + 1] = self._semaphore(number).value
+            self._words[SLEEPERS + SLEEPER_WORDS * number + 1] = self._semaphore(number).value or 0
             helper.start()
 
     def take(self) -> bool:
@@ -156,7 +156,7 @@ class _Shared:
 
     def forget(self) -> None:
         """Begin anew in a forked process, which has none of the threads."""
-        self.__init__()
+        self._lock, self._team = threading.Lock(), None
 
 
 _shared = _Shared()

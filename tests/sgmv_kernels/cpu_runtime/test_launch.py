@@ -132,7 +132,9 @@ class Turns:
 
     def run(self, regions: int) -> None:
         """Open regions one after another, and take part in each now and then."""
-        members = [SimpleNamespace(go=threading.Semaphore(0), back=threading.Semaphore(0)) for _ in range(self._threads)]
+        members = [
+            SimpleNamespace(go=threading.Semaphore(0), back=threading.Semaphore(0)) for _ in range(self._threads)
+        ]
         errors: list[BaseException] = []
         for number in range(1, self._threads):
             self.memory[WORD * (team.SLEEPERS + team.SLEEPER_WORDS * number + 1)] = -number

@@ -1,7 +1,6 @@
 """Teams: kernels give the same bits with any number of threads, whoever else computes, and however threads come."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
