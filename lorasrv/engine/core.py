@@ -268,6 +268,7 @@ class EngineCore:
                 self._made_progress = True
                 return self._faults.on_schedule_error(error)
             self._faults.on_scheduled()
+        settling_s = self._settle(step)
         with self.profile.span("pages"):
             step = self._apply_page_ops(step)
             self._send_orders(step.orders)
@@ -280,7 +281,7 @@ class EngineCore:
         has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
         if has_room:
-            self._memory.costs.lead.observe(time.perf_counter() - planned_from, 1)
+            self._memory.costs.lead.observe(time.perf_counter() - planned_from - settling_s, 1)
         while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
@@ -314,14 +315,20 @@ class EngineCore:
         oldest = self._in_flight.popleft()
         step, handle = oldest.step, oldest.handle
         collect = None if handle is None else lambda: self._executor.collect(handle)
-        if collect is not None and self._in_flight:
-            try:
+        try:
+            if collect is not None and self._in_flight:
                 result = self.retrier.collect(step, collect)
-            except Exception as error:
-                return self._replan(step, error)
-        else:
-            result = self.retrier.run(self._scheduler.resolve(step), collect)
-            self._is_serial = False
+            else:
+                result = self.retrier.run(self._scheduler.resolve(step), collect)
+                self._is_serial = False
+        except KeyboardInterrupt:
+            # It comes to the thread of an `LLM`, whose caller may go on.
+            self._drop(step)
+            raise
+        except Exception as error:
+            if not self._in_flight:
+                raise
+            return self._replan(step, error)
         with self.profile.span("scheduling"):
             outputs = self._update(step, result)
             seconds = time.perf_counter() - begun
@@ -345,13 +352,18 @@ class EngineCore:
         _LOG.error(
             "a step failed; planning %d steps again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error
         )
-        if not self._executor.recover():
+        if not self._drop(step):
             raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
+        self._is_serial = True
+        return self._scheduler.take_outputs()
+
+    def _drop(self, step: SchedulerOutput) -> bool:
+        """Drop a step that was to be collected and those behind it; return whether the device can still be used."""
+        is_usable = self._executor.recover()
         for lost in (step, *(later.step for later in self._in_flight)):
             self._scheduler.discard(lost)
         self._in_flight.clear()
-        self._is_serial = True
-        return self._scheduler.take_outputs()
+        return is_usable
 
     def _update(self, step: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
         if result.failed:
@@ -401,11 +413,19 @@ class EngineCore:
         else:
             self._loads.from_host += 1
 
+    def _settle(self, step: SchedulerOutput) -> float:
+        """Have the step in flight computed before its pages are moved, swapped or read for a file; return the seconds
+        that this took."""
+        begun = time.perf_counter()
+        if step.page_ops or self._pending_ops or step.snapshots.saves:
+            self._executor.settle()
+        return time.perf_counter() - begun
+
     def _apply_page_ops(self, step: SchedulerOutput) -> SchedulerOutput:
         """Apply the pending page operations in order, first those that an exception has left. A request whose pages
         could not be swapped is left out of the step."""
-        begun, swapped = time.perf_counter(), 0
         self._pending_ops += step.page_ops
+        begun, swapped = time.perf_counter(), 0
         while self._pending_ops:
             op = self._pending_ops[0]
             try:

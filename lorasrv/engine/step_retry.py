@@ -91,12 +91,10 @@ class StepRetrier:
             part, *parts = [*self._bounded(parts[0]), *parts[1:]]
             num_runs += 1
             try:
+                # What is dropped by `recover` is not collected any more.
+                wait, collect = collect, None
                 self._prepare(part)
-                if collect is not None and part is step:
-                    wait, collect = collect, None
-                    gathered.take(wait())
-                else:
-                    gathered.take(self._run(part))
+                gathered.take(wait() if wait is not None and part is step else self._run(part))
                 continue
             except Exception as error:
                 names = ", ".join(share.request_id for share in part.scheduled[:MAX_NAMED])

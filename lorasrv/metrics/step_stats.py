@@ -94,6 +94,9 @@ class StepProfile:
     def __init__(self) -> None:
         self.steps = 0
         self.rows = 0
+        # Between the end of a pass and the beginning of the next, where that was planned meanwhile, and how often.
+        self.gap_s = 0.0
+        self.gaps = 0
         self._seconds: dict[str, float] = {}
 
     @contextmanager

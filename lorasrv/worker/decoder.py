@@ -221,9 +221,15 @@ class Decoder:
             self._program.take_part(seconds)
 
     def wait(self) -> None:
-        """Wait for the pass that has begun, if one has: pages may be moved then, and memory be freed."""
+        """Wait until nothing is computed beside the calling thread: memory may be freed then."""
         if self._program is not None:
             self._program.wait()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Compute the layers of the pass that has begun, if one has: pages may be moved then."""
+        if self._program is not None:
+            self._program.settle()
 
     @torch.inference_mode()
     def complete(self, prepared: "DecoderPass") -> Tensor:

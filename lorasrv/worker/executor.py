@@ -1,15 +1,14 @@
 """Executor: the seam between the engine and the worker that computes steps.
 
-An executor acts in the order of its calls: page operations are done after the steps submitted before them and before
-those submitted after them. Loader threads write adapters beside that, to pages that no step in flight reads.
+An executor acts in the order of its calls: behind `settle`, page operations are done after the steps submitted before
+them and before those submitted after them. Loader threads write adapters beside that, to pages that no step in flight
+reads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
-
-from torch import Tensor
 
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId
@@ -55,7 +54,8 @@ class Executor(Protocol):
 
     @property
     def read_pages(self) -> ReadPages:
-        """Return the function that reads pages after the steps submitted so far, for the engine's thread."""
+        """Return the function that reads pages: after the steps submitted so far, for the engine's thread behind
+        `settle`; at any time for other threads, if no step changes the pages."""
 
     @property
     def write_pages(self) -> WritePages:
@@ -77,6 +77,10 @@ class Executor(Protocol):
 
         Pending tokens are those that the step submitted before samples, which is not collected yet.
         """
+
+    def settle(self) -> None:
+        """Have the steps submitted so far computed before anything reads or changes their pages. Called before page
+        operations and reads."""
 
     def take_part(self, seconds: float) -> None:
         """Let the calling thread compute for about so long with those that compute the steps submitted; nothing where
@@ -146,6 +150,9 @@ class InProcessExecutor:
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)
 
+    def settle(self) -> None:
+        """Do nothing: a step is collected before the next one's operations."""
+
     def take_part(self, seconds: float) -> None:
         """Do nothing: nothing is computed before it is collected."""
 
@@ -165,6 +172,7 @@ class InProcessExecutor:
 @dataclass(eq=False, slots=True)
 class _PreparedHandle(StepHandle):
     prepared: PreparedStep | None = None
+    has_begun: bool = False
     error: Exception | None = None
 
 
@@ -180,10 +188,6 @@ class ThreadedExecutor(InProcessExecutor):
     @property
     def depth(self) -> int:
         return 2 if self.runner.computes_beside else 1
-
-    @property
-    def read_pages(self) -> ReadPages:
-        return self._read_pages
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         if self.depth == 1:
@@ -204,16 +208,19 @@ class ThreadedExecutor(InProcessExecutor):
             return super().collect(handle)
         if handle.error is not None:
             raise handle.error
-        assert handle.prepared is not None
-        output = self.runner.complete(handle.prepared)
-        self._submitted.remove(handle)
+        if handle.prepared is None or not handle.has_begun:
+            raise RuntimeError("the step before was not collected, so the tokens of this one are not known")
+        try:
+            output = self.runner.complete(handle.prepared)
+        finally:
+            self._submitted.remove(handle)
         self._begin(output.sampled)
         return output
 
-    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
-        if ops:
-            self.runner.wait()
-        return self.runner.apply_page_ops(ops)
+    def settle(self) -> None:
+        for handle in self._submitted[:1]:
+            with self._errors_of(handle):
+                self.runner.settle()
 
     def recover(self) -> bool:
         """See `Executor`; what was submitted is dropped."""
@@ -234,6 +241,7 @@ class ThreadedExecutor(InProcessExecutor):
         for handle in self._submitted:
             with self._errors_of(handle):
                 if handle.prepared is not None:
+                    handle.has_begun = True
                     self.runner.begin(handle.prepared, tokens)
 
     @contextmanager
@@ -243,10 +251,6 @@ class ThreadedExecutor(InProcessExecutor):
             yield
         except Exception as error:
             handle.error = error
-
-    def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
-        self.runner.wait()
-        return self.runner.read_pages(pages)
 
 
 @dataclass(eq=False, slots=True)

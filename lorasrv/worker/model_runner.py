@@ -124,6 +124,8 @@ class ModelRunner:
         self._before_pass: BeforePass = do_nothing
         # That this thread has computed of the pass that has begun.
         self._seconds_of_pass = 0.0
+        # When the last pass was complete.
+        self._ended_s = 0.0
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
         self._medusa: MedusaRunner | None = None
         if draft_heads is not None:
@@ -248,9 +250,13 @@ class ModelRunner:
             tokens: that the step before has sampled.
         """
         self._before_pass()
+        self._seconds_of_pass = 0.0
         with self.profile.span("forward"):
             prepared.decoder_pass.batch.fill({request: own[-1] for request, own in tokens.items() if own})
             self._decoder.begin(prepared.decoder_pass)
+        if tokens is not NO_TOKENS:
+            self.profile.gaps += 1
+            self.profile.gap_s += time.perf_counter() - self._ended_s
 
     def take_part(self, seconds: float) -> None:
         """Compute the step that has begun for about so long, if it is computed beside the calling thread."""
@@ -259,16 +265,22 @@ class ModelRunner:
         self._seconds_of_pass += time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Wait for the pass of the step that has begun, if one has."""
+        """Wait until nothing is computed beside the calling thread."""
         self._decoder.wait()
+
+    def settle(self) -> None:
+        """Compute the pass of the step that has begun, if one has: its pages may be moved then."""
+        begun = time.perf_counter()
+        self._decoder.settle()
+        self._seconds_of_pass += time.perf_counter() - begun
 
     def complete(self, prepared: "PreparedStep") -> ModelRunnerOutput:
         """Compute the step that has begun to its end, and sample its tokens."""
         begun = time.perf_counter()
         batch = prepared.decoder_pass.batch
         logits = self._decoder.complete(prepared.decoder_pass)
-        seconds, self._seconds_of_pass = self._seconds_of_pass + time.perf_counter() - begun, 0.0
-        self.profile.add_kernels(seconds, self._decoder.kernel_seconds())
+        self._ended_s = time.perf_counter()
+        self.profile.add_kernels(self._seconds_of_pass + self._ended_s - begun, self._decoder.kernel_seconds())
         return self._sampled(prepared.step, logits, batch.sampled, batch.asked, batch.masses())
 
     def _count(self, step: SchedulerOutput) -> None:
@@ -383,6 +395,7 @@ class ModelRunner:
         if self._medusa is not None:
             self._medusa.prepare(step)
         if self._graphs is not None:
+            self._before_pass()
             with self.profile.span("batch"):
                 graphed = self._graphs.compute(step, last)
             if graphed is not None:

@@ -209,7 +209,8 @@ def _take_part(team, until):  # type: ignore[no-untyped-def]
         # A thread that has joined meanwhile ends the launch instead.
         if now % JOINED == joined and replace_shared(state, now, then):
             _count_ticks(clock, i64(items, ITEM_WORDS * (item - 1) + 2))
-            store_shared(team + 8 * RELEASED, base + item)
+            # Added, as those who have joined since may be further: who ends a launch and leaves waits for nobody.
+            add_shared(team + 8 * RELEASED, 1)
         elif not leaves:
             _wait_for(team, base + item)
 

@@ -46,7 +46,7 @@ def wide_rows() -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         logger.debug("nothing is known of bf16 linears")
     with ThreadPoolExecutor(1) as apart:
-        # In a thread of its own, whose OpenMP team ends with it: the thread that loads models needs none.
+        # In a thread of its own: the thread that loads models computes alone.
         found = apart.submit(_measured_by_all).result()
     logger.info("base linears of %s rows and more are computed in bf16", found)
     keep(path, {"rows": found})

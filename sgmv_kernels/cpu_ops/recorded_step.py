@@ -67,6 +67,7 @@ class RecordedStep:
         self._recorded: dict[tuple[int, bool, bool], tuple[Program, Tensor]] = {}
         # The pass that is computed now, with its input.
         self._now: tuple[Tensor, PreparedPass] | None = None
+        self._logits: Tensor | None = None
         self._last: Program | None = None
 
     @property
@@ -94,9 +95,10 @@ class RecordedStep:
         return PreparedPass(program, angles, tables, lambda x: logits[:samples])
 
     def begin(self, x: Tensor, prepared: "PreparedPass") -> None:
-        """Let the other threads of the team begin with the pass that was prepared last. Only one that is recorded is
-        computed before `complete`, which must come first for the pass before."""
-        self._now = x, prepared
+        """Let the other threads of the team begin with the pass that was prepared last; the one before must be
+        complete. One that is not recorded waits for `settle` or `complete`."""
+        self.wait()  # one is left where an interrupt has come
+        self._now, self._logits = (x, prepared), None
         if prepared.program is not None:
             # By numpy: torch takes ten times as long for a few rows.
             self._x.numpy()[: len(x)] = x.numpy()
@@ -108,17 +110,24 @@ class RecordedStep:
             program.take_part(seconds)
 
     def wait(self) -> None:
-        """Compute with the others until the pass is complete, but for what is not recorded."""
+        """Compute with the others until none of them computes any more; what is not recorded is not computed."""
         if self._now is not None and (program := self._now[1].program) is not None:
             program.complete()
 
+    def settle(self) -> None:
+        """Compute what has begun to its end: pages that it reads or writes may change then."""
+        self.wait()
+        if self._now is not None and self._logits is None:
+            x, prepared = self._now
+            self._logits = prepared.result(x)
+
     def complete(self) -> Tensor:
         """Complete the pass, and return its logits [S, V], in a buffer that the next one overwrites."""
-        self.wait()
+        self.settle()
         assert self._now is not None, "no pass was begun"
-        (x, prepared), self._now = self._now, None
-        self._last = prepared.program
-        return prepared.result(x)
+        assert self._logits is not None
+        self._last, self._now = self._now[1].program, None
+        return self._logits
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last run by kind of kernel, including the wait for the slowest thread."""

@@ -192,11 +192,15 @@ class Program:
 
     def complete(self) -> None:
         """Compute with the others until the run is complete; do nothing if none was begun."""
-        team, self._team = self._team, None
+        team = self._team
         if team is not None:
+            # An interrupt may come here: then the run can still be completed.
             team.complete()
+            self._team = None
             team.give_back()
-            self._second = (time.perf_counter() - self._begun_s) / max(1, int(self._clock[1:].sum()))
+            # It may have been complete for long.
+            second = (time.perf_counter() - self._begun_s) / max(1, int(self._clock[1:].sum()))
+            self._second = min(self._second or second, second)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of the last run by kind of launch, including the waits at their ends."""

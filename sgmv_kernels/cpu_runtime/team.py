@@ -60,13 +60,18 @@ class Team:
         self.threads = threads
         self._words = _aligned(SLEEPERS + SLEEPER_WORDS * threads)
         self._semaphores = (ctypes.c_byte * (_SEMAPHORE_BYTES * threads))()
-        self._compute = _KERNEL(address_of("program", "compute"))
+        self._compute, self._help = (_KERNEL(address_of("program", entry)) for entry in ("compute", "help"))
         self._block = arguments(self._words.ctypes.data, 0, 0, 0, 0)
         # One launch by itself, and its clock.
         self._item, self._clock = np.zeros(ITEM_WORDS, dtype=np.int64), np.zeros(2, dtype=np.int64)
         self._in_use = threading.Lock()
         self._helpers = [
-            threading.Thread(target=self._help, args=(number,), name=f"kernels-{number}", daemon=True)
+            threading.Thread(
+                target=self._help,
+                args=(arguments(self._words.ctypes.data, number),),
+                name=f"kernels-{number}",
+                daemon=True,
+            )
             for number in range(1, threads)
         ]
         self._words[HELPERS] = len(self._helpers)
@@ -124,9 +129,6 @@ class Team:
     def _semaphore(self, number: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(ctypes.addressof(self._semaphores) + _SEMAPHORE_BYTES * number)
 
-    def _help(self, number: int) -> None:
-        _KERNEL(address_of("program", "help"))(arguments(self._words.ctypes.data, number))
-
 
 class _Shared:
     """Keep the one team of this process, as large as the last one that was asked for."""
@@ -142,6 +144,7 @@ class _Shared:
             if team is not None and not team.take():
                 return None
             if team is None or team.threads != threads:
+                self._team = None
                 if team is not None:
                     team.close()
                 team = self._team = Team(threads)
@@ -159,7 +162,13 @@ class _Shared:
         self._lock, self._team = threading.Lock(), None
 
 
-_shared = _Shared()
+class _Alone(threading.local):
+    """Keep a team of the calling thread alone."""
+
+    team: Team | None = None
+
+
+_shared, _alone = _Shared(), _Alone()
 atexit.register(_shared.close)
 os.register_at_fork(after_in_child=_shared.forget)
 
@@ -169,8 +178,11 @@ def take_team(threads: int) -> Team:
     calling thread alone if another thread uses that."""
     team = _shared.take(threads) if threads > 1 else None
     if team is None:
-        team = Team(1)
-        team.take()
+        team = _alone.team
+        # It may be taken by a pass that this thread has begun.
+        if team is None or not team.take():
+            team = _alone.team = Team(1)
+            team.take()
     return team
 
 

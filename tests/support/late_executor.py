@@ -1,12 +1,13 @@
 """Executors with two steps under way, for engines whose steps are to be collected one step late."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import PageOp, SchedulerOutput
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle, ThreadedExecutor
 from lorasrv.worker.model_runner import ModelRunnerOutput
+from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
 
 @dataclass(eq=False, slots=True)
@@ -80,3 +81,13 @@ class LaunchedAtOnce(Counted, LaunchingExecutor):
 
 class ThreadedAtOnce(Counted, ThreadedExecutor):
     """The executor of a processor, whose helpers compute beside the engine's thread."""
+
+
+class ThreadedInPart(ThreadedAtOnce):
+    """The same, where passes of many rows are not recorded, so that nobody computes them beside that thread."""
+
+    def __init__(self, executor: InProcessExecutor) -> None:
+        super().__init__(executor)
+        decoder = self.runner._decoder
+        program = decoder._program
+        decoder._program = RecordedStep(program._layers, replace(program._shape, max_rows=8), program._planner)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,9 @@ import pytest
 import torch
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from fake_gpu import FakeGpu
-from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce
+from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce, ThreadedInPart
 from mispredict import expect_short_answers
+from tiny_engine import offline_engine
 
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
@@ -51,7 +53,7 @@ LATE = {
     "ahead": (LateExecutor, False),
     "launched": (LaunchedAtOnce, False),
     "threads": (ThreadedAtOnce, False),
-    "threads, drafts": (ThreadedAtOnce, True),
+    "threads, drafts": (ThreadedInPart, True),
 }
 
 
@@ -322,6 +324,34 @@ class TestEnds:
         assert (output.refusal, output.new_token_ids) == (Refusal.TIMEOUT, ())
         assert not late_engine.scheduler._kv.holders()
         late_engine.engine.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["begin", "complete", "settle", "take_part"])
+def test_an_interrupt_costs_nothing_but_the_answers_of_its_call(
+    model: Path, adapter_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with offline_engine(model, adapter_dirs, kernels="numba", quantization="int4", max_num_seqs=4) as llm:
+        ask = partial(llm.generate, [PROMPT, LONG] * 3, GREEDY, [None, "one"] * 3)
+        want = [answer.token_ids for answer in ask()]
+        runner = llm.engine._parts.executor.runner
+        for comes_first in (True, False):
+            count, real = iter(range(1000)), getattr(runner, place)
+
+            def interrupted(*args: Any, count: Any = count, real: Any = real, first: bool = comes_first) -> Any:
+                is_now = next(count) == 9
+                found = None if is_now and first else real(*args)
+                if is_now:
+                    raise KeyboardInterrupt
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, place, interrupted)
+                if place == "settle":  # never called so often
+                    patch.setattr(llm.engine, "_settle", lambda step: runner.settle() or 0.0)
+                with pytest.raises(KeyboardInterrupt):
+                    ask()
+            assert [answer.token_ids for answer in ask()] == want
+            llm.engine.check_integrity()
 
 
 class TestFailures:

@@ -108,6 +108,7 @@ class Turns:
     def __init__(self, seed: int, threads: int, launches: int) -> None:
         self.memory: dict[int, int] = {WORD * team.HELPERS: threads - 1}
         self._draw, self._threads, self._launches = random.Random(seed), threads, launches
+        self._changes = self._draw.choice([0.02, 0.2, 1.0])
         self._own = threading.local()
         self._inside: dict[object, int] = {}
         # The threads that ran each launch of the region, in order.
@@ -151,9 +152,11 @@ class Turns:
 
         for number in range(self._threads):
             threading.Thread(target=work, args=(number,), daemon=True).start()
-        left = list(members)
-        for _ in range(60_000):
-            member = self._draw.choice(left)
+        left, member = list(members), members[0]
+        for _ in range(200_000):
+            # Now and then one goes on for long while the others have no processor.
+            if member not in left or self._draw.random() < self._changes:
+                member = self._draw.choice(left)
             member.go.release()
             member.back.acquire()
             left = [each for each in left if not hasattr(each, "over")]
