@@ -251,7 +251,17 @@ class EngineCore:
         Raises:
             DeviceLost: the device cannot be used any more.
             AssertionError: the accounts of the pool are inconsistent.
+            KeyboardInterrupt: as comes to the thread of an `LLM`; all requests must be aborted then.
         """
+        try:
+            return self._step()
+        except KeyboardInterrupt:
+            self._executor.recover()
+            self._in_flight.clear()
+            self._scheduler.discard_all()
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         self.compute()
         planned_from = time.perf_counter()
         begun = self._begun_s if self._in_flight else planned_from
@@ -321,10 +331,6 @@ class EngineCore:
             else:
                 result = self.retrier.run(self._scheduler.resolve(step), collect)
                 self._is_serial = False
-        except KeyboardInterrupt:
-            # It comes to the thread of an `LLM`, whose caller may go on.
-            self._drop(step)
-            raise
         except Exception as error:
             if not self._in_flight:
                 raise
@@ -352,18 +358,13 @@ class EngineCore:
         _LOG.error(
             "a step failed; planning %d steps again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error
         )
-        if not self._drop(step):
+        if not self._executor.recover():
             raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
-        self._is_serial = True
-        return self._scheduler.take_outputs()
-
-    def _drop(self, step: SchedulerOutput) -> bool:
-        """Drop a step that was to be collected and those behind it; return whether the device can still be used."""
-        is_usable = self._executor.recover()
         for lost in (step, *(later.step for later in self._in_flight)):
             self._scheduler.discard(lost)
         self._in_flight.clear()
-        return is_usable
+        self._is_serial = True
+        return self._scheduler.take_outputs()
 
     def _update(self, step: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
         if result.failed:

@@ -260,6 +260,10 @@ class Scheduler:
             if has_more and (request := self._queue.requests.get(share.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
 
+    def discard_all(self) -> None:
+        """Drop all steps in flight; their requests must be aborted before the next one."""
+        self._in_flight.clear()
+
     def resolve(self, step: SchedulerOutput) -> SchedulerOutput:
         """Return a step in flight with the tokens that were pending; the steps before it are not in flight any more."""
         pending = [share for share in step.scheduled if share.is_pending]

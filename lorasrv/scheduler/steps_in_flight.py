@@ -47,6 +47,11 @@ class StepsInFlight:
             if not request.num_in_flight_tokens and self._finished.pop(request.request_id, None) is not None:
                 self._free(request)
 
+    def clear(self) -> None:
+        """Note that no step is in flight any more."""
+        for number in tuple(self._steps):
+            self.remove(number)
+
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Compare the counts of requests that hold pages with the steps.
 

@@ -80,7 +80,26 @@ class LaunchedAtOnce(Counted, LaunchingExecutor):
 
 
 class ThreadedAtOnce(Counted, ThreadedExecutor):
-    """The executor of a processor, whose helpers compute beside the engine's thread."""
+    """The executor of a processor, whose helpers compute beside the engine's thread; checks that no page changes under
+    them."""
+
+    _is_settled = False
+
+    def settle(self) -> None:
+        super().settle()
+        self._is_settled = True
+
+    def submit(self, step: SchedulerOutput) -> StepHandle:
+        self._is_settled = False
+        return super().submit(step)
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        self._is_settled = False
+        return super().collect(handle)
+
+    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
+        assert not ops or self._is_settled or not self._submitted, "a step in flight uses the pages"
+        return super().apply_page_ops(ops)
 
 
 class ThreadedInPart(ThreadedAtOnce):

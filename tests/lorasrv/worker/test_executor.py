@@ -351,6 +351,7 @@ def test_an_interrupt_costs_nothing_but_the_answers_of_its_call(
                 with pytest.raises(KeyboardInterrupt):
                     ask()
             assert [answer.token_ids for answer in ask()] == want
+            assert not llm.engine._scheduler._kv.holders()
             llm.engine.check_integrity()
 
 
