@@ -291,7 +291,8 @@ class EngineCore:
         has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
         if has_room:
-            self._memory.costs.lead.observe(time.perf_counter() - planned_from - settling_s, 1)
+            planning_s = time.perf_counter() - planned_from - settling_s
+            self._memory.costs.lead.observe(planning_s * self._executor.share_hidden, 1)
         while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
@@ -514,7 +515,7 @@ class EngineCore:
         self.metrics.publish(self._snapshot())
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
-            # Twice the time that it takes: the others are slower alone, and no prediction is exact.
+            # Twice what the others compute meanwhile: no prediction is exact.
             seconds = costs.step.seconds(StepShape.of(self._in_flight[0].step)) - 2 * costs.lead.seconds
             self._plan_at_s = self._begun_s + seconds
 

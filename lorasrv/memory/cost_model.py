@@ -217,8 +217,8 @@ class CostModel:
     page_copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
     # A byte of a snapshot, from disk through host memory to the pool, verified.
     restore: Rate = field(default_factory=lambda: Rate(1 / 0.4e9))
-    # Planning and launching a step: what a device waits for where the step before must be collected first. 0 where no
-    # step is planned ahead.
+    # What planning a step ahead saves of its time: a device waits for that where the step before must be collected
+    # first. 0 where no step is planned ahead.
     lead: Rate = field(default_factory=lambda: Rate(0.0))
     # A token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))

@@ -265,9 +265,10 @@ class Decoder:
         return self._capped(self._weights.head(states).float())
 
     @property
-    def computes_beside(self) -> bool:
-        """Return whether a pass that has begun is computed beside the calling thread, which has helpers."""
-        return self._program is not None and self._program.has_helpers
+    def num_threads(self) -> int:
+        """Return the threads that compute a pass that has begun; 1 where the calling one computes it when it waits for
+        its end."""
+        return 1 if self._program is None else self._program.num_threads
 
     def kernel_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""

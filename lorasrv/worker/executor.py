@@ -41,6 +41,11 @@ class Executor(Protocol):
         """Return how many steps may be in flight together; at 1 each is collected before the next is planned."""
 
     @property
+    def share_hidden(self) -> float:
+        """Return the share of the time of planning that a step planned ahead saves: less than all where the thread that
+        plans would compute meanwhile."""
+
+    @property
     def profile(self) -> StepProfile:
         """Return where the time of steps was spent."""
 
@@ -121,6 +126,10 @@ class InProcessExecutor:
         return 1
 
     @property
+    def share_hidden(self) -> float:
+        return 1.0
+
+    @property
     def profile(self) -> StepProfile:
         return self.runner.profile
 
@@ -187,7 +196,12 @@ class ThreadedExecutor(InProcessExecutor):
 
     @property
     def depth(self) -> int:
-        return 2 if self.runner.computes_beside else 1
+        return 2 if self.runner.num_threads > 1 else 1
+
+    @property
+    def share_hidden(self) -> float:
+        threads = self.runner.num_threads
+        return (threads - 1) / threads
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         if self.depth == 1:

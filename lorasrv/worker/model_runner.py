@@ -231,9 +231,9 @@ class ModelRunner:
         return self._sampled(step, *self._logits(step, None))
 
     @property
-    def computes_beside(self) -> bool:
-        """Return whether a step that has begun is computed beside the calling thread."""
-        return self._decoder.computes_beside
+    def num_threads(self) -> int:
+        """Return the threads that compute a step, the calling one among them."""
+        return self._decoder.num_threads
 
     def prepare(self, step: SchedulerOutput) -> "PreparedStep":
         """Make a step ready whose page operations are done, for which only pending tokens may be missing."""

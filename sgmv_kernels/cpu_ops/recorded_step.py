@@ -71,9 +71,10 @@ class RecordedStep:
         self._last: Program | None = None
 
     @property
-    def has_helpers(self) -> bool:
-        """Return whether a pass goes on while the thread that has begun it does something else."""
-        return team_size() > 1
+    def num_threads(self) -> int:
+        """Return the threads that compute a pass; all but the one that has begun it go on while that does something
+        else."""
+        return team_size()
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits [S, V], in a buffer that the next run overwrites."""
