@@ -88,7 +88,10 @@ def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]
 
 
 def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:
-    """Return seconds by part and thread. `http` is the event loop thread's CPU time without detokenizing."""
+    """Return seconds by part and thread; kernels' are those that the engine's thread has spent on them.
+
+    `http` is the event loop thread's CPU time without detokenizing.
+    """
     seconds = profile.seconds()
     loop = {"detokenizing": seconds.pop("detokenizing", 0.0)}
     loop["http"] = max(0.0, loop_s - loop["detokenizing"])
@@ -97,6 +100,8 @@ def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, 
         "wall_s": round(wall_s, 3),
         "steps": profile.steps,
         "rows": profile.rows,
+        "steps_ahead": profile.gaps,
+        "ms_between_passes": round(1e3 * profile.gap_s / profile.gaps, 3) if profile.gaps else None,
         "seconds": {
             ENGINE: {part: round(spent, 4) for part, spent in seconds.items()},
             LOOP: {part: round(spent, 4) for part, spent in loop.items()},

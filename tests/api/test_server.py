@@ -16,6 +16,7 @@ def profile() -> StepProfile:
     counted.add("scheduling", 0.5)
     counted.add_kernels(2.0, {"linear": 1.0, "sgmv": 0.75})
     counted.add("detokenizing", 0.25)
+    counted.gaps, counted.gap_s = 2, 0.006
     return counted
 
 
@@ -27,6 +28,15 @@ def test_parts_add_up() -> None:
     assert told["seconds"]["event loop"] == {"detokenizing": 0.25, "http": 0.75}
     assert sum(told["seconds"]["engine"].values()) == 2.5
     assert told["ms_a_step"]["linear"] == 250.0
+    assert (told["steps_ahead"], told["ms_between_passes"]) == (2, 3.0)
+
+
+def test_of_a_pass_only_what_the_engines_thread_has_seen_counts() -> None:
+    """Others go on with it while that plans the next step."""
+    counted = StepProfile()
+    counted.add_kernels(1.0, {"linear": 1.5, "sgmv": 0.5})
+    assert counted.seconds() == {"linear": 0.75, "sgmv": 0.25, "forward": 0.0}
+    assert describe(counted, 9.0, 1.0)["ms_between_passes"] is None
 
 
 def test_a_span_counts_what_is_done_inside_even_if_it_fails() -> None:
