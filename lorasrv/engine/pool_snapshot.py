@@ -117,7 +117,7 @@ def _state(memory: MemoryManager, key: AdapterKey) -> str:
 
 
 def _requests(memory: MemoryManager, scheduler: Scheduler) -> tuple[RequestPages, ...]:
-    requests = {request.request_id: request for request in scheduler.requests()}
+    requests = {request.request_id: request for request in (*scheduler.requests(), *scheduler.leaving())}
     return tuple(
         RequestPages(
             request_id=rid,

@@ -121,6 +121,10 @@ class Scheduler:
         """Return the live requests for reading, the running ones first."""
         return [*self._queue.running, *self._queue.waiting.values()]
 
+    def leaving(self) -> list[Request]:
+        """Return the requests that have finished and keep their pages until a step in flight is done."""
+        return list(self._in_flight.finished)
+
     def tier(self, key: AdapterKey) -> AdapterTier:
         """Return where an adapter is now."""
         if self._adapter_manager.is_resident(key):

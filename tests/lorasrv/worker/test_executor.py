@@ -19,6 +19,7 @@ from tiny_engine import offline_engine
 
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
+from lorasrv.engine.pool_snapshot import describe_pool
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.speculation.drafter import DraftAsk
@@ -296,6 +297,8 @@ class TestEnds:
         """Pages stay until the step is collected; returns the outputs since."""
         late.engine.check_integrity()
         assert self._held(late) == held
+        told = describe_pool(late.engine._memory, late.scheduler).requests
+        assert {page for own in told for page in own.page_ids} == held
         assert late.engine.has_requests
         outputs = late.engine.step()
         late.engine.check_integrity()
