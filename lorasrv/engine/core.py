@@ -326,16 +326,14 @@ class EngineCore:
         oldest = self._in_flight.popleft()
         step, handle = oldest.step, oldest.handle
         collect = None if handle is None else lambda: self._executor.collect(handle)
-        try:
-            if collect is not None and self._in_flight:
+        if collect is not None and self._in_flight:
+            try:
                 result = self.retrier.collect(step, collect)
-            else:
-                result = self.retrier.run(self._scheduler.resolve(step), collect)
-                self._is_serial = False
-        except Exception as error:
-            if not self._in_flight:
-                raise
-            return self._replan(step, error)
+            except Exception as error:
+                return self._replan(step, error)
+        else:
+            result = self.retrier.run(self._scheduler.resolve(step), collect)
+            self._is_serial = False
         with self.profile.span("scheduling"):
             outputs = self._update(step, result)
             seconds = time.perf_counter() - begun

@@ -186,8 +186,11 @@ class _PreparedHandle(StepHandle):
 
 
 class ThreadedExecutor(InProcessExecutor):
-    """Compute a step in the helpers of the calling thread, which plans the next one meanwhile; that begins when the
-    tokens of the first are known, before these are returned."""
+    """Compute a step in other threads while the calling one plans the next step.
+
+    The next step begins as soon as `collect` knows the tokens of the one before. With a single thread, each step is
+    computed when it is collected.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)

@@ -10,7 +10,6 @@ torch's OpenMP team cannot do this: it computes only as long as the thread that 
 
 import atexit
 import ctypes
-import logging
 import os
 import threading
 import time
@@ -22,7 +21,6 @@ import torch
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 
 Arguments = ctypes.Array[ctypes.c_int64]
-logger = logging.getLogger(__name__)
 COUNTERS = 2
 """First words of a kernel's arguments: the next task, and the next thread's number, for its place in scratch memory.
 Tasks of unequal size balance, as every thread takes the next one when it has done its own."""
@@ -54,7 +52,11 @@ def team_size() -> int:
 
 
 class Team:
-    """Hold a team of `threads`, the one that opens regions included."""
+    """Hold a team of `threads`, the one that opens regions included.
+
+    Raises:
+        OSError: the system has no semaphores for threads of one process.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -76,7 +78,8 @@ class Team:
         ]
         self._words[HELPERS] = len(self._helpers)
         for number, helper in enumerate(self._helpers, 1):
-            _libc().sem_init(self._semaphore(number), 0, 0)
+            if _libc().sem_init(self._semaphore(number), 0, 0):
+                raise OSError("kernels need sem_init, which this system lacks; set OMP_NUM_THREADS=1")
             self._words[SLEEPERS + SLEEPER_WORDS * number + 1] = self._semaphore(number).value or 0
             helper.start()
 
