@@ -1,6 +1,7 @@
 """Steps that are collected one step late: the answers are those of an engine that waits for each of them."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tiny_engine import offline_engine
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
 from lorasrv.engine.pool_snapshot import describe_pool
+from lorasrv.memory.cost_model import Rate
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.speculation.drafter import DraftAsk
@@ -153,7 +155,7 @@ def test_preempted_ones_too(
             assert tight.engine.metrics.snapshot().preemptions_total > before
 
 
-@pytest.mark.parametrize("kind", ["ahead", "launched"], indirect=True)
+@pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)
 def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Drafted) -> None:
     """Two steps are under way from the first to the last but one, and no step is computed in vain."""
     [[message]] = late_engine.messages([Ask(PROMPT, GREEDY)], "ahead")
@@ -168,7 +170,25 @@ def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Draft
     assert not late_engine.engine.has_requests
 
 
-@pytest.mark.parametrize("kind", ["ahead", "launched"], indirect=True)
+@pytest.mark.parametrize("kind", ["threads"], indirect=True)
+def test_the_next_step_is_planned_late(late_engine: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that the engine's thread computes, which it would not do while it plans: so less is saved."""
+    costs, runner, seconds = late_engine.engine._memory.costs, late_engine.runner, []
+    take_part, schedule = runner.take_part, late_engine.scheduler.schedule
+    monkeypatch.setattr(type(costs.step), "seconds", lambda costs, shape: 10.0)
+    monkeypatch.setattr(runner, "take_part", lambda left: (seconds.append(left), take_part(min(left, 0.01))))
+    monkeypatch.setattr(late_engine.scheduler, "schedule", lambda **how: time.sleep(0.1) or schedule(**how))
+    monkeypatch.setattr(costs, "lead", Rate(0.0))
+    [[message]] = late_engine.messages([Ask(PROMPT, replace(GREEDY, max_tokens=8))], "late")
+    late_engine.engine.add_request(message)
+    while late_engine.engine.has_requests:
+        late_engine.engine.step()
+    # Planning takes 0.1 s and more, of which half is saved with two threads.
+    assert 0.05 <= costs.lead.seconds < 0.1
+    assert 9.0 < min(seconds) < max(seconds) < 10.0
+
+
+@pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)
 def test_requests_that_need_the_text_have_a_token_a_step(late_engine: Drafted) -> None:
     """A step with one of them is collected before the next is planned, so that it is not held up."""
     penalized = replace(GREEDY, frequency_penalty=0.5)
