@@ -1,6 +1,6 @@
 """Outputs: what the engine emits for a request, and how a refusal becomes an exception."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -233,5 +233,12 @@ class OutputStream(Protocol):
     """Iterate over the outputs of one choice; the last one is finished."""
 
     async def __anext__(self) -> RequestOutput: ...
+
+    def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        """Have outputs handed over as they come, without waking the reader, while it waits for the next one.
+
+        Args:
+            take: returns False for an output that it does not take. That one, the last one and errors are read.
+        """
 
     async def aclose(self) -> None: ...

@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 
 from api.asgi.limits import ConnectionLimits, no_cuts
 from api.asgi.response_limits import PIECE_BYTES
-from api.asgi.sse import SEND_CHUNK
+from api.asgi.sse import CHUNKS
 from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
@@ -217,16 +217,8 @@ class LimitedProtocol(H11Protocol):
     async def _offer_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and let it send chunks past the layers that only look at the response's head."""
         if scope["http_version"] == "1.1":
-            scope = {**scope, "extensions": {SEND_CHUNK: self._send_chunk}}
+            scope = {**scope, "extensions": {CHUNKS: _Chunks(self)}}
         await self._application(scope, receive, send)
-
-    async def _send_chunk(self, body: bytes) -> None:
-        """Send a part of a body without a length, after its head; nothing once the client has left."""
-        for begin in range(0, len(body), PIECE_BYTES):
-            if self.flow.write_paused:
-                await self.flow.drain()
-            piece = body[begin : begin + PIECE_BYTES]
-            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def _watch_writing(self) -> None:
         size = self._real.get_write_buffer_size()
@@ -288,6 +280,26 @@ class LimitedProtocol(H11Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+class _Chunks:
+    """Send a body's parts (`ChunkSender`); nothing once the client has left."""
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self._transport, self._flow = protocol.transport, protocol.flow
+
+    @property
+    def can_write(self) -> bool:
+        return not self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def send(self, data: bytes) -> None:
+        for begin in range(0, len(data), PIECE_BYTES):
+            if not self.can_write:
+                await self._flow.drain()
+            self.write(data[begin : begin + PIECE_BYTES])
 
 
 class _PoliteTransport(asyncio.Transport):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -10,11 +10,25 @@ from starlette.types import Receive, Scope, Send
 from api.asgi.json_lines import compact_line
 
 T = TypeVar("T")
-SEND_CHUNK = "lorasrv.http.response.chunk"
-"""ASGI extension: `await scope["extensions"][SEND_CHUNK](data)` sends a part of a streamed body directly, past the
-`send` of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
+CHUNKS = "lorasrv.http.response.chunks"
+"""ASGI extension: `scope["extensions"][CHUNKS]` is a `ChunkSender`, which sends parts of a streamed body directly, past
+the `send` of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
+
+
+class ChunkSender(Protocol):
+    """Send parts of a body that has no length, behind the response's head."""
+
+    @property
+    def can_write(self) -> bool:
+        """Return whether the client reads as fast as it is written to."""
+
+    def write(self, data: bytes) -> None:
+        """Send a part at once; only while `can_write`."""
+
+    async def send(self, data: bytes) -> None:
+        """Send a part as soon as the client has read enough."""
 
 
 class ClientDisconnected(Exception):
@@ -50,7 +64,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class ByteStream(Response):
-    """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled."""
+    """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled.
+
+    Args:
+        push_to: told of the connection behind the head, if that takes parts at once. It may write parts there while
+            `chunks` is asked for the next one.
+    """
 
     def __init__(
         self,
@@ -58,6 +77,7 @@ class ByteStream(Response):
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
         num_bytes: int | None = None,
+        push_to: Callable[[ChunkSender], None] | None = None,
     ) -> None:
         super().__init__(status_code=200, headers=headers)
         del self.headers["content-length"]
@@ -65,6 +85,7 @@ class ByteStream(Response):
             self.headers["content-length"] = str(num_bytes)
         self._chunks = chunks
         self._close = close
+        self._push_to = push_to
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -81,20 +102,27 @@ class ByteStream(Response):
 
         # A body whose length is announced has no chunks.
         is_framed = "content-length" in self.headers
-        send_chunk = send_body if is_framed else scope.get("extensions", {}).get(SEND_CHUNK, send_body)
+        sender: ChunkSender | None = None if is_framed else scope.get("extensions", {}).get(CHUNKS)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if sender is not None and self._push_to is not None:
+            self._push_to(sender)
+        send_chunk = send_body if sender is None else sender.send
         async for chunk in self._chunks:
             await send_chunk(chunk)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(ByteStream):
-    """Send events as they arrive."""
+    """Send events as they arrive; arguments as of `ByteStream`."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+        push_to: Callable[[ChunkSender], None] | None = None,
     ) -> None:
-        super().__init__(events, close, {**headers, **HEADERS})
+        super().__init__(events, close, {**headers, **HEADERS}, push_to=push_to)
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

@@ -202,6 +202,9 @@ class CountedStream(AsyncIterator[RequestOutput]):
             self._end()
         return output
 
+    def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        self._stream.pass_to(take)
+
     async def aclose(self) -> None:
         self._end()
         await self._stream.aclose()

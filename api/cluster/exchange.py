@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import Scope, Send
 
-from api.asgi.sse import DONE, SEND_CHUNK, event
+from api.asgi.sse import CHUNKS, DONE, ChunkSender, event
 from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.forwarding import RawHeaders, returned
@@ -82,7 +82,8 @@ class Exchange:
         self._replicas, self._upstreams, self._stats = replicas, upstreams, stats
         self._path: str = scope["path"]
         self._send = send
-        self._send_chunk = scope.get("extensions", {}).get(SEND_CHUNK, self._send_body)
+        chunks: ChunkSender | None = scope.get("extensions", {}).get(CHUNKS)
+        self._send_chunk = self._send_body if chunks is None else chunks.send
         self._peers, self._request, self._secret = peers, request, secret
         self._tried: set[str] = set()
         self._num_failed = 0

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.asgi.sse import SEND_CHUNK
+from api.asgi.sse import CHUNKS
 from api.auth.principal import PREFIX, caller_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
@@ -127,7 +127,7 @@ class AccessMiddleware:
             return message
 
         if self._keeps_text:
-            scope.get("extensions", {}).pop(SEND_CHUNK, None)
+            scope.get("extensions", {}).pop(CHUNKS, None)
         try:
             await self._app(scope, watched_receive if self._keeps_text else receive, watched_send)
         except BaseException:

@@ -66,10 +66,27 @@ class ChoiceStream:
                 raise StopAsyncIteration
             self._ahead.append(await self._take())
         index, output = self._ahead.popleft()
-        self.num_taken += 1
-        if self._is_marked:
-            self._unmarked += output.token_ids
+        self._note_taken(output)
         return index, output
+
+    def pass_to(self, write: Callable[[int, RequestOutput], None], can_write: Callable[[], bool]) -> None:
+        """Have the outputs of a single choice written as they come while the reader waits, but for the last one.
+
+        Args:
+            can_write: asked before each output; where it says no, the output is read.
+        """
+        if len(self._streams) > 1:
+            return
+
+        def take(output: RequestOutput) -> bool:
+            if not can_write():
+                return False
+            output = self._noted(0, output)
+            self._note_taken(output)
+            write(0, output)
+            return True
+
+        self._streams[0].pass_to(take)
 
     def mark(self) -> bytes:
         """Return what an event stream says behind the events of an output, so that it can be resumed behind them: a
@@ -115,13 +132,21 @@ class ChoiceStream:
             # The same request would fail again: tell clients not to retry.
             never = {"x-should-retry": "false"}
             raise ApiError(500, output.error or "the generation failed", code="generation_failed", headers=never)
+        self._num_unfinished -= output.finished
+        return index, self._noted(index, output)
+
+    def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
         if self._unanswered:
             output = _without_answer(output)
         if self.first_token_s is None and output.num_generated_tokens:
             self.first_token_s = time.monotonic()
         self.latest[index] = output
-        self._num_unfinished -= output.finished
-        return index, output
+        return output
+
+    def _note_taken(self, output: RequestOutput) -> None:
+        self.num_taken += 1
+        if self._is_marked:
+            self._unmarked += output.token_ids
 
     async def _pump(self, index: int, stream: OutputStream) -> None:
         try:

@@ -1,8 +1,7 @@
 """Plan and admit a generation, for all protocols: OpenAI's routes, TGI's, and batches in this process."""
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,7 @@ from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
 from api.schemas.speculation import speculation_params
 from api.schemas.tgi import Parameters
 from api.serving.admission import AddPrompt, Prompt
+from api.serving.answer_events import AnswerEvents, EventWriter
 from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
@@ -60,8 +60,8 @@ class Writer(Protocol):
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
         """Return the whole response and its headers, and close the choices."""
 
-    def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
+    def event_writer(self, choices: ChoiceStream) -> EventWriter:
+        """Return what writes the events of a stream."""
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
         """Return the headers of a stream that has begun."""
@@ -104,10 +104,9 @@ class Generation:
     # Header that tells an edge how to resume the stream; empty if it did not ask, or nobody can.
     offer: Mapping[str, str] = field(default_factory=dict)
 
-    def events(self) -> AsyncGenerator[bytes, None]:
+    def events(self) -> AnswerEvents:
         """Return the events of the response as a stream."""
-        events = self.writer.events(self.choices)
-        return _behind_first(events, self.choices) if self.choices.is_resumed else events
+        return AnswerEvents(self.choices, self.writer.event_writer(self.choices))
 
     def headers(self) -> dict[str, str]:
         """Return the headers of a stream whose first output is there."""
@@ -234,15 +233,8 @@ async def respond(receive: Receive, generating: Coroutine[Any, Any, Generation],
 
     generation = await run_until_disconnect(receive, wait_for_first())
     headers = generation.headers()
-    return EventStream(generation.events(), generation.choices.aclose, headers)
-
-
-async def _behind_first(events: AsyncGenerator[bytes, None], choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-    """Leave out the events of the first output, which the client has from another replica."""
-    async with aclosing(events):
-        async for event in events:
-            if choices.num_taken > 1:
-                yield event
+    events = generation.events()
+    return EventStream(events.chunks(), generation.choices.aclose, headers, events.push_to)
 
 
 async def _plan_completion(

@@ -155,7 +155,7 @@ class PromptEcho:
         pieces, offsets, length = [], [], 0
         for token in prompt:
             offsets.append(length)
-            pieces.append(detokenizer.push((token,)))
+            pieces.append(detokenizer.push(token))
             length += len(pieces[-1])
         return cls("".join(pieces) + detokenizer.flush(), prompt, offsets)
 

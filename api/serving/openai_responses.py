@@ -8,22 +8,19 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterError
 from api.asgi.json_lines import compact_line
 from api.asgi.sse import DONE, event, event_of
-from api.errors import ApiError, describe
+from api.errors import describe
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens, mean_logprob
 from api.serving.model_list import digest_text
 from api.serving.model_resolver import ResolvedModel
-from lorasrv.errors import LorasrvError
 from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
 from lorasrv.text.tool_parsers.base import Part, ToolCall, ToolReader
 from lorasrv.text.tool_parsers.formats import ToolFormat
@@ -37,6 +34,8 @@ class ProtocolFormat(Protocol):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    # Whether the chunks of a text depend on what it says.
+    is_parsed: bool
 
     def first_delta(self) -> Json | None:
         """Return the content of the first chunk, before any text; None if there is none."""
@@ -59,6 +58,8 @@ class ProtocolFormat(Protocol):
 
 class _PlainText(ABC):
     """Format answers without parsing them."""
+
+    is_parsed = False
 
     @abstractmethod
     def delta(self, text: str) -> Json: ...
@@ -159,7 +160,7 @@ class ResponseBuilder:
         else:
             # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
             wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
-        body = self._envelope(self.protocol_format.whole_object, wholes)
+        body = self.envelope(self.protocol_format.whole_object, wholes)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
     def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
@@ -187,45 +188,14 @@ class ResponseBuilder:
             shown = ShownTokens(len(echo.text) if echo else 0)
             tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
             tokens += [placed for output in own for placed in shown.take(output)]
-        choice = self._choice(number, content, own[-1], tokens)
+        choice = self.choice(number, content, own[-1], tokens)
         if self.prompt_top is not None and self.logprobs_formatter is not None:
             choice["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
         return choice
 
-    async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream, with choices interleaved as they arrive."""
-        opened: dict[int, ShownTokens] = {}
-        waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
-        try:
-            async for index, output in choices:
-                if index not in opened:
-                    echo = self.echoes[index // choices.width] if self.echoes else None
-                    opened[index] = ShownTokens(len(echo.text) if echo else 0)
-                    if (opening := self._opening(index, output, echo)) is not None:
-                        yield self._chunk(choices, opening)
-                tokens = opened[index].take(output) if self.top is not None else ()
-                if output.finished or output.text or self.usage_in_chunks:
-                    ended = output if output.finished else None
-                    waiting[index] += tokens
-                    pieces = self.protocol_format.deltas(index, output)
-                    for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
-                        due_tokens = waiting.pop(index, ())
-                        chunk = self._chunk(choices, self._choice(index, piece, None if left else ended, due_tokens))
-                        yield chunk if left else chunk + choices.mark()
-            if self.include_usage:
-                body = self._envelope(self.protocol_format.chunk_object, [])
-                yield event({**body, "usage": self.usage(choices)})
-        except (LorasrvError, AdapterError, ApiError) as error:
-            yield event(describe(error).body)
-        yield DONE
-
-    def _opening(self, index: int, output: RequestOutput, echo: PromptEcho | None) -> Json | None:
-        """Return the first chunk of a choice, before any text of its answer; None if there is none."""
-        if echo is not None:
-            tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
-            return self._choice(index, self.protocol_format.delta(echo.text), None, tokens)
-        opening = self.protocol_format.first_delta()
-        return None if opening is None else self._choice(index, opening)
+    def event_writer(self, choices: ChoiceStream) -> "ChunkEvents":
+        """Return a writer of chunks."""
+        return ChunkEvents(self, choices)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
         """Return headers with the requested and the answering model, the adapter's tier and the times."""
@@ -284,26 +254,14 @@ class ResponseBuilder:
         }
         return figures | {name: fact for name, fact in told.items() if fact is not None}
 
-    def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
-        usage = ""
-        if self.usage_in_chunks:
-            usage = f',"usage":{compact_line(self.usage(choices))}'
-        elif self.include_usage:
-            usage = ',"usage":null'
-        return event_of(f"{self._chunk_head}{compact_line(choice)}]{usage}}}")
-
-    @cached_property
-    def _chunk_head(self) -> str:
-        """Hold what the chunks of a stream have in common, up to their choice: encoded once, not for every token."""
-        return compact_line(self._envelope(self.protocol_format.chunk_object, [])).removesuffix("]}")
-
-    def _choice(
+    def choice(
         self,
         index: int,
         content: Mapping[str, Any],
         ended: RequestOutput | None = None,
         tokens: Sequence[PlacedToken] = (),
     ) -> Json:
+        """Return a choice as responses have it: its content, its end if that is known, and its log-probabilities."""
         known = self.logprobs_formatter and self.protocol_format.logprobs(
             self.logprobs_formatter, tokens, self.top or 0
         )
@@ -311,7 +269,8 @@ class ResponseBuilder:
         choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
-    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+    def envelope(self, kind: str, choices: list[Json]) -> Json:
+        """Return a response around its choices."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -319,6 +278,77 @@ class ResponseBuilder:
             "model": self.target.name,
             "choices": choices,
         }
+
+
+class ChunkEvents:
+    """Write one stream's chunks, with choices interleaved as they arrive."""
+
+    def __init__(self, builder: ResponseBuilder, choices: ChoiceStream) -> None:
+        self._builder, self._choices = builder, choices
+        self._format = builder.protocol_format
+        self._opened: dict[int, ShownTokens] = {}
+        self._waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
+        # What chunks have in common, up to their choice: encoded once, not for every token.
+        self._head = compact_line(builder.envelope(self._format.chunk_object, [])).removesuffix("]}")
+        # What is in front of a text and behind it, by choice, where only the text differs from chunk to chunk.
+        self._around: dict[int, tuple[str, str]] = {}
+        self._is_plain = not (self._format.is_parsed or builder.usage_in_chunks or builder.logprobs_formatter)
+
+    def write(self, index: int, output: RequestOutput) -> bytes:
+        """Return the events of an output; b"" if it shows nothing."""
+        if index in self._around and output.text and not output.finished:
+            before, behind = self._around[index]
+            return event_of(f"{before}{compact_line(output.text)}{behind}") + self._choices.mark()
+        events: list[bytes] = []
+        if index not in self._opened:
+            events += self._open(index, output)
+        tokens = self._opened[index].take(output) if self._builder.top is not None else ()
+        if output.finished or output.text or self._builder.usage_in_chunks:
+            self._waiting[index] += tokens
+            pieces = self._format.deltas(index, output)
+            for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
+                ended = output if output.finished and not left else None
+                choice = self._builder.choice(index, piece, ended, self._waiting.pop(index, ()))
+                events.append(event_of(self._chunk(choice)))
+            events += [self._choices.mark()] if pieces else []
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Return what follows the last output: the usage, if it was asked for."""
+        if not self._builder.include_usage:
+            return DONE
+        body = self._builder.envelope(self._format.chunk_object, [])
+        return event({**body, "usage": self._builder.usage(self._choices)}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        """Return the last events of an answer that has failed."""
+        return event(describe(error).body) + DONE
+
+    def _open(self, index: int, output: RequestOutput) -> list[bytes]:
+        """Return the first chunk of a choice, before any text of its answer, if it has one."""
+        builder = self._builder
+        echo = builder.echoes[index // self._choices.width] if builder.echoes else None
+        self._opened[index] = ShownTokens(len(echo.text) if echo else 0)
+        if self._is_plain:
+            line = self._chunk(builder.choice(index, self._format.delta(_ANY_TEXT)))
+            before, _, behind = line.rpartition(compact_line(_ANY_TEXT))
+            self._around[index] = before, behind
+        if echo is not None:
+            tokens = echo.placed(output.prompt_logprobs or ()) if builder.top is not None else ()
+            return [event_of(self._chunk(builder.choice(index, self._format.delta(echo.text), None, tokens)))]
+        opening = self._format.first_delta()
+        return [] if opening is None else [event_of(self._chunk(builder.choice(index, opening)))]
+
+    def _chunk(self, choice: Json) -> str:
+        usage = ""
+        if self._builder.usage_in_chunks:
+            usage = f',"usage":{compact_line(self._builder.usage(self._choices))}'
+        elif self._builder.include_usage:
+            usage = ',"usage":null'
+        return f"{self._head}{compact_line(choice)}]{usage}}}"
+
+
+_ANY_TEXT = "\0"
 
 
 def _speculation(choices: ChoiceStream) -> Json:
@@ -363,6 +393,8 @@ class ToolCallFormat(ChatFormat):
         names: the tools that may be called.
         parallel: whether there may be more than one call.
     """
+
+    is_parsed = True
 
     def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool) -> None:
         self._form = form

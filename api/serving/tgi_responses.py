@@ -7,20 +7,18 @@ tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/sr
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterError
 from api.asgi.sse import event
 from api.errors import BROKEN_OFF, ApiError, describe_tgi
 from api.schemas.tgi import Parameters
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import finite, mean_logprob
 from api.serving.openai_responses import ResponseBuilder
-from lorasrv.errors import LorasrvError
 from lorasrv.outputs import FinishReason, RequestOutput, TokenLogprobs
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
@@ -68,7 +66,7 @@ class TokenWriter:
         pieces = Detokenizer(self.tokenizer, skip_special_tokens=False)
         logprobs = [None, *(f and finite(f.logprob) for f in found[1:])]
         entries: list[Json] = [
-            {"id": token_id, "text": pieces.push([token_id]), "logprob": logprob}
+            {"id": token_id, "text": pieces.push(token_id), "logprob": logprob}
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
         ]
         entries[-1]["text"] += pieces.flush()
@@ -154,25 +152,9 @@ class TgiResponseBuilder:
                 ]
         return body
 
-    async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """Yield one event per token. The last has the whole text, and the details if requested; there is no [DONE]."""
-        text, count = [], 0
-        try:
-            async for _, output in choices:
-                text.append(text_of(output))
-                entries = self.tokens.entries(output)
-                if output.finished and not entries:
-                    raise _broken_off()
-                for number, (token, top) in enumerate(entries, 1):
-                    count += 1
-                    body: Json = {"index": count, "token": token, **({"top_tokens": top} if top else {})}
-                    if output.finished and number == len(entries):
-                        yield event({**body, **self._end("".join(text), output), "usage": self.figures.usage(choices)})
-                    else:
-                        told = event({**body, "generated_text": None, "details": None})
-                        yield told + choices.mark() if number == len(entries) else told
-        except (LorasrvError, AdapterError, ApiError) as error:
-            yield event(describe_tgi(error).body)
+    def event_writer(self, choices: ChoiceStream) -> "TokenEvents":
+        """Return a writer of one event per token."""
+        return TokenEvents(self, choices)
 
     def headers(self, choices: ChoiceStream, *, ended: bool = False) -> dict[str, str]:
         """Return our headers and LoRAX's: tokens, and times in whole milliseconds; for a stream, those known at its
@@ -206,8 +188,8 @@ class TgiResponseBuilder:
         }
         return {**details, "top_tokens": [top for _, top in entries]} if self.tokens.num_top else details
 
-    def _end(self, text: str, output: RequestOutput) -> Json:
-        """Return the details of the last event."""
+    def end(self, text: str, output: RequestOutput) -> Json:
+        """Return what the last event of a stream says of the whole answer."""
         details: Json = {
             "finish_reason": finish_reason(output),
             "prompt_tokens": output.num_prompt_tokens,
@@ -229,6 +211,45 @@ class TgiResponseBuilder:
 
     def _full(self, text: str) -> str:
         return self.inputs + text if self.parameters.return_full_text else text
+
+
+class TokenEvents:
+    """Write one event per token. The last has the whole text, and the details if requested; there is no [DONE]."""
+
+    def __init__(self, builder: TgiResponseBuilder, choices: ChoiceStream) -> None:
+        self._builder, self._choices = builder, choices
+        self._text: list[str] = []
+        self._count = 0
+
+    def write(self, index: int, output: RequestOutput) -> bytes:
+        """Return the events of an output.
+
+        Raises:
+            ApiError: a log-probability is missing, or the answer ends early.
+        """
+        self._text.append(text_of(output))
+        entries = self._builder.tokens.entries(output)
+        if output.finished and not entries:
+            raise _broken_off()
+        events = [self._event(*entry) for entry in entries[: len(entries) - output.finished]]
+        if output.finished:
+            whole = self._builder.end("".join(self._text), output)
+            events.append(self._event(*entries[-1], whole, self._builder.figures.usage(self._choices)))
+        return b"".join(events) + (self._choices.mark() if entries else b"")
+
+    def end(self) -> bytes:
+        """Return what follows the last output: nothing."""
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        """Return the last event of an answer that has failed."""
+        return event(describe_tgi(error).body)
+
+    def _event(self, token: Json, top: list[Json], whole: Json | None = None, usage: Json | None = None) -> bytes:
+        self._count += 1
+        body: Json = {"index": self._count, "token": token, **({"top_tokens": top} if top else {})}
+        body |= whole or {"generated_text": None, "details": None}
+        return event(body if usage is None else {**body, "usage": usage})
 
 
 def text_of(output: RequestOutput) -> str:
@@ -253,9 +274,9 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of one token within a text: part of a character is U+FFFD, a special token its name."""
     alone = Detokenizer(tokenizer, skip_special_tokens=False)
     # Some decoders strip a space from the beginning of a text: decode the token a second time.
-    alone.push([token_id])
+    alone.push(token_id)
     alone.flush()
-    return alone.push([token_id]) + alone.flush()
+    return alone.push(token_id) + alone.flush()
 
 
 def _mean_logprob(outputs: Sequence[RequestOutput]) -> float:

@@ -34,7 +34,6 @@ class OutputProcessor:
         self._detokenizer = detokenizer
         self._num_generated = 0
         self._num_chars = 0
-        self._offsets: list[int] = []
         self._held = ""
 
     @property
@@ -48,16 +47,28 @@ class OutputProcessor:
         The result may be finished although `output` is not: a stop string was found, and the engine must be told to
         stop. Tokens behind the stop are left out. Process nothing after a finished result.
         """
-        if len(output.new_token_ids) <= 1:
-            return self._process_one(output)
-        result: RequestOutput | None = None
-        for single in _singles(output):
-            then = self._process_one(single)
-            result = then if result is None else result.followed_by(then)
-            if result.finished:
-                break
-        assert result is not None
-        return result
+        tokens, ended = output.new_token_ids, output.finish_reason is not None
+        told, offsets = "", []
+        for number, token in enumerate(tokens, 1):
+            is_last = number == len(tokens)
+            offsets.append(self._num_chars)
+            self._num_generated += 1
+            # A stop token has no text.
+            text = "" if is_last and output.stop_token_id is not None else self._detokenizer.push(token)
+            self._num_chars += len(text)
+            if ended and is_last:
+                text += self._detokenizer.flush()
+            text, stop = self._without_stop(text)
+            told += text
+            if stop is not None:
+                return self._cut(output, number, told, offsets, stop)
+        if not tokens and ended:
+            told, stop = self._without_stop(self._detokenizer.flush())
+            if stop is not None:
+                return self._cut(output, 0, told, offsets, stop)
+        if ended:
+            return self._result(output, told + self._held, tuple(offsets), output.finish_reason, output.stop_token_id)
+        return self._result(output, told, tuple(offsets))
 
     def repeat(self, request: EngineCoreRequest) -> RequestOutput:
         """Process the tokens that another engine has generated for a resumed request, as they were there.
@@ -73,39 +84,22 @@ class OutputProcessor:
             raise InvalidRequest("the answer ends within the tokens of {param}", param="resumed_token_ids")
         return result
 
-    def _process_one(self, output: EngineOutput) -> RequestOutput:
-        """Process one token, or the end."""
-        self._num_generated += len(output.new_token_ids)
-        is_early = self._num_generated <= self._min_tokens
-        text = self._held + self._push(output)
-        if output.finish_reason is not None:
-            text += self._detokenizer.flush()
-        at, stop = (-1, None) if is_early else self._find_stop(text)
-        if stop is not None:
-            return self._result(output, text[:at], FinishReason.STOP, stop)
-        if output.finish_reason is not None:
-            return self._result(output, text, output.finish_reason, output.stop_token_id)
-        held = self._possible_stop_length(text)
-        self._held = text[len(text) - held :]
-        return self._result(output, text[: len(text) - held], None, None)
-
-    def _push(self, output: EngineOutput) -> str:
-        """Return the text that these tokens make certain; note where in the whole text each of them begins."""
-        pieces: list[str] = []
-        self._offsets = []
-        for number, token in enumerate(output.new_token_ids, 1):
-            self._offsets.append(self._num_chars)
-            if output.stop_token_id is None or number < len(output.new_token_ids):
-                pieces.append(self._detokenizer.push((token,)))
-                self._num_chars += len(pieces[-1])
-        return "".join(pieces)
-
-    def _find_stop(self, text: str) -> tuple[int, str | None]:
-        """Return (position, stop string) of the first stop string that ends in the new part of the text. Text that
-        was held back contains none that counts: it may have one within the first `min_tokens` tokens."""
+    def _without_stop(self, text: str) -> tuple[str, str | None]:
+        """Return the text that may be shown now that `text` follows what was held back, and the stop string that ends
+        it, or None. A tail that a stop string begins with is held back."""
+        if not self._stop:
+            return text, None
         old = len(self._held)
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
-        return min(found, key=lambda f: f[0]) if found else (-1, None)
+        text = self._held + text
+        if self._num_generated > self._min_tokens:
+            # Text that was held back has no stop string that counts: it may have one within the first `min_tokens`.
+            begins = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stop)
+            at, stop = min((found for found in begins if found[0] >= 0), key=lambda found: found[0], default=(-1, None))
+            if stop is not None:
+                return text[:at], stop
+        shown = len(text) - self._possible_stop_length(text)
+        self._held = text[shown:]
+        return text[:shown], None
 
     def _possible_stop_length(self, text: str) -> int:
         """Return the length of the longest tail that a stop string begins with."""
@@ -114,8 +108,22 @@ class OutputProcessor:
                 return length
         return 0
 
+    def _cut(
+        self, output: EngineOutput, num_tokens: int, text: str, offsets: Sequence[int], stop: str
+    ) -> RequestOutput:
+        """Return the end of an answer that a stop string has ended behind so many of an output's tokens."""
+        if num_tokens < len(output.new_token_ids):
+            kept = output.new_token_ids[:num_tokens]
+            output = replace(output, new_token_ids=kept, logprobs=output.logprobs[:num_tokens], error=None)
+        return self._result(output, text, tuple(offsets), FinishReason.STOP, stop)
+
     def _result(
-        self, output: EngineOutput, text: str, reason: FinishReason | None, stop_reason: str | int | None
+        self,
+        output: EngineOutput,
+        text: str,
+        offsets: tuple[int, ...],
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             request_id=output.request_id,
@@ -131,18 +139,8 @@ class OutputProcessor:
             retry_after_s=output.retry_after_s,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
-            text_offsets=tuple(self._offsets) if output.logprobs else (),
+            text_offsets=offsets if output.logprobs else (),
         )
-
-
-def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
-    """Split an output into one for each token; the finish reason comes with the last."""
-    last = len(output.new_token_ids) - 1
-    for at, token in enumerate(output.new_token_ids):
-        single = replace(output, new_token_ids=(token,), logprobs=output.logprobs[at : at + 1])
-        if at > 0:
-            single = replace(single, prompt_logprobs=None)
-        yield single if at == last else replace(single, finish_reason=None, stop_token_id=None, error=None)
 
 
 MAX_SINGLE = 64
@@ -184,6 +182,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if request.resumed_token_ids:
             self._unread.append(processor.repeat(request))
         self._reader: asyncio.Future[None] | None = None
+        self._take: Callable[[RequestOutput], bool] = _take_nothing
         self._finished = False
 
     @property
@@ -205,6 +204,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise output
         return output
 
+    def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        self._take = take
+
     async def aclose(self) -> None:
         """Abort the request if it has not finished."""
         if not self._finished:
@@ -225,7 +227,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._put(refusal)
         elif result.error is not None and not result.num_generated_tokens:
             self._put(AdapterLoadFailed(result.error))
-        else:
+        elif result.finished or not self._is_awaited or not self._take(result):
             self._put(result)
         return result
 
@@ -247,9 +249,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._unread.append(output)
         self._wake_reader()
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Return whether the reader has read everything and waits for more."""
+        return self._reader is not None and not self._reader.done()
+
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def _take_nothing(output: RequestOutput) -> bool:
+    return False
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,6 @@
 """Decode token ids to text incrementally: only whole characters are returned, and the total equals decoding at once."""
 
 import codecs
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Protocol
@@ -31,13 +30,11 @@ class Detokenizer:
         decoding = tokenizer.decoding
         self._stream = _stream(decoding if strip_start else replace(decoding, strip_start=False))
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Add ids and return the text that is now certain."""
-        text = ""
-        for token_id in ids:
-            if token_id not in self._skipped and (token := self._tokenizer.token(token_id)) is not None:
-                text += self._stream.push(token)
-        return text
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that is now certain. Ids outside the vocabulary have none."""
+        if token_id in self._skipped or (token := self._tokenizer.token(token_id)) is None:
+            return ""
+        return self._stream.push(token)
 
     def flush(self) -> str:
         """Return the remaining text; an unfinished character becomes U+FFFD."""

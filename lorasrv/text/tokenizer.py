@@ -60,7 +60,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Wrap a tokenizer with the ids that begin or end a text. Immutable after construction, hence thread-safe."""
+    """Wrap a tokenizer with the ids that begin or end a text. Never changes, hence thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
         self._backend, self._source = backend, source
@@ -73,6 +73,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.decoding = _decoding(backend)
+        # Tokens that were asked for: the library makes a string anew each time.
+        self._spelled: dict[int, str] = {}
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "Tokenizer":
@@ -185,7 +187,10 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it; None outside the vocabulary."""
-        return self._backend.id_to_token(token_id)
+        token = self._spelled.get(token_id)
+        if token is None and (token := self._backend.id_to_token(token_id)) is not None:
+            self._spelled[token_id] = token
+        return token
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

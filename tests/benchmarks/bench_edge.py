@@ -23,7 +23,7 @@ from harness import arguments, machine_line, row, table
 
 from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import bounded
-from api.asgi.sse import SEND_CHUNK
+from api.asgi.sse import CHUNKS
 from api.cluster.chooser import ReplicaAddress, StaticChooser
 from api.cluster.edge import Edge
 from api.cluster.upstream import UpstreamRequest, Upstreams
@@ -58,7 +58,7 @@ async def replica(scope: Any, receive: Any, send: Any) -> None:
     piece = EVENT + b": tokens 12345\n\n" if is_marked else EVENT
     for _ in range(EVENTS):
         await asyncio.sleep(GAP_S)
-        await scope["extensions"][SEND_CHUNK](piece)
+        await scope["extensions"][CHUNKS].send(piece)
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 

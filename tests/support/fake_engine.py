@@ -151,9 +151,20 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self.num_generated_tokens = 0
         self._engine = engine
         self._script = iter(engine.script(request_id, index, asked))
+        self._take: Callable[[RequestOutput], bool] = lambda _: False
         self._finished = False
 
+    def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        self._take = take
+
     async def __anext__(self) -> RequestOutput:
+        """The next output that its taker, as of the engine's streams, does not take."""
+        while True:
+            output = await self._next()
+            if output.finished or not self._take(output):
+                return output
+
+    async def _next(self) -> RequestOutput:
         await asyncio.sleep(0)
         try:
             output = next(self._script)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,6 +169,9 @@ class Endless:
         await asyncio.sleep(0)
         self.taken += 1
         return RequestOutput(RequestId("r"), "x", (1,), 1, self.taken, RequestTiming())
+
+    def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        raise NotImplementedError
 
     async def aclose(self) -> None:
         self.closed = True

@@ -1,0 +1,56 @@
+"""The events of one streamed answer, in any protocol: read one after another, or written as the engine's outputs come.
+
+Most tokens of a stream take the short way: from the engine's outputs to the connection in one call, without waking the
+task of the request. That task waits for the others: for what a slow client could not be sent, for the end, for errors.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from adapter_store.errors import AdapterError
+from api.asgi.sse import ChunkSender
+from api.errors import ApiError
+from api.serving.choice_stream import ChoiceStream
+from lorasrv.errors import LorasrvError
+from lorasrv.outputs import RequestOutput
+
+
+class EventWriter(Protocol):
+    """Write the events of one stream in a protocol's format; implemented by `ChunkEvents` and `TokenEvents`."""
+
+    def write(self, index: int, output: RequestOutput) -> bytes:
+        """Return the events of a choice's output; b"" if it has none."""
+
+    def end(self) -> bytes:
+        """Return what follows the events of the last output."""
+
+    def fail(self, error: Exception) -> bytes:
+        """Return the last events of an answer that has failed."""
+
+
+class AnswerEvents:
+    """Stream one answer. The first output of a resumed one is left out: its client has it from another replica."""
+
+    def __init__(self, choices: ChoiceStream, writer: EventWriter) -> None:
+        self._choices, self._writer = choices, writer
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield what `push_to` has not written."""
+        try:
+            async for index, output in self._choices:
+                events = self._writer.write(index, output)
+                if events and not (self._choices.is_resumed and self._choices.num_taken == 1):
+                    yield events
+            if ending := self._writer.end():
+                yield ending
+        except (LorasrvError, AdapterError, ApiError) as error:
+            yield self._writer.fail(error)
+
+    def push_to(self, sender: ChunkSender) -> None:
+        """Write events to a connection as they come, while its client keeps up."""
+
+        def write(index: int, output: RequestOutput) -> None:
+            if events := self._writer.write(index, output):
+                sender.write(events)
+
+        self._choices.pass_to(write, lambda: sender.can_write)
