@@ -70,9 +70,14 @@ def test_usage_says_how_drafts_were_accepted(served: Served) -> None:
     for more in ({"max_tokens": 30, "temperature": 1.2, "seed": 5}, {"max_tokens": 30}):
         plain, _ = ask(served, "eve", False, **more)
         prediction = {"type": "content", "content": plain}
-        found = [ask(served, "eve", {"remember": False}, prediction=prediction, **more) for _ in range(2)]
-        assert {(text, facts["accept"]) for text, facts in found} == {(plain, "same-draw")}
-        assert any(facts["accepted"] for _, facts in found)
+        accepted = 0
+        # On a machine that is busy with other tests a draft may not pay each time.
+        for _ in range(30):
+            text, facts = ask(served, "eve", {"remember": False}, prediction=prediction, **more)
+            assert (text, facts["accept"]) == (plain, "same-draw")
+            if accepted := facts["accepted"]:
+                break
+        assert accepted
     free = {"max_tokens": 30, "temperature": 1.2, "prediction": prediction}
     _, facts = ask(served, "eve", {"drafters": ["prediction"]}, **free)
     assert (facts["accept"], "not_drafted" in facts) == ("rejection", False)

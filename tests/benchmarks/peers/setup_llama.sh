@@ -11,7 +11,7 @@ if [ ! -x src/vendor/llama.cpp/build/bin/llama-server ]; then
     cd src/vendor/llama.cpp
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF > /dev/null
-    cmake --build build --target llama-server -j > /dev/null
+    cmake --build build --target llama-server -j "$(nproc)" > /dev/null
     cd "$OLDPWD"
 fi
 src/vendor/llama.cpp/build/bin/llama-server --version 2>&1 | head -1
