@@ -24,4 +24,4 @@ def compact_line(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text)
+    return text if text.isascii() else _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text)
