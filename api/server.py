@@ -90,11 +90,12 @@ def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]
 def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:
     """Return seconds by part and thread; kernels' are those that the engine's thread has spent on them.
 
-    `http` is the event loop thread's CPU time without detokenizing.
+    Of the event loop's thread, `outputs` is the time that tokens take to become text and to be written to streams,
+    `http` the rest of its CPU time.
     """
     seconds = profile.seconds()
-    loop = {"detokenizing": seconds.pop("detokenizing", 0.0)}
-    loop["http"] = max(0.0, loop_s - loop["detokenizing"])
+    loop = {"outputs": seconds.pop("outputs", 0.0)}
+    loop["http"] = max(0.0, loop_s - loop["outputs"])
     steps = max(1, profile.steps)
     return {
         "wall_s": round(wall_s, 3),

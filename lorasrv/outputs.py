@@ -235,10 +235,10 @@ class OutputStream(Protocol):
     async def __anext__(self) -> RequestOutput: ...
 
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
-        """Have outputs handed over as they come, without waking the reader, while it waits for the next one.
+        """Offer each output to `take` while the reader waits for one.
 
-        Args:
-            take: returns False for an output that it does not take. That one, the last one and errors are read.
+        What it does not take (False), the last output and errors are the reader's. If it raises, the request is aborted
+        and the reader gets that error.
         """
 
     async def aclose(self) -> None: ...

@@ -31,7 +31,8 @@ from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
 WRITE_BUFFER_BYTES = 64 << 10
-"""Per connection, in our memory and again in the kernel's. Ours includes the last piece of a response."""
+"""Per connection, in our memory and again in the kernel's. Ours includes the last piece of a response; what a step says
+in a stream comes on top, in whole."""
 MIN_BYTES_PER_S = 1024
 """A client that sends or reads more slowly over a whole timeout is treated as gone."""
 LINGER_S = 5.0

@@ -67,8 +67,8 @@ class ByteStream(Response):
     """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled.
 
     Args:
-        push_to: told of the connection behind the head, if that takes parts at once. It may write parts there while
-            `chunks` is asked for the next one.
+        push_to: called with the connection's `ChunkSender`, if it has one, once the head is sent; may write there
+            whenever the next of `chunks` is waited for.
     """
 
     def __init__(

@@ -203,6 +203,7 @@ class CountedStream(AsyncIterator[RequestOutput]):
         return output
 
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
+        # Neither the first output, which has been read here, nor the last one is passed on.
         self._stream.pass_to(take)
 
     async def aclose(self) -> None:

@@ -70,10 +70,11 @@ class ChoiceStream:
         return index, output
 
     def pass_to(self, write: Callable[[int, RequestOutput], None], can_write: Callable[[], bool]) -> None:
-        """Have the outputs of a single choice written as they come while the reader waits, but for the last one.
+        """Write the outputs of a single choice as they come, but for the last one, while the reader waits. Call it when
+        the first one has been read.
 
         Args:
-            can_write: asked before each output; where it says no, the output is read.
+            can_write: asked before each output; where it says no, the output is the reader's.
         """
         if len(self._streams) > 1:
             return

@@ -559,7 +559,7 @@ class AsyncEngine:
     def _deliver(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
         for result in results:
             self._complete_call(result)
-        with self.profile.span("detokenizing"):
+        with self.profile.span("outputs"):
             self._deliver_outputs(outputs)
 
     def _deliver_outputs(self, outputs: list[EngineOutput]) -> None:

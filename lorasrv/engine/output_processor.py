@@ -182,7 +182,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if request.resumed_token_ids:
             self._unread.append(processor.repeat(request))
         self._reader: asyncio.Future[None] | None = None
-        self._take: Callable[[RequestOutput], bool] = _take_nothing
+        self._take: Callable[[RequestOutput], bool] | None = None
         self._finished = False
 
     @property
@@ -210,7 +210,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         """Abort the request if it has not finished."""
         if not self._finished:
-            self._finished = True
+            self._end()
             self._engine.abort(self.request_id)
             self._wake_reader()
 
@@ -222,19 +222,25 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def deliver(self, output: EngineOutput) -> RequestOutput:
         """Take one step's output, in the event loop; return what the caller will see."""
         result = self._processor.process(output)
-        self._finished = result.finished
+        if result.finished:
+            self._end()
         if (refusal := refused(result)) is not None:
             self._put(refusal)
         elif result.error is not None and not result.num_generated_tokens:
             self._put(AdapterLoadFailed(result.error))
-        elif result.finished or not self._is_awaited or not self._take(result):
+        elif self._take is None or self._waiting_reader is None or not self._take(result):
             self._put(result)
         return result
 
     def fail(self, error: Exception) -> None:
         """Raise `error` to the reader after the outputs so far; no more outputs will come."""
-        self._finished = True
+        self._end()
         self._put(error)
+
+    def _end(self) -> None:
+        self._finished = True
+        # It refers to this stream, which would be kept until garbage is collected.
+        self._take = None
 
     def _put(self, output: RequestOutput | Exception) -> None:
         last = self._unread[-1] if len(self._unread) >= MAX_SINGLE else None
@@ -250,17 +256,13 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._wake_reader()
 
     @property
-    def _is_awaited(self) -> bool:
-        """Return whether the reader has read everything and waits for more."""
-        return self._reader is not None and not self._reader.done()
+    def _waiting_reader(self) -> asyncio.Future[None] | None:
+        """Return what wakes the reader; None unless it has read everything and waits for more."""
+        return None if self._reader is None or self._reader.done() else self._reader
 
     def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-def _take_nothing(output: RequestOutput) -> bool:
-    return False
+        if (reader := self._waiting_reader) is not None:
+            reader.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

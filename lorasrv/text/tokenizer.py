@@ -60,7 +60,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Wrap a tokenizer with the ids that begin or end a text. Never changes, hence thread-safe."""
+    """Wrap a tokenizer with the ids that begin or end a text. What it says never changes, hence thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
         self._backend, self._source = backend, source

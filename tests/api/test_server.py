@@ -15,17 +15,17 @@ def profile() -> StepProfile:
     counted.steps, counted.rows = 4, 10
     counted.add("scheduling", 0.5)
     counted.add_kernels(2.0, {"linear": 1.0, "sgmv": 0.75})
-    counted.add("detokenizing", 0.25)
+    counted.add("outputs", 0.25)
     counted.gaps, counted.gap_s = 2, 0.006
     return counted
 
 
 def test_parts_add_up() -> None:
-    parts = {"linear": 1.0, "sgmv": 0.75, "scheduling": 0.5, "forward": 0.25, "detokenizing": 0.25}
+    parts = {"linear": 1.0, "sgmv": 0.75, "scheduling": 0.5, "forward": 0.25, "outputs": 0.25}
     assert profile().seconds() == parts
     told = describe(profile(), 9.0, 1.0)
     assert (told["steps"], told["rows"], told["wall_s"]) == (4, 10, 9.0)
-    assert told["seconds"]["event loop"] == {"detokenizing": 0.25, "http": 0.75}
+    assert told["seconds"]["event loop"] == {"outputs": 0.25, "http": 0.75}
     assert sum(told["seconds"]["engine"].values()) == 2.5
     assert told["ms_a_step"]["linear"] == 250.0
     assert (told["steps_ahead"], told["ms_between_passes"]) == (2, 3.0)

@@ -1,6 +1,8 @@
 """Events of a stream, read by its task or written as the outputs come: together they are all of it."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,6 +185,37 @@ def test_chunks_that_differ_in_their_text_only_are_those_of_the_encoder(form: An
         return [writer.write(0, output), writer.write(0, output), writer.write(1, output)]
 
     assert said(parsed=False) == said(parsed=True)
+
+
+def test_a_stream_is_freed_when_it_has_ended(tokenizer: Tokenizer) -> None:
+    """Its prompt and its connection are not kept until garbage is collected."""
+    outputs = outputs_of(tokenizer.encode("one two three"), [1] * 99)
+    ended: list[weakref.ref[RequestStream]] = []
+
+    async def run() -> None:
+        sampling = SamplingParams()
+        stream = RequestStream(
+            NoEngine(),
+            EngineCoreRequest(RID, (1, 2), 99, sampling),
+            OutputProcessor(2, sampling, Detokenizer(tokenizer)),
+        )
+        ended.append(weakref.ref(stream))
+        choices = ChoiceStream([stream])
+        events = AnswerEvents(choices, chunks(ChatFormat)(tokenizer).event_writer(choices))
+        events.push_to(Connection())
+        reading = asyncio.create_task(anext(events.chunks()))
+        for output in outputs:
+            await asyncio.sleep(0)
+            stream.deliver(output)
+        await reading
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert ended[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_written_ends_the_stream_with_its_error(tokenizer: Tokenizer) -> None:
