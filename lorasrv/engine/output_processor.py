@@ -239,7 +239,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def _end(self) -> None:
         self._finished = True
-        # It refers to this stream, which would be kept until garbage is collected.
+        # The end is the reader's. What takes outputs refers to this stream, and would keep it until garbage is freed.
         self._take = None
 
     def _put(self, output: RequestOutput | Exception) -> None:
