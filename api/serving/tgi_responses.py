@@ -52,7 +52,9 @@ class TokenWriter:
         """
         if len(output.logprobs) != len(output.token_ids):
             raise _no_probability()
-        pieces = [*("" for _ in output.token_ids[1:]), text_of(output)][: len(output.token_ids)]
+        pieces = [""] * len(output.token_ids)
+        if pieces:
+            pieces[-1] = text_of(output)
         return [self._entry(*found) for found in zip(output.token_ids, output.logprobs, pieces, strict=True)]
 
     def prefill(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None] | None) -> list[Json]:

@@ -36,7 +36,7 @@ from served import ROOT, Served, serve
 
 pytestmark = pytest.mark.anyio
 SEATS, MOST_QUEUED = 8, 140
-STREAMED, LONGEST = 280, 336
+STREAMED, LONGEST = 440, 496
 """Tokens of the streams that last while everything else happens, and of them with their prompts."""
 ADAPTER_SHARE, RESIDENTS, HOSTED = 0.065, 8, 16
 """Of the pool's pages, a dozen for adapters of one to three: some eight; the rest is for keys and values."""
@@ -110,7 +110,7 @@ async def replaced_and_deleted(served: Served) -> Traffic:
             assert (one.status, one.error) == (404, "model_not_found")
         await put(traffic, "mia", 41, 1)
         asked += [ask(max_tokens=3) for _ in range(10)]
-        assert figures(served).sum("requests_running") > 0, "the streams ended too early to prove anything"
+        assert figures(served).sum("requests_running") == SEATS, "the streams ended too early to prove anything"
         await asyncio.gather(*asked)
         gone = await http.delete("/v1/adapters/mia?wait=10")
         assert (gone.status_code, gone.json()["requests_running"]) == (200, 0)
