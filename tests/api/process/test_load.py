@@ -19,6 +19,7 @@ import httpx2
 import pytest
 from flood import Outcome, call, open_loop
 from marker_served import (
+    PAGE_BYTES,
     SERVE_FLAGS,
     host_cache_bytes,
     pool_bytes,
@@ -38,8 +39,8 @@ pytestmark = pytest.mark.anyio
 SEATS, MOST_QUEUED = 8, 140
 STREAMED, LONGEST = 440, 496
 """Tokens of the streams that last while everything else happens, and of them with their prompts."""
-ADAPTER_SHARE, RESIDENTS, HOSTED = 0.065, 8, 16
-"""Of the pool's pages, a dozen for adapters of one to three: some eight; the rest is for keys and values."""
+ADAPTER_PAGES, RESIDENTS, HOSTED = 12, 8, 16
+"""The pool has a dozen pages for adapters of one to three: some eight; the rest is for keys and values."""
 CLIENTS = 24
 DEADLINE_S = 60.0
 FLOOD, FLOOD_TOKENS = 400, 4
@@ -50,7 +51,8 @@ PIECE = "abcd"
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = write_served_model(tmp_path_factory.mktemp("marked") / "model")
-    memory = ("--pool-bytes", pool_bytes(4, SEATS, LONGEST), "--adapter-pool-fraction", ADAPTER_SHARE)
+    pool = pool_bytes(4, SEATS, LONGEST)
+    memory = ("--pool-bytes", pool, "--adapter-pool-fraction", (ADAPTER_PAGES + 0.5) * PAGE_BYTES / pool)
     memory = (*memory, "--host-cache-bytes", host_cache_bytes(HOSTED))
     bounds = ("--max-num-seqs", SEATS, "--max-queued", MOST_QUEUED, "--kernels", "torch")
     with serve("--model", model, *SERVE_FLAGS, *memory, *bounds) as served:
