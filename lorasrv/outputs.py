@@ -1,9 +1,9 @@
 """Outputs: what the engine emits for a request, and how a refusal becomes an exception."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypeVar, dataclass_transform
 
 from adapter_store.errors import AdapterCorrupt, AdapterError
 from lorasrv.errors import (
@@ -20,6 +20,16 @@ from lorasrv.errors import (
 from lorasrv.kv_policy import KvPolicy
 
 RequestId = NewType("RequestId", str)
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def record(cls: type[T]) -> type[T]:
+    """Make a class a dataclass with slots, whose fields are read-only to the type checker alone.
+
+    For what every step makes of every request: a frozen dataclass of 20 fields takes five times as long to make.
+    """
+    return dataclass(slots=True)(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class PageLease:
     until_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestTiming:
     """Say how the time before the first token was spent."""
 
@@ -123,7 +133,7 @@ class RequestTiming:
     kv: KvUsage | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EngineOutput:
     """Carry one request's output of an engine step: new token ids, and the end if it has finished."""
 
@@ -139,7 +149,7 @@ class EngineOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestOutput:
     """Carry what a caller of `AsyncEngine.generate` or `LLM.generate` sees: whole UTF-8 text, and counts so far.
 

@@ -324,6 +324,11 @@ class Request:
             prompt_logprobs=tuple(self.prompt_logprobs) if says_prompt else None,
         )
 
+    @property
+    def _num_peer_tokens(self) -> int:
+        found = self.peer_tokens
+        return len(found[: max(0, self.num_cached_tokens - found.start)]) if found else 0
+
     def _timing(self, now_s: float) -> "RequestTiming":
         begun = self.scheduled_s if self.scheduled_s is not None else now_s
         return RequestTiming(
@@ -332,7 +337,7 @@ class Request:
             tier=self.tier,
             num_preemptions=self.num_preemptions,
             num_cached_tokens=self.num_cached_tokens,
-            num_peer_tokens=len(self.peer_tokens[: max(0, self.num_cached_tokens - self.peer_tokens.start)]),
+            num_peer_tokens=self._num_peer_tokens,
             has_peer=self.message.peer is not None,
             fell_back=self.fell_back,
             num_steps=self.num_steps,
@@ -340,13 +345,10 @@ class Request:
             num_accepted_tokens=self.num_accepted_tokens,
             accept=self.message.accept,
             not_drafted=self.message.not_drafted,
-            kv=self._kv_usage(),
+            kv=None if self.message.kv_policy is None else self._kv_usage(self.message.kv_policy),
         )
 
-    def _kv_usage(self) -> KvUsage | None:
-        policy = self.message.kv_policy
-        if policy is None:
-            return None
+    def _kv_usage(self, policy: KvPolicy) -> KvUsage:
         dropped = self.num_dropped_pages * policy.page_size
         # A token comes of the row before it, and of all that this one sees.
         full_rows = min(self.num_full_rows, policy.num_full_rows)

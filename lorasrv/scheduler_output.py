@@ -11,7 +11,7 @@ from typing import NamedTuple
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import Facts, SnapshotName
 from lorasrv.kv_policy import KvPolicy
-from lorasrv.outputs import RequestId
+from lorasrv.outputs import RequestId, record
 from lorasrv.request import Account, ConstraintState, EngineCoreRequest, Peer, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import REJECTION
@@ -187,7 +187,7 @@ def _summed(request: Request) -> tuple[tuple[AdapterKey, float], ...]:
     return tuple((term.key, term.weight) for term in request.terms)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduledRequest:
     """Describe one request's share of a step."""
 
@@ -277,6 +277,8 @@ class ScheduledRequest:
     @property
     def slot_parents(self) -> tuple[int, ...]:
         """Return the parents of draft tokens and probes, if they are a tree."""
+        if self.drafts is NO_DRAFTS:
+            return ()
         probes, count = self.drafts.probes, len(self.draft_token_ids)
         if not probes.token_ids:
             return self.draft_parents
@@ -382,16 +384,13 @@ class SchedulerOutput:
     # Whether it holds up requests if another step is planned before it is collected.
     is_awaited: bool = False
     snapshots: SnapshotOrders = NO_SNAPSHOTS
+    # Number of rows to compute, and how many of them are draft tokens and probes.
+    num_tokens: int = field(init=False)
+    num_guessed_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of rows to compute."""
-        return sum(len(share.token_ids) for share in self.scheduled)
-
-    @property
-    def num_guessed_tokens(self) -> int:
-        """Return how many of these rows are draft tokens and probes."""
-        return sum(share.num_guessed_tokens for share in self.scheduled)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(len(share.token_ids) for share in self.scheduled))
+        object.__setattr__(self, "num_guessed_tokens", sum(share.num_guessed_tokens for share in self.scheduled))
 
     def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
         """Return the step with these tokens in place of pending ones; any token for requests that have none, as they

@@ -67,6 +67,7 @@ MAX_PINNED_SHARE = 0.5
 _WARM_UP = ScheduledRequest(RequestId("warm-up"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
 WARM_UP_STEP = SchedulerOutput((_WARM_UP,), {}, (), AdapterOrders(), 0)
 """A token on the pool's first page, before any request has it."""
+_NOTHING = SchedulerOutput((), {}, (), AdapterOrders(), 0)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _InFlightStep:
     """Hold a planned step."""
 
     step: SchedulerOutput
+    shape: StepShape
     # Collects the step; None: it was too large to submit as a whole and runs in parts when it is the oldest.
     handle: StepHandle | None
 
@@ -220,6 +222,7 @@ class EngineCore:
             case MakeSnapshot() | FindSnapshot():
                 self._snapshots.call(number, request)
             case OfferPages():
+                self._apply_left_ops()
                 self._complete_call(number, self._memory.exchange.offer(request.digests))
             case EndLease():
                 self._memory.exchange.end(request.lease_id)
@@ -319,7 +322,7 @@ class EngineCore:
         most = self.retrier.most_tokens
         fits = most is None or step.num_tokens <= most
         self._is_serial = self._is_serial or most is not None
-        self._in_flight.append(_InFlightStep(step, self._executor.submit(step) if fits else None))
+        self._in_flight.append(_InFlightStep(step, StepShape.of(step), self._executor.submit(step) if fits else None))
 
     def _collect(self, begun: float) -> list[EngineOutput]:
         """Collect the oldest step in flight and return its outputs."""
@@ -341,7 +344,7 @@ class EngineCore:
             if step.is_awaited:
                 computing_s = max(0.0, computing_s - self._memory.costs.lead.seconds)
             if result.num_runs == 1:
-                self._memory.costs.observe_step(StepShape.of(step), computing_s)
+                self._memory.costs.observe_step(oldest.shape, computing_s)
             self.heartbeat.computed()
             self.step_stats.step(step, seconds)
             self._steps += 1
@@ -444,6 +447,13 @@ class EngineCore:
         self._memory.costs.page_copy.observe(time.perf_counter() - begun, swapped)
         return step
 
+    def _apply_left_ops(self) -> None:
+        """Apply the page operations of a step that could not be planned, so that pages hold what the accounts say."""
+        self._pending_ops += self._scheduler.take_page_ops()
+        if self._pending_ops:
+            self._executor.settle()
+            self._apply_page_ops(_NOTHING)
+
     def _send_orders(self, orders: AdapterOrders) -> None:
         if self._loader is None:
             return
@@ -514,7 +524,7 @@ class EngineCore:
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
             # Twice what the others compute meanwhile: no prediction is exact.
-            seconds = costs.step.seconds(StepShape.of(self._in_flight[0].step)) - 2 * costs.lead.seconds
+            seconds = costs.step.seconds(self._in_flight[0].shape) - 2 * costs.lead.seconds
             self._plan_at_s = self._begun_s + seconds
 
     def _snapshot(self) -> EngineStats:

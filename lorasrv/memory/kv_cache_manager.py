@@ -116,9 +116,8 @@ class KVCacheManager:
     def missing_pages(self, request_id: RequestId, num_computed: int, num_tokens: int) -> int:
         """Return the number of pages to take before tokens `num_computed .. num_tokens - 1` can be written."""
         table = self._tables[request_id]
-        new = range(len(table.pages), self.pages_for(num_tokens))
-        num_holes = sum(place in new for place in table.holes) if new else 0
-        return len(new) - num_holes + len(self._shared(table, num_computed))
+        shared, new = self._shared(table, num_computed), range(len(table.pages), self.pages_for(num_tokens))
+        return len(shared) + (len(new) - sum(place in new for place in table.holes) if new else 0)
 
     def allocate(self, request_id: RequestId, num_computed: int, num_tokens: int) -> tuple[PageCopy, ...] | None:
         """Make tokens `num_computed .. num_tokens - 1` of the request writable.

@@ -59,6 +59,10 @@ class RequestAllocator:
             request.num_cached_tokens = shared
         return True
 
+    def lacks_pages(self, request: Request) -> bool:
+        """Return whether tokens of a running request, known or pending, have no page to be written into."""
+        return self._kv.missing_pages(request.request_id, request.num_scheduled_tokens, _num_wanted(request)) > 0
+
     def extend(
         self,
         request: Request,
@@ -248,6 +252,9 @@ def _forget(request: Request) -> None:
 
 def _num_wanted(request: Request) -> int:
     """Return how many first tokens of a request want their pages, or have them behind them."""
-    policy, expected, done = request.message.kv_policy, request.num_expected_tokens, request.num_scheduled_tokens
+    policy, expected = request.message.kv_policy, request.num_expected_tokens
+    if policy is None:
+        return expected
     # No step goes beyond the next check, and the pages behind it are not promised before.
-    return expected if policy is None else min(expected, done + policy.step_tokens, max(done, request.next_check))
+    done = request.num_scheduled_tokens
+    return min(expected, done + policy.step_tokens, max(done, request.next_check))

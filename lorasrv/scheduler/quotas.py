@@ -258,9 +258,10 @@ class Quotas:
 
     def rate_blocker(self, request: Request) -> tuple[Blocker, float] | None:
         """Return which rate forbids that a request has tokens now, and until when; None if none does."""
-        waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in self._accounts(request) if a.tokens is not None]
-        if not waits:
+        adapter, key = self._accounts(request)
+        if adapter.tokens is None and key.tokens is None:
             return None
+        waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in (adapter, key) if a.tokens is not None]
         wait_s, *blocker = max(waits)
         return (Blocker(*blocker), self._clock() + wait_s) if wait_s > 0 else None
 

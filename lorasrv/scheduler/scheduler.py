@@ -27,7 +27,7 @@ from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler.steps_in_flight import StepsInFlight
 from lorasrv.scheduler.waiting_lanes import BEAMS
-from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.speculation.speculator import Speculator
 
 WARM_GRACE_S = 30.0
@@ -251,6 +251,11 @@ class Scheduler:
         self._in_flight.add(step.number, tokens)
         return step
 
+    def take_page_ops(self) -> tuple[PageOp, ...]:
+        """Return the page operations of a step whose planning has failed, in order: the accounts know them as done."""
+        self._allocator.record_moves()
+        return self._allocator.take_ops()
+
     def expects_drafts(self) -> bool:
         """Return whether the step in flight is better collected before the next is planned: drafts that this one then
         verifies are worth more than planning ahead."""
@@ -374,7 +379,8 @@ class Scheduler:
         request.num_computed_tokens += computed
         finish = share.start + computed
         fresh = finish - max(share.start, request.num_charged_tokens)
-        self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
+        if share.start < request.num_prompt_tokens:
+            self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
         if fresh > 0:
             request.num_charged_tokens = finish
             self.quotas.charge(request, fresh)

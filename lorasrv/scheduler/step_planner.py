@@ -280,6 +280,8 @@ class StepPlanner:
         Returns:
             False if no pages can be freed before a step in flight is done, or the request itself was preempted.
         """
+        if not self._allocator.lacks_pages(request):
+            return True
         while not self._allocator.extend(request, self._growth_level(), spared=Spared(self._adapters_ahead())):
             victim = self._queue.select_victim()
             if victim is None:
@@ -325,7 +327,7 @@ class StepPlanner:
     def _distribute_rest(self, state: _PlanState) -> None:
         """Give what is left of the chunk to the prompts that left it to others."""
         for request in self._queue.running:
-            if state.budget.chunk > 0 and state.budget.counts.get(request.request_id):
+            if request.request_id in state.budget.cut and state.budget.counts.get(request.request_id):
                 state.budget.take_more(request)
 
     # Waiting requests.

@@ -33,6 +33,8 @@ class TokenBudget:
     reserved: set[RequestId]
     # Tokens given so far.
     counts: dict[RequestId, int] = field(default_factory=dict)
+    # Requests whose prompts got less than all.
+    cut: set[RequestId] = field(default_factory=set)
     # Prompt rows that may still have logits.
     prompt_rows: int = MAX_PROMPT_ROWS
     # Logit rows of the whole step.
@@ -88,13 +90,15 @@ class TokenBudget:
     def take(self, request: Request, share: int = 1) -> None:
         """Give a request its tokens; of a prompt that is longer than the chunk at most one `share`th of what is left of
         it."""
-        self.reserved.discard(request.request_id)
-        if is_decoding(request):
+        if self._is_decoding(request):
+            self.reserved.discard(request.request_id)
             count = min(1, self.tokens)
         else:
-            count = self._most_of_prompt(request)
-            if num_unscheduled_tokens(request) > self.chunk:
+            count, wanted = self._most_of_prompt(request), num_unscheduled_tokens(request)
+            if wanted > self.chunk:
                 count = min(count, max(MIN_CHUNK, self.chunk // share))
+            if wanted > count:
+                self.cut.add(request.request_id)
             self.chunk -= count
             self.prompt_rows -= len(_prompt_rows(request, count))
         self.tokens -= count
@@ -123,7 +127,10 @@ class TokenBudget:
             # Its prompt rows stay spent in this step: which they were is not known any more.
 
     def _most(self, request: Request) -> int:
-        return min(1, self.tokens) if is_decoding(request) else self._most_of_prompt(request)
+        return min(1, self.tokens) if self._is_decoding(request) else self._most_of_prompt(request)
+
+    def _is_decoding(self, request: Request) -> bool:
+        return request.request_id in self.reserved or is_decoding(request)
 
     def _most_of_prompt(self, request: Request) -> int:
         count = min(num_unscheduled_tokens(request), self.chunk, self.tokens - len(self.reserved))
@@ -148,13 +155,16 @@ def num_uncomputed_tokens(request: Request) -> int:
 def num_unscheduled_tokens(request: Request) -> int:
     """Return the number of known and pending tokens that are neither computed nor in a step in flight, up to where the
     request's policy selects pages."""
-    taken = request.num_computed_tokens + request.num_in_flight_tokens
-    return min(len(request.token_ids) + request.num_pending_tokens, request.next_check) - taken
+    known = len(request.token_ids) + request.num_pending_tokens
+    if request.message.kv_policy is not None:
+        known = min(known, request.next_check)
+    return known - request.num_computed_tokens - request.num_in_flight_tokens
 
 
 def is_decoding(request: Request) -> bool:
     """Return whether only the newest token is to be computed: the prompt is done."""
-    return num_unscheduled_tokens(request) == 1 and request.num_expected_tokens > request.num_prompt_tokens
+    has_begun = len(request.token_ids) + request.num_pending_tokens > request.num_prompt_tokens
+    return has_begun and num_unscheduled_tokens(request) == 1
 
 
 def planned_shape(chosen: Sequence[Request], counts: Mapping[RequestId, int]) -> StepShape:

@@ -70,6 +70,8 @@ class Speculator:
         makes_trees: bool = False,
     ) -> None:
         self._drafters = list(drafters)
+        # Those that are told every token of every answer.
+        self._listeners = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._vocab_size = vocab_size
         self._clock = clock
         self._survival = SurvivalTable()
@@ -182,9 +184,8 @@ class Speculator:
             for name, trail in list(trails.items()):
                 if not self._follow(trail, name, request, new_token_ids):
                     del trails[name]
-        for drafter in tuple(self._drafters):
-            if type(drafter).observe is not Drafter.observe:  # every token of every answer comes here
-                self._guard(drafter, partial(drafter.observe, request, new_token_ids))
+        for drafter in self._listeners:
+            self._guard(drafter, partial(drafter.observe, request, new_token_ids))
 
     def forget(self, request: Request) -> None:
         """Tell the drafters that a request has finished."""
@@ -277,6 +278,7 @@ class Speculator:
         except Exception:
             _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
             self._drafters.remove(drafter)
+            self._listeners = [other for other in self._listeners if other is not drafter]
             return None
 
 

@@ -228,7 +228,7 @@ class AdapterLayout:
         """Return the largest number of slices of a site."""
         return max((len(site.out_features) for site in self.sites), default=0)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Return the bytes of the packed form."""
         return self.num_slabs * self.slab_bytes

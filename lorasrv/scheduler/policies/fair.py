@@ -131,10 +131,6 @@ class _Ledger:
         self._weight += weight - account.weight
         account.weight = weight
 
-    def charge(self, name: str, tokens: float) -> None:
-        """Add weighted tokens to an account."""
-        self._accounts[name].served += tokens
-
     def _least_served(self) -> float:
         """Return the least service of the accounts that wait and are not throttled; the floor as it was without any."""
         while self._least:
@@ -364,9 +360,9 @@ class Fair(Policy):
         return request.message.priority, preempted_first(request), key.served, adapter.served, request.number
 
     def _charge(self, request: Request, tokens: float) -> None:
-        principal, adapter_id = _names(request)
-        self._keys.charge(principal, tokens / self._quotas.key_weight())
-        self._adapters[principal].charge(adapter_id, tokens / self._quotas.weight(adapter_id))
+        key, adapter = self._accounts(request)
+        key.served += tokens / self._quotas.key_weight()
+        adapter.served += tokens / self._quotas.weight(adapter.name)
 
     def _accounts(self, request: Request) -> tuple[_FairAccount, _FairAccount]:
         principal, adapter_id = _names(request)

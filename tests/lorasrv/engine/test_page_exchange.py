@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_engine import GREEDY, ask, engine_config, running, tokens, until
+from tiny_engine import GREEDY, ask, engine_config, offline_engine, running, tokens, until
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.engine.messages import EndLease, OfferPages
 from lorasrv.errors import LeaseEnded
+from lorasrv.memory.eviction import Moves
+from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import RequestOutput
 from lorasrv.request import FixedPrefix, Peer
-from lorasrv.scheduler_output import PeerSnapshot
+from lorasrv.scheduler_output import PeerSnapshot, SchedulerOutput
 from lorasrv.worker.snapshot_loader import PeerFailed
 
 PROMPT = [10 + (7 * i) % 300 for i in range(100)]
@@ -115,6 +118,37 @@ async def test_pages_of_a_running_request_are_there_for_the_next_server(pair: Pa
     assert (begun + tokens(handed))[:20] == whole
     await stream.aclose()
     assert len(link.asked) == 1
+
+
+def test_pages_that_a_failed_plan_has_moved_are_handed_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accounts name the new places at once, so the copies are made before anybody reads there."""
+    with offline_engine(model) as llm:
+        engine, memory = llm.engine, llm.engine._memory
+        llm.generate([PROMPT], GREEDY)
+        chain = PageChain.of(PAGE, None, "")
+        digests = tuple(chain.hash(PROMPT, number) for number in range(WHOLE))
+
+        def handed() -> tuple[tuple[int, ...], Data]:
+            engine.call_utility(7, OfferPages(digests))
+            lease = engine.take_utility_results()[-1].content
+            engine.call_utility(8, EndLease(lease.lease_id))
+            return lease.pages, engine._executor.read_pages(lease.pages).numpy()
+
+        def move_and_fail(*, ahead: bool) -> SchedulerOutput:
+            moves = {page: memory.kv_pool.num_pages - 1 - number for number, page in enumerate(before)}
+            for page in moves.values():
+                memory.kv_pool.take_page(page)
+            memory.kv_pool.move(moves)
+            memory.evictor._follow(Moves(moves, {}))
+            raise RuntimeError("planning fails after pages were moved")
+
+        before, content = handed()
+        monkeypatch.setattr(engine._scheduler, "schedule", move_and_fail)
+        engine.step()
+        after, same = handed()
+        assert len(before) == len(after) == WHOLE
+        assert set(before).isdisjoint(after)
+        assert (same == content).all()
 
 
 async def test_no_salt_finds_anothers_pages(pair: Pair) -> None:

@@ -219,7 +219,12 @@ class World:
         self.books.snapshots.on_copied(name, 1e-3)
 
     def lend(self, request: Request) -> None:
-        """A peer asks for the pages of a request."""
+        """A peer asks for the pages of a request. What has been moved between steps is copied first."""
+        left = self.scheduler.take_page_ops()
+        if left:
+            self._compute()
+        for op in left:
+            self._apply(op)
         chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.salts[request.request_id])
         tokens = request.token_ids
         digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
