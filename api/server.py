@@ -37,7 +37,7 @@ from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
 from lorasrv.worker.host_memory import release_freed
 from sgmv_kernels.cpu_runtime.kernel_compiler import compiling
-from sgmv_kernels.cpu_runtime.kernel_names import Kernel, needed_kernels
+from sgmv_kernels.cpu_runtime.kernel_names import Kernel, common_kernels, further_kernels
 from sgmv_kernels.formats.kv_format import get_kv_format
 
 if TYPE_CHECKING:
@@ -248,9 +248,9 @@ def serve_on(
         # Until the server is ready: hardly anything that the start makes can be freed.
         gc.disable()
         opened.callback(gc.enable)
-        # Compiling takes longest at a first start, and needs nothing of what follows.
-        compiling_early = opened.enter_context(ExitStack())
-        compiling_early.enter_context(compiling(_cpu_kernels(settings.engine_config()) if computes else ()))
+        # Compiling takes longest at a first start, and needs nothing of what follows. It goes on while the first
+        # requests are served.
+        opened.enter_context(compiling(*(_cpu_kernels(settings.engine_config()) if computes else ((), ()))))
         from api.replication.store_engine import StoreEngine
         from lorasrv.engine.async_engine import AsyncEngine
         from lorasrv.models.loader.locate import read_tokenizer
@@ -271,7 +271,6 @@ def serve_on(
             engine = AsyncEngine.build(settings.engine_config(), store, progress, observers, fetch)
         else:
             engine = cast(AsyncEngine, StoreEngine.build(settings.engine_config().model, store))
-        compiling_early.close()
         if computes:
             faults.arm_engine(engine)
         app = create_app(engine, store, settings, _follower(settings, store, origin))
@@ -308,11 +307,13 @@ def _follower(settings: ServerSettings, store: "AdapterStore", origin: HttpOrigi
     return Follower(store, origin, RegistryClient(origin, settings.read_registry_key()), secrets.token_hex(8))
 
 
-def _cpu_kernels(config: EngineConfig) -> tuple[Kernel, ...]:
-    """Return the kernels that the engine will load, as far as is known before torch says whether there is a GPU."""
+def _cpu_kernels(config: EngineConfig) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Return the kernels that the engine will load, as far as is known before torch says whether there is a GPU, and
+    those that it may need later."""
     if config.model.device == "cuda" or config.model.kernels not in ("auto", "numba"):
-        return ()
-    return needed_kernels(config.model.dtype, get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name)
+        return (), ()
+    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name
+    return common_kernels(config.model.dtype, kv_format), further_kernels(kv_format)
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":

@@ -10,7 +10,7 @@ from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
-from sgmv_kernels.cpu_runtime.kernel_names import needed_kernels
+from sgmv_kernels.cpu_runtime.kernel_names import common_kernels
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 
@@ -23,8 +23,8 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool
 
 
 def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress) -> None:
-    """Load every kernel; compile those that are missing."""
-    kernels = needed_kernels(str(adapter_dtype).removeprefix("torch."), kv_format.name)
+    """Load the kernels that most models need; compile those that are missing."""
+    kernels = common_kernels(str(adapter_dtype).removeprefix("torch."), kv_format.name)
     compile_missing(kernels, progress)
     for kernel in kernels:
         address_of(*kernel)

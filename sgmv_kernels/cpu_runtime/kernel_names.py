@@ -9,27 +9,39 @@ Kernel = tuple[str, str]
 _KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
 
 
-def needed_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
-    """Return the kernels of every model with these adapter panels and KV pages, the slowest to compile first.
+def common_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
+    """Return the kernels of most models with these adapter panels and KV pages, the slowest to compile first.
 
     Args:
         adapter_dtype: torch's name of it.
         kv_format: name of a KV format that these kernels read.
     """
-    linear = ("q3h", "int4", "int8", *(("int8_signed",) if needs_signed() else ()), "round8")
-    rest = ("heads", "cap", "take", "likeliest")
-    pointwise = (f"rope_{_KINDS[kv_format]}", "norm", "layer_norm", "silu", "gelu", "gelu_exact", *rest)
+    int8 = "int8_signed" if needs_signed() else "int8"
     return (
         ("attention", _KINDS[kv_format]),
-        ("page_mass", _KINDS[kv_format]),
         ("sgmv", _KINDS[adapter_dtype]),
-        *(("linear", entry) for entry in linear),
-        *(("pointwise", entry) for entry in pointwise),
-        ("affine", "rows"),
+        *(("linear", entry) for entry in (int8, "int4")),
+        ("pointwise", f"rope_{_KINDS[kv_format]}"),
         ("weight_rows", "rows"),
-        ("slots", "copy"),
         ("program", "compute"),
+        ("linear", "round8"),
+        *(("pointwise", entry) for entry in ("norm", "silu", "take", "likeliest")),
         ("program", "help"),
+    )
+
+
+def further_kernels(kv_format: str) -> tuple[Kernel, ...]:
+    """Return the kernels of some models, adapters and requests, the slowest to compile first.
+
+    Args:
+        kv_format: as of `common_kernels`.
+    """
+    return (
+        ("page_mass", _KINDS[kv_format]),
+        ("linear", "q3h"),
+        *(("pointwise", entry) for entry in ("layer_norm", "gelu", "gelu_exact", "heads", "cap")),
+        ("slots", "copy"),
+        ("affine", "rows"),
     )
 
 
