@@ -36,7 +36,7 @@ from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
 from lorasrv.worker.host_memory import release_freed
-from sgmv_kernels.cpu_runtime.kernel_compiler import compiling
+from sgmv_kernels.cpu_runtime.kernel_compiler import compiling, compiling_at_leisure
 from sgmv_kernels.cpu_runtime.kernel_names import Kernel, common_kernels, further_kernels
 from sgmv_kernels.formats.kv_format import get_kv_format
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ENGINE, LOOP = "engine", "event loop"
+LEISURE_S = 30.0
+"""Time from the start of the engine, which measures threads then, until kernels that nothing has needed are compiled."""
 
 
 def check_profile_path(path: Path | None) -> None:
@@ -248,12 +250,14 @@ def serve_on(
         # Until the server is ready: hardly anything that the start makes can be freed.
         gc.disable()
         opened.callback(gc.enable)
-        # Compiling takes longest at a first start, and needs nothing of what follows. It goes on while the first
-        # requests are served.
-        opened.enter_context(compiling(*(_cpu_kernels(settings.engine_config()) if computes else ((), ()))))
+        # Compiling takes longest at a first start, and needs nothing of what follows.
+        compiling_early = opened.enter_context(ExitStack())
+        common, further = _cpu_kernels(settings.engine_config()) if computes else ((), ())
+        compiling_early.enter_context(compiling(common))
         from api.replication.store_engine import StoreEngine
         from lorasrv.engine.async_engine import AsyncEngine
         from lorasrv.models.loader.locate import read_tokenizer
+        from lorasrv.worker.device import resolve_device
 
         progress("importing torch", 1.0)
         settings = fitted(settings)
@@ -271,8 +275,11 @@ def serve_on(
             engine = AsyncEngine.build(settings.engine_config(), store, progress, observers, fetch)
         else:
             engine = cast(AsyncEngine, StoreEngine.build(settings.engine_config().model, store))
+        compiling_early.close()
         if computes:
             faults.arm_engine(engine)
+            if resolve_device(settings.device).type == "cpu":
+                opened.enter_context(compiling_at_leisure(further, LEISURE_S))
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:

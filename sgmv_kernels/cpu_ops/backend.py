@@ -9,8 +9,8 @@ from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
-from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
-from sgmv_kernels.cpu_runtime.kernel_names import common_kernels
+from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing, place
+from sgmv_kernels.cpu_runtime.kernel_names import common_kernels, further_kernels
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 
@@ -23,9 +23,11 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool
 
 
 def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress) -> None:
-    """Load the kernels that most models need; compile those that are missing."""
+    """Load the kernels that most models need, compile those that are missing; all, where none can be kept."""
     kernels = common_kernels(str(adapter_dtype).removeprefix("torch."), kv_format.name)
     compile_missing(kernels, progress)
+    if place() is None:
+        kernels += further_kernels(kv_format.name)
     for kernel in kernels:
         address_of(*kernel)
 

@@ -6,7 +6,6 @@ Kernels raise nothing, so the functions that Numba's error paths would call are 
 """
 
 import ctypes
-import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -15,7 +14,6 @@ import logging
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,9 +29,6 @@ logger = logging.getLogger(__name__)
 _KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
 _SOURCES = *_KERNELS, "formats/*.py", "backend.py"
 """Files whose constants and code kernels are made of."""
-STALLED_S = 240.0
-"""Time without a new kernel after which a compiling process is given up."""
-POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +51,9 @@ def numba_version() -> str:
 
 @cache
 def address_of(module: str, function: str) -> int:
-    """Return the address of a kernel: loaded from disk, perhaps when another process has compiled it, or compiled now,
-    which takes seconds.
-    """
+    """Return the address of a kernel, loaded from disk or compiled now, which takes seconds."""
     directory = cache_directory()
-    stored = None if directory is None else _awaited(directory, f"{module}.{function}")
+    stored = None if directory is None else _read(directory / f"{module}.{function}")
     if stored is None:
         stored = _compile(module, function)
         if directory is not None:
@@ -72,31 +65,6 @@ def address_of(module: str, function: str) -> int:
     engine.finalize_object()
     address: int = engine.get_function_address(stored.symbol)
     return address
-
-
-def _awaited(directory: Path, name: str) -> ObjectCode | None:
-    """Return a kept kernel; of one that is missing, wait as long as another process compiles kernels."""
-    until = time.monotonic() + STALLED_S
-    while (stored := _read(directory / name)) is None and _is_compiling(directory) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    return stored or _read(directory / name)
-
-
-def _is_compiling(directory: Path) -> bool:
-    """Return whether a process compiles kernels for a directory: it holds the lock."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def missing(kernels: Sequence[Kernel], directory: Path) -> list[Kernel]:

@@ -1,9 +1,11 @@
 """Compile missing kernels in processes of their own, on several cores, so that the one that serves imports no Numba.
 
-A compiling process imports Numba once and forks workers, which take one kernel after another, those that may be needed
-later at the lowest priority. While it lives it locks the cache directory: one that comes later, another server's too,
-waits and finds the kernels there, and so does `kernel_cache.address_of`. Whatever is missing in the end is compiled by
-the process that needs it. Imports no torch.
+A compiling process imports Numba once and forks workers, which take one kernel after another. While it lives it locks
+the cache directory: one that comes later, another server's too, waits and finds the kernels there. Whatever is missing
+in the end is compiled by `kernel_cache.address_of`, in the process that needs it. Imports no torch.
+
+A start waits for the kernels that most models need. Others are compiled when one is needed, or at leisure: that process
+has the lowest priority and locks nothing, so that nobody waits for it.
 """
 
 import fcntl
@@ -16,15 +18,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
-from sgmv_kernels.cpu_runtime.kernel_cache import POLL_S, STALLED_S, cache_directory, compile_into, missing
-from sgmv_kernels.cpu_runtime.kernel_names import Kernel
+from sgmv_kernels.cpu_runtime.kernel_cache import address_of, cache_directory, compile_into, missing
+from sgmv_kernels.cpu_runtime.kernel_names import OF_SOME_MODELS, Kernel
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
@@ -32,9 +36,10 @@ Progress = Callable[[str, float], None]
 COMMAND = (sys.executable, "-P", "-m", "sgmv_kernels.cpu_runtime.kernel_compiler")
 MOST_WORKERS = 4
 """Workers beyond these would wait for the kernel that takes longest."""
-LOWEST_PRIORITY = 19
-_LATER = "--"
-"""Stands between the kernels that are waited for and those that may be needed later."""
+STALLED_S = 240.0
+"""Time without a new kernel after which the compiling process is given up."""
+_POLL_S = 0.05
+_AT_LEISURE, _LOWEST_PRIORITY = "--at-leisure", 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Compilation:
                 left, since = now_left, time.monotonic()
                 progress(what, 1 - left / len(self.kernels))
             if left and not is_over:
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
         if left:
             logger.warning("%d kernels are compiled in this process, as %s", left, self._why())
 
@@ -73,26 +78,17 @@ class Compilation:
 
 
 @contextmanager
-def compiling(kernels: Sequence[Kernel], later: Sequence[Kernel] = ()) -> Iterator[Compilation | None]:
+def compiling(kernels: Sequence[Kernel], *, at_leisure: bool = False) -> Iterator[Compilation | None]:
     """Let a process compile the kernels that are missing, which is ended with the block; None if there is nothing to do
     or no place to keep them.
-
-    Args:
-        later: those that may be needed some time.
     """
-    try:
-        directory = cache_directory()
-    except ImportError:
-        directory = None  # Numba is not installed.
-    if directory is None or not os.access(directory, os.W_OK):
-        yield None
-        return
-    absent, absent_later = missing(kernels, directory), missing(later, directory)
-    if not absent and not absent_later:
+    directory = place()
+    absent = missing(kernels, directory) if directory is not None else []
+    if directory is None or not absent:
         yield None
         return
     with tempfile.TemporaryFile() as errors:
-        names = [*map(".".join, absent), _LATER, *map(".".join, absent_later)]
+        names = [*([_AT_LEISURE] if at_leisure else []), *map(".".join, absent)]
         # OpenBLAS would start threads, beside which nothing should be forked.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
@@ -102,7 +98,8 @@ def compiling(kernels: Sequence[Kernel], later: Sequence[Kernel] = ()) -> Iterat
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,
+                # Not a session of its own: beside it a low priority counts for nothing (sched_autogroup_enabled).
+                process_group=0,
             )
         except OSError as error:
             logger.warning("no process can be started to compile kernels: %s", error)
@@ -117,6 +114,46 @@ def compiling(kernels: Sequence[Kernel], later: Sequence[Kernel] = ()) -> Iterat
             process.wait()
 
 
+def place() -> Path | None:
+    """Return the folder where compiled kernels can be kept; None if there is none, or no Numba."""
+    try:
+        directory = cache_directory()
+    except ImportError:
+        return None
+    return directory if directory is not None and os.access(directory, os.W_OK) else None
+
+
+@contextmanager
+def compiling_at_leisure(kernels: Sequence[Kernel], after_s: float) -> Iterator[None]:
+    """Let a process compile the kernels that are still missing in `after_s`, which is ended with the block."""
+    is_over = threading.Event()
+
+    def compile_them() -> None:
+        if is_over.wait(after_s):
+            return
+        with compiling(kernels, at_leisure=True) as compilation:
+            while compilation is not None and compilation.process.poll() is None and not is_over.wait(1.0):
+                pass
+
+    thread = threading.Thread(target=compile_them, name="compiling at leisure", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@cache
+def kernel_address(module: str, function: str) -> int:
+    """Return the address of a kernel. One that is missing is compiled first, which takes seconds, in another process if
+    it can be kept.
+    """
+    kernel = module, function
+    compile_missing(OF_SOME_MODELS if kernel in OF_SOME_MODELS else (kernel,), lambda what, share: None)
+    return address_of(module, function)
+
+
 def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
     """Compile kernels that are not kept yet, and wait for them."""
     with compiling(kernels) as compilation:
@@ -125,30 +162,33 @@ def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Compile kernels that are not kept yet, those behind `_LATER` last; return the process's exit code."""
+    """Compile kernels that are not kept yet; return the process's exit code."""
     directory = cache_directory()
     if directory is None:
         return 1
-    with suppress(OSError):  # Without locks on this file system, two processes do the same work.
-        fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
-    at = names.index(_LATER)
-    now, later = (missing([_kernel(name) for name in part], directory) for part in (names[:at], names[at + 1 :]))
-    kernels = [*now, *later]
+    if names[0] == _AT_LEISURE:
+        names = names[1:]
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+    else:
+        with suppress(OSError):  # Without locks on this file system, two processes do the same work.
+            fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
+    asked = (name.split(".") for name in names)
+    kernels = missing([(module, function) for module, function in asked], directory)
     if not kernels:
         return 0
     gc.disable()  # The process is short-lived, and collecting takes a tenth of its time.
     # What all workers need, before they are forked; the first compilation, of a small kernel, fills Numba's tables.
     for module, _ in kernels:
         importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}")
-    if now and not compile_into(directory, kernels.pop(len(now) - 1)):
+    if not compile_into(directory, kernels.pop()):
         return 1
     tasks, feed = os.pipe()
     os.write(feed, bytes(range(len(kernels))))
     os.close(feed)
     fork = multiprocessing.get_context("fork")
     count = min(len(os.sched_getaffinity(0)), MOST_WORKERS, len(kernels))
-    first_later = max(0, len(now) - 1)
-    workers = [fork.Process(target=_work, args=(tasks, kernels, first_later, directory)) for _ in range(count)]
+    workers = [fork.Process(target=_work, args=(tasks, kernels, directory)) for _ in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -156,16 +196,9 @@ def main(names: Sequence[str]) -> int:
     return max((abs(worker.exitcode or 0) for worker in workers), default=0)
 
 
-def _kernel(name: str) -> Kernel:
-    module, function = name.split(".")
-    return module, function
-
-
-def _work(tasks: int, kernels: Sequence[Kernel], first_later: int, directory: Path) -> None:
-    """Compile the kernels whose numbers come out of a pipe; from the number `first_later` on nobody waits for them."""
+def _work(tasks: int, kernels: Sequence[Kernel], directory: Path) -> None:
+    """Compile the kernels whose numbers come out of a pipe."""
     while number := os.read(tasks, 1):
-        if number[0] >= first_later:
-            os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
         if not compile_into(directory, kernels[number[0]]):
             sys.exit(1)
 

@@ -30,19 +30,20 @@ def common_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
     )
 
 
+OF_SOME_MODELS: tuple[Kernel, ...] = (
+    ("linear", "q3h"),
+    *(("pointwise", entry) for entry in ("layer_norm", "gelu", "gelu_exact", "heads", "cap")),
+)
+"""A model that needs one of them often needs another."""
+
+
 def further_kernels(kv_format: str) -> tuple[Kernel, ...]:
     """Return the kernels of some models, adapters and requests, the slowest to compile first.
 
     Args:
         kv_format: as of `common_kernels`.
     """
-    return (
-        ("page_mass", _KINDS[kv_format]),
-        ("linear", "q3h"),
-        *(("pointwise", entry) for entry in ("layer_norm", "gelu", "gelu_exact", "heads", "cap")),
-        ("slots", "copy"),
-        ("affine", "rows"),
-    )
+    return (("page_mass", _KINDS[kv_format]), *OF_SOME_MODELS, ("slots", "copy"), ("affine", "rows"))
 
 
 @cache

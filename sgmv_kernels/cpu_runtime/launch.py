@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sgmv_kernels.cpu_runtime.kernel_cache import address_of
+from sgmv_kernels.cpu_runtime.kernel_compiler import kernel_address
 from sgmv_kernels.cpu_runtime.team import COUNTERS, Team, arguments, run, take_team, team_size
 
 WORDS = 32
@@ -108,7 +108,7 @@ def recorded_maker(x: Tensor) -> dict[int, int] | None:
 
 def launch(module: str, entry: str, part: Part, own: Words, result: Tensor | None = None) -> None:
     """Run a kernel by its module and name, or record it; `recorded_maker` then knows it by its result, if given."""
-    kernel = address_of(module, entry)
+    kernel = kernel_address(module, entry)
     if _local.recorder is not None:
         _local.recorder.launches.append((module, kernel, part.name, dict(own)))
         _local.recorder.last_result = result

@@ -3,11 +3,13 @@
     python tests/benchmarks/bench_http.py --streams 1,16,32 [--chat] [--versus ../old-checkout --pairs 3]
 
 Streams of two lengths run at once; the difference of the thread's processor time, divided by the difference in tokens,
-is the cost of a token without that of a request. The client reads sockets and parses nothing.
+is the cost of a token without that of a request. The client reads sockets and parses nothing. What the thread does
+itself, without the kernel's work for it, is the interpreter's share.
 """
 
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,9 +20,11 @@ from harness import ROOT, Server, arguments, lorasrv_server, row, table, versus
 SHORT, LONG = 16, 144
 
 
-def thread_s(pid: int) -> float:
-    """Return the processor seconds of a process's main thread, which runs the event loop."""
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+def thread_s(pid: int) -> tuple[float, float]:
+    """Return the processor seconds of a process's main thread, which runs the event loop, and those of user mode."""
+    seconds = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    user = int(Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+    return seconds, user / os.sysconf("SC_CLK_TCK")
 
 
 async def stream(server: Server, number: int, tokens: int, chat: bool) -> int:
@@ -39,21 +43,27 @@ async def stream(server: Server, number: int, tokens: int, chat: bool) -> int:
     return answer.count(b"data: ") - 1
 
 
-async def streams_s(server: Server, count: int, tokens: int, chat: bool) -> float:
-    """Return the HTTP thread's seconds for `count` streams at once."""
+async def streams_s(server: Server, count: int, tokens: int, chat: bool) -> tuple[float, float]:
+    """Return the HTTP thread's seconds for `count` streams at once, and those of user mode."""
     before = thread_s(server.pid)
     await asyncio.gather(*(stream(server, number, tokens, chat) for number in range(count)))
-    return thread_s(server.pid) - before
+    seconds, user_s = (now - then for now, then in zip(thread_s(server.pid), before, strict=True))
+    return seconds, user_s
 
 
-def token_us(server: Server, count: int, chat: bool) -> float:
-    """Return the microseconds of a streamed token when `count` streams run at once."""
+def token_us(server: Server, count: int, chat: bool, rounds: int) -> tuple[float, float]:
+    """Return the microseconds of a streamed token when `count` streams run at once, and those of user mode."""
 
-    async def difference() -> float:
-        return await streams_s(server, count, LONG, chat) - await streams_s(server, count, SHORT, chat)
+    async def difference() -> tuple[float, float]:
+        short, long = [await streams_s(server, count, tokens, chat) for tokens in (SHORT, LONG)]
+        return long[0] - short[0], long[1] - short[1]
 
     asyncio.run(difference())
-    return 1e6 * statistics.median(asyncio.run(difference()) for _ in range(3)) / (count * (LONG - SHORT))
+    runs = [asyncio.run(difference()) for _ in range(rounds)]
+    # Time in user mode is counted in ticks: the mean of all runs, not one of them.
+    seconds, user_s = statistics.median(run[0] for run in runs), statistics.fmean(run[1] for run in runs)
+    tokens = count * (LONG - SHORT)
+    return 1e6 * seconds / tokens, 1e6 * user_s / tokens
 
 
 def main() -> None:
@@ -63,6 +73,7 @@ def main() -> None:
         chat=(False, "/v1/chat/completions in place of /v1/completions"),
         versus=(Path, "another checkout of this project, measured alternately"),
         pairs=(3, "runs of each checkout"),
+        rounds=(3, "measured differences of each load"),
     )
 
     def measure(root: Path) -> dict[str, float]:
@@ -70,7 +81,11 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder,
             lorasrv_server(Path(folder) / "store", root=root) as served,
         ):
-            return {f"{count} streams: µs a token": token_us(served, count, a.chat) for count in a.streams}
+            figures = dict[str, float]()
+            for count in a.streams:
+                whole, user = token_us(served, count, a.chat, a.rounds)
+                figures |= {f"{count} streams: µs a token": whole, f"{count} streams: of them in user mode": user}
+            return figures
 
     if a.versus:
         versus(a.versus.resolve(), a.pairs, measure)

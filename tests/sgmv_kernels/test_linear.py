@@ -335,7 +335,7 @@ def test_without_the_processors_own_products(
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
     monkeypatch.setattr(linear_cpu, "needs_signed", lambda: False)
-    own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.address_of"
+    own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.kernel_address"
     monkeypatch.setattr(of, lambda m, name: address_of(m, name) if name.startswith("round") else own)
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 

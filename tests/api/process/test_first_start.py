@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from served import LORASRV, ROOT
 
-from sgmv_kernels.cpu_runtime.kernel_names import common_kernels, further_kernels
+from sgmv_kernels.cpu_runtime.kernel_names import common_kernels
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -32,10 +31,6 @@ def _started(model: Path, folder: Path, name: str) -> Iterator["subprocess.Popen
             process.communicate(timeout=60)
 
 
-def _kept(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".json"}
-
-
 def test_two_first_starts_at_once(model: Path, tmp_path: Path) -> None:
     with _started(model, tmp_path, "one") as one, _started(model, tmp_path, "two") as two:
         for process in (one, two):
@@ -44,13 +39,9 @@ def test_two_first_starts_at_once(model: Path, tmp_path: Path) -> None:
             # Numba's own libraries are mapped for good in a process that has imported it.
             assert "/numba/" not in Path(f"/proc/{process.pid}/maps").read_text()
         [kept] = (tmp_path / "lorasrv" / "kernels").iterdir()
-        common, further = common_kernels("bfloat16", "bfloat16"), further_kernels("bfloat16")
-        assert _kept(kept) >= set(map(".".join, common))
-        # While requests could be served.
-        deadline = time.monotonic() + 120
-        while _kept(kept) != set(map(".".join, (*common, *further))) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert _kept(kept) == set(map(".".join, (*common, *further)))
+        # Others are compiled when one is needed, or at leisure.
+        files = sorted(path.name for path in kept.iterdir() if path.suffix != ".json")
+        assert files == sorted(".".join(kernel) for kernel in common_kernels("bfloat16", "bfloat16"))
     logs = [(tmp_path / f"{name}.log").read_text() for name in ("one", "two")]
     # How many are left when torch is imported depends on the machine.
     assert all(re.search(r"compiling \d+ kernels, once on this machine done", log) for log in logs), logs

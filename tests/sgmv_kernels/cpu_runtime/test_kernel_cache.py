@@ -1,12 +1,9 @@
 """Kernels on disk: compiled once, loaded without Numba, never from a file that is not whole or a folder of others."""
 
-import fcntl
 import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -124,31 +121,6 @@ def test_the_version_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -
     before = kernel_code._version()
     monkeypatch.setattr(kernel_code, "_SOURCES", ("simd_ir.py",))
     assert kernel_code._version() != before
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_a_kernel_that_another_process_compiles_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
-    """As long as that process holds the lock: then it is compiled here."""
-    kept, made = (kernel_code.ObjectCode(name, (), b"code") for name in ("kept", "made"))
-    monkeypatch.setattr(kernel_code, "cache_directory", lambda: tmp_path)
-    lock = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-
-    def compile_there() -> None:
-        time.sleep(0.3)
-        if comes:
-            kernel_code._write(tmp_path / "pointwise.silu", kept)
-            released.wait(60)
-        os.close(lock)
-
-    released, there = threading.Event(), threading.Thread(target=compile_there)
-    there.start()
-    assert (kernel_code._awaited(tmp_path, "pointwise.silu") or made) == (kept if comes else made)
-    assert there.is_alive() == comes
-    released.set()
-    there.join()
 
 
 def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """Missing kernels are compiled by other processes; whatever becomes of those, the caller goes on."""
 
+import fcntl
 import logging
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from sgmv_kernels.cpu_ops import attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.cpu_runtime import kernel_cache, kernel_compiler
-from sgmv_kernels.cpu_runtime.kernel_names import common_kernels, further_kernels, needs_signed
+from sgmv_kernels.cpu_runtime.kernel_names import OF_SOME_MODELS, common_kernels, further_kernels, needs_signed
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 KERNELS = (("sgmv", "bf16"), ("pointwise", "norm"), ("pointwise", "take"))
@@ -53,7 +54,7 @@ def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], t
         popen = subprocess.Popen
 
         def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
-            assert command[-4:] == ["sgmv.bf16", "pointwise.norm", "pointwise.take", "--"]
+            assert command[-3:] == ["sgmv.bf16", "pointwise.norm", "pointwise.take"]
             process = popen([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
             seen.append(process.pid)
             return process  # type: ignore[no-any-return]
@@ -156,11 +157,62 @@ sys.exit(it.main(sys.argv[2:]))
 def test_workers_share_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, code: int) -> None:
     """Each is compiled once; the death of one worker costs its kernel only, a full disk ends the one that sees it."""
     names = [*([bad] if bad else []), *(f"k{i}" for i in range(20))]
-    asked = [*(f"m.{name}" for name in names[:12]), "--", *(f"m.{name}" for name in names[12:])]
-    command = [sys.executable, "-c", WORKERS, str(tmp_path), *asked]
+    command = [sys.executable, "-c", WORKERS, str(tmp_path), *(f"m.{name}" for name in names)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     others = len(os.sched_getaffinity(0)) > 1
     if others or not bad:
         assert {name: kept.get(name) for name in names if name != bad} == dict.fromkeys(names[bool(bad) :], "once")
+
+
+def test_kernels_at_leisure_have_the_lowest_priority_and_lock_nothing(tmp_path: Path) -> None:
+    code = WORKERS.replace('file.write("once")', "file.write(str(os.getpriority(os.PRIO_PROCESS, 0)))")
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command = [sys.executable, "-c", code, str(tmp_path), "--at-leisure", "m.one", "m.two", "m.three"]
+    subprocess.run(command, check=True, timeout=60)
+    os.close(lock)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(("one", "two", "three"), "19")
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "pass"])
+def test_a_process_at_leisure_ends_with_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
+        assert command[-4:] == ["--at-leisure", "sgmv.bf16", "pointwise.norm", "pointwise.take"]
+        started.append(popen([sys.executable, "-c", code], **options))  # type: ignore[call-overload]
+        return started[0]
+
+    monkeypatch.setattr(kernel_compiler.subprocess, "Popen", start)
+    with kernel_compiler.compiling_at_leisure(KERNELS, after_s=0.0):
+        deadline = time.monotonic() + 60
+        while not started or (code == "pass" and started[0].returncode is None):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert started[0].returncode == (0 if code == "pass" else -9)
+
+
+def test_nothing_is_compiled_at_leisure_before_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_compiler, "compiling", None)
+    begun = time.monotonic()
+    with kernel_compiler.compiling_at_leisure(KERNELS, after_s=600.0):
+        pass
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.long
+def test_a_kernel_that_is_needed_and_missing_is_compiled_elsewhere(tmp_path: Path) -> None:
+    """With what a model that needs it often needs, too; where none can be kept, the start loads them all."""
+    code = """
+import sys
+from sgmv_kernels.cpu_runtime.kernel_compiler import kernel_address
+from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
+assert kernel_address("pointwise", "cap")
+print(*sorted(path.name for path in cache_directory().iterdir()), "numba" in sys.modules)
+"""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*sorted(map(".".join, OF_SOME_MODELS)), "False"], done.stderr
