@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ENGINE, LOOP = "engine", "event loop"
 LEISURE_S = 30.0
-"""Time from the start of the engine, which measures threads then, until kernels that nothing has needed are compiled."""
+"""Time from the start of the engine, which measures threads then, until kernels are compiled that few models need."""
 
 
 def check_profile_path(path: Path | None) -> None:
