@@ -73,8 +73,9 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.decoding = _decoding(backend)
-        # Tokens that were asked for: the library makes a string anew each time.
+        # Tokens below `_num_spelled` that were asked for: the library makes a string anew each time.
         self._spelled: dict[int, str] = {}
+        self._num_spelled = self.vocab_size
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "Tokenizer":
@@ -108,6 +109,7 @@ class Tokenizer:
             what = f"{show(wrong)} cannot be token {ids[wrong]} of this base's tokenizer"
             raise AdapterInvalid((Problem("unsupported_tokenizer", "tokenizer", what),))
         own = Tokenizer(backend, self._source)
+        own._spelled, own._num_spelled = self._spelled, self._num_spelled
         own._longest_spelled = max([self._longest_spelled, *(len(token.content) for token in added)])
         return own
 
@@ -188,8 +190,10 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it; None outside the vocabulary."""
         token = self._spelled.get(token_id)
-        if token is None and (token := self._backend.id_to_token(token_id)) is not None:
-            self._spelled[token_id] = token
+        if token is None:
+            token = self._backend.id_to_token(token_id)
+            if token is not None and token_id < self._num_spelled:
+                self._spelled[token_id] = token
         return token
 
     def token_id(self, token: str) -> int | None:

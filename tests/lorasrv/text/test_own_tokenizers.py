@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_added_tokens_are_read_and_texts_are_written_as_the_library_does(base: T
         assert base.encode(text, add_special_tokens=False) != ids or "mood>" not in text
     assert own.special_ids == base.special_ids | {385}
     assert own.vocab_size == base.vocab_size + 2
+
+
+def test_own_tokens_of_one_number_are_spelled_apart(base: Tokenizer) -> None:
+    """What the base spells is remembered once for all: thousands of adapters may have a tokenizer."""
+    first, second = (base.extended([replace(MOOD, content=content)]) for content in ("<mood>", "<tone>"))
+    for _ in range(2):
+        assert (first.token(MOOD.id), second.token(MOOD.id), base.token(MOOD.id)) == ("<mood>", "<tone>", None)
+        assert first.token(40) == second.token(40) == base.token(40) is not None
+    assert first._spelled is second._spelled is base._spelled
+    assert set(base._spelled) == {40}
 
 
 def test_a_tokenizer_without_tokens_of_its_own_adds_none(base: Tokenizer) -> None:
