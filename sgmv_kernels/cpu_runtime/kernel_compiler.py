@@ -149,8 +149,13 @@ def kernel_address(module: str, function: str) -> int:
     """Return the address of a kernel. One that is missing is compiled first, which takes seconds, in another process if
     it can be kept.
     """
+
+    def tell(what: str, share: float) -> None:
+        if not share:
+            logger.info("%s.%s is missing: %s", module, function, what)
+
     kernel = module, function
-    compile_missing(OF_SOME_MODELS if kernel in OF_SOME_MODELS else (kernel,), lambda what, share: None)
+    compile_missing(OF_SOME_MODELS if kernel in OF_SOME_MODELS else (kernel,), tell)
     return address_of(module, function)
 
 

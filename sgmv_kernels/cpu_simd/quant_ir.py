@@ -50,9 +50,9 @@ def splat_int(b: Any, address: Value) -> Value:
 class Dot(Protocol):
     """Accumulator of products, four neighbours to a lane, vector after vector."""
 
-    def begin(self) -> Value: ...
-
-    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value: ...
+    def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
+        """Add the products of a vector; None: they are the first."""
+        ...
 
     def end(self, b: Any, total: Value) -> Value:
         """Return the sums, [LANES] int32."""
@@ -67,13 +67,11 @@ class SmallDot:
 
     in_pairs = HAS_PAIR_DOT and not HAS_BYTE_DOT
 
-    def begin(self) -> Value:
-        return filled(WORDS if self.in_pairs else INTS, 0)
-
-    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
+    def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
         if not self.in_pairs:
-            return dot_bytes(b, total, code, quad)
-        return b.add(total, _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad))
+            return dot_bytes(b, total or filled(INTS, 0), code, quad)
+        pairs = _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad)
+        return pairs if total is None else b.add(total, pairs)
 
     def end(self, b: Any, total: Value) -> Value:
         """Return the sums, [LANES] int32."""
@@ -83,11 +81,8 @@ class SmallDot:
 class ByteDot:
     """Accumulator of unsigned codes of a byte times signed bytes."""
 
-    def begin(self) -> Value:
-        return filled(INTS, 0)
-
-    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
-        return dot_bytes(b, total, code, quad)
+    def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
+        return dot_bytes(b, total or filled(INTS, 0), code, quad)
 
     def end(self, b: Any, total: Value) -> Value:
         """Return the sums, [LANES] int32."""
@@ -101,13 +96,13 @@ class SignedDot(ByteDot):
     Two products are added in int16: 2 * 128 * 127 stays below 2^15. Source: ggml's AVX2 kernels (Gerganov).
     """
 
-    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
+    def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
         code, quad = b.bitcast(code, BYTES), b.bitcast(quad, BYTES)
         is_minus = b.icmp_signed("<", code, filled(BYTES, 0))
         magnitude = b.select(is_minus, b.neg(code), code)
         signed = b.select(is_minus, b.neg(quad), quad) if _WIDE else _x86(b, BYTES, "avx2.psign.b", BYTES, quad, code)
         pairs = _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, magnitude, signed)
-        return dot_words(b, total, pairs, filled(WORDS, 1))
+        return dot_words(b, total or filled(INTS, 0), pairs, filled(WORDS, 1))
 
 
 def dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:

@@ -5,7 +5,7 @@ Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rou
 multiplied at a time are read from one place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -83,13 +83,14 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
         unit = b.select(some, b.fmul(largest, group.const(1 / LEVELS)), group.const(0.0))
         unit = b.select(finite, unit, group.const(float("nan")))
         dot = SmallDot()
-        sums = dot.begin()
+        sums: Value | None = None
         for n, quad in enumerate(_by_quads(b, [_rounded(b, row, factors, i) for i, row in enumerate(parts)])):
             store_vector(b, quad, b.add(codes, c64(4 * LANES * n)))
             sums = dot.step(b, sums, filled(BYTES, 1), quad)
-        sums = dot.end(b, sums)
+        assert sums is not None
+        whole = dot.end(b, sums)
         places = [list(range(at, at + ROW_GROUP)) for at in range(0, LANES, ROW_GROUP)]
-        total = reduce(b.add, [_chosen(b, sums, sums, own) for own in places])
+        total = reduce(b.add, [_chosen(b, whole, whole, own) for own in places])
         group.store(unit, units, c64(0))
         group.store(b.fmul(unit, b.sitofp(total, group.float)), units, c64(ROW_GROUP))
         return ctx.get_dummy_value()
@@ -406,7 +407,7 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 if not is_few:
                     loop_of(b, c64(0), share, LINE, [], fetch)
 
-                def add_line(n: Value, whole: list[Value]) -> list[Value]:
+                def add_line(n: Value, whole: Sequence[Value | None]) -> list[Value]:
                     stored_lines = [b.add(line, b.mul(n, c64(LINE))) for line in lines_of]
                     if is_few:
                         for line in stored_lines:
@@ -419,26 +420,27 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                         own = b.add(quads, b.mul(b.add(n, c64(half * num_stored)), c64(QUAD)))
                         taken = [splat_int(b, b.add(own, c64(4 * i))) for i in range(rows)]
                         whole = [dot.step(b, whole[p], read[k], taken[i]) for p, (i, k, _) in enumerate(places)]
-                    return whole
+                    return list(whole)
 
-                whole = [dot.begin() for _ in places]
+                whole = add_line(c64(0), [None] * num_sums)
                 if in_registers and not is_few:
-                    for n in range(num_stored):
+                    for n in range(1, num_stored):
                         whole = add_line(c64(n), whole)
                 else:
-                    whole = loop_of(b, c64(0), c64(num_stored) if is_few else lines, 1, whole, add_line)
+                    whole = loop_of(b, c64(1), c64(num_stored) if is_few else lines, 1, whole, add_line)
                 factors = [b.add(start, stored) for start in starts]
                 loaded_factors = [codes.load_factors(emit, factors[tile], j, v * LANES) for tile, v in vectors]
                 units = b.add(u, b.mul(block, c64(UNITS)))
-                results = []
+                products = [b.sitofp(dot.end(b, total), emit.float) for total in whole]
+                scaled = [b.fmul(own, loaded_factors[k][0]) for own, (_, k, _) in zip(products, places, strict=True)]
+                results, of_row = [], list[Value]()
                 for p, (i, k, place) in enumerate(places):
-                    unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
-                    before = state[p] if in_registers else emit.load(sums, place)
-                    products = b.sitofp(dot.end(b, whole[p]), emit.float)
-                    scale, minimum = loaded_factors[k]
-                    total = emit.fma(unit, b.fmul(products, scale), before)
+                    if p % len(vectors) == 0:
+                        of_row = [emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1)]
+                    before, minimum = state[p] if in_registers else emit.load(sums, place), loaded_factors[k][1]
+                    total = emit.fma(of_row[0], scaled[p], before)
                     if minimum is not None:
-                        total = emit.fma(unit_sum, minimum, total)
+                        total = emit.fma(of_row[1], minimum, total)
                     results.append(total)
                     if not in_registers:
                         emit.store(total, out, place)
