@@ -66,7 +66,11 @@ class Compilation:
             if left and not is_over:
                 time.sleep(_POLL_S)
         if left:
-            logger.warning("%d kernels are compiled in this process, as %s", left, self._why())
+            logger.warning("%d kernels are compiled in this process, as %s", *self.left())
+
+    def left(self) -> tuple[int, str]:
+        """Return how many kernels are missing, and why."""
+        return len(missing(self.kernels, self.directory)), self._why()
 
     def _why(self) -> str:
         if (code := self.process.poll()) is None:
@@ -134,6 +138,8 @@ def compiling_at_leisure(kernels: Sequence[Kernel], after_s: float) -> Iterator[
         with compiling(kernels, at_leisure=True) as compilation:
             while compilation is not None and compilation.process.poll() is None and not is_over.wait(1.0):
                 pass
+            if compilation is not None and compilation.process.returncode:
+                logger.warning("%d kernels are compiled when they are needed, as %s", *compilation.left())
 
     thread = threading.Thread(target=compile_them, name="compiling at leisure", daemon=True)
     thread.start()

@@ -176,8 +176,10 @@ def test_kernels_at_leisure_have_the_lowest_priority_and_lock_nothing(tmp_path: 
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(("one", "two", "three"), "19")
 
 
-@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "pass"])
-def test_a_process_at_leisure_ends_with_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+@pytest.mark.parametrize(("code", "end"), [("import time; time.sleep(600)", -9), ("pass", 0), ("exit(3)", 3)])
+def test_a_process_at_leisure_ends_with_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str, end: int
+) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -189,10 +191,12 @@ def test_a_process_at_leisure_ends_with_the_server(folder: Path, monkeypatch: py
     monkeypatch.setattr(kernel_compiler.subprocess, "Popen", start)
     with kernel_compiler.compiling_at_leisure(KERNELS, after_s=0.0):
         deadline = time.monotonic() + 60
-        while not started or (code == "pass" and started[0].returncode is None):
+        while not started or (end >= 0 and started[0].returncode is None):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert started[0].returncode == (0 if code == "pass" else -9)
+    assert started[0].returncode == end
+    why = "3 kernels are compiled when they are needed, as the one for it ended with code 3: it said nothing"
+    assert caplog.messages == ([why] if end > 0 else [])
 
 
 def test_nothing_is_compiled_at_leisure_before_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
