@@ -278,7 +278,7 @@ def serve_on(
         compiling_early.close()
         if computes:
             faults.arm_engine(engine)
-            if resolve_device(settings.device).type == "cpu":
+            if further and resolve_device(settings.device).type == "cpu":
                 opened.enter_context(compiling_at_leisure(further, LEISURE_S))
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from served import LORASRV, ROOT
 
-from sgmv_kernels.cpu_runtime.kernel_names import common_kernels
+from sgmv_kernels.cpu_runtime.kernel_names import common_kernels, further_kernels
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -46,3 +47,17 @@ def test_two_first_starts_at_once(model: Path, tmp_path: Path) -> None:
     # How many are left when torch is imported depends on the machine.
     assert all(re.search(r"compiling \d+ kernels, once on this machine done", log) for log in logs), logs
     assert not any("in this process" in log or "plain torch" in log for log in logs), logs
+
+
+@pytest.mark.exhaustive
+def test_a_running_server_compiles_what_few_models_need(model: Path, tmp_path: Path) -> None:
+    """Half a minute after its start."""
+    with _started(model, tmp_path, "one") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready: ")
+        [kept] = (tmp_path / "lorasrv" / "kernels").iterdir()
+        wanted = set(map(".".join, further_kernels("bfloat16")))
+        deadline = time.monotonic() + 300
+        while not wanted <= {path.name for path in kept.iterdir()}:
+            assert time.monotonic() < deadline, "they are not compiled"
+            time.sleep(0.1)
