@@ -36,7 +36,7 @@ from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
 from lorasrv.worker.host_memory import release_freed
-from sgmv_kernels.cpu_runtime.kernel_compiler import compiling, compiling_at_leisure
+from sgmv_kernels.cpu_runtime.kernel_compiler import compiling, compiling_in_background
 from sgmv_kernels.cpu_runtime.kernel_names import Kernel, common_kernels, further_kernels
 from sgmv_kernels.formats.kv_format import get_kv_format
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ENGINE, LOOP = "engine", "event loop"
-LEISURE_S = 30.0
+BACKGROUND_DELAY_S = 30.0
 """Time from the start of the engine, which measures threads then, until kernels are compiled that few models need."""
 
 
@@ -279,7 +279,7 @@ def serve_on(
         if computes:
             faults.arm_engine(engine)
             if further and resolve_device(settings.device).type == "cpu":
-                opened.enter_context(compiling_at_leisure(further, LEISURE_S))
+                opened.enter_context(compiling_in_background(further, BACKGROUND_DELAY_S))
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:

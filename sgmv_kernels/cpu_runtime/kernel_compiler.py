@@ -4,8 +4,8 @@ A compiling process imports Numba once and forks workers, which take one kernel 
 the cache directory: one that comes later, another server's too, waits and finds the kernels there. Whatever is missing
 in the end is compiled by `kernel_cache.address_of`, in the process that needs it. Imports no torch.
 
-A start waits for the kernels that most models need. Others are compiled when one is needed, or at leisure: that process
-has the lowest priority and locks nothing, so that nobody waits for it.
+A start waits for the kernels that most models need. Others are compiled when one is needed, or in the background: that
+process has the lowest priority and locks nothing, so that nobody waits for it.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ MOST_WORKERS = 4
 STALLED_S = 240.0
 """Time without a new kernel after which the compiling process is given up."""
 _POLL_S = 0.05
-_AT_LEISURE, _LOWEST_PRIORITY = "--at-leisure", 19
+_IN_BACKGROUND, _LOWEST_PRIORITY = "--in-background", 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Compilation:
 
 
 @contextmanager
-def compiling(kernels: Sequence[Kernel], *, at_leisure: bool = False) -> Iterator[Compilation | None]:
+def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iterator[Compilation | None]:
     """Let a process compile the kernels that are missing, which is ended with the block; None if there is nothing to do
     or no place to keep them.
     """
@@ -92,7 +92,7 @@ def compiling(kernels: Sequence[Kernel], *, at_leisure: bool = False) -> Iterato
         yield None
         return
     with tempfile.TemporaryFile() as errors:
-        names = [*([_AT_LEISURE] if at_leisure else []), *map(".".join, absent)]
+        names = [*([_IN_BACKGROUND] if in_background else []), *map(".".join, absent)]
         # OpenBLAS would start threads, beside which nothing should be forked.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
@@ -128,20 +128,20 @@ def place() -> Path | None:
 
 
 @contextmanager
-def compiling_at_leisure(kernels: Sequence[Kernel], after_s: float) -> Iterator[None]:
+def compiling_in_background(kernels: Sequence[Kernel], after_s: float) -> Iterator[None]:
     """Let a process compile the kernels that are still missing in `after_s`, which is ended with the block."""
     is_over = threading.Event()
 
     def compile_them() -> None:
         if is_over.wait(after_s):
             return
-        with compiling(kernels, at_leisure=True) as compilation:
+        with compiling(kernels, in_background=True) as compilation:
             while compilation is not None and compilation.process.poll() is None and not is_over.wait(1.0):
                 pass
             if compilation is not None and compilation.process.returncode:
                 logger.warning("%d kernels are compiled when they are needed, as %s", *compilation.left())
 
-    thread = threading.Thread(target=compile_them, name="compiling at leisure", daemon=True)
+    thread = threading.Thread(target=compile_them, name="compiling in the background", daemon=True)
     thread.start()
     try:
         yield
@@ -177,7 +177,7 @@ def main(names: Sequence[str]) -> int:
     directory = cache_directory()
     if directory is None:
         return 1
-    if names[0] == _AT_LEISURE:
+    if names[0] == _IN_BACKGROUND:
         names = names[1:]
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)

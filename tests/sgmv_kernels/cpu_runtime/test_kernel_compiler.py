@@ -166,30 +166,30 @@ def test_workers_share_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert {name: kept.get(name) for name in names if name != bad} == dict.fromkeys(names[bool(bad) :], "once")
 
 
-def test_kernels_at_leisure_have_the_lowest_priority_and_lock_nothing(tmp_path: Path) -> None:
+def test_kernels_in_the_background_have_the_lowest_priority_and_lock_nothing(tmp_path: Path) -> None:
     code = WORKERS.replace('file.write("once")', "file.write(str(os.getpriority(os.PRIO_PROCESS, 0)))")
     lock = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    command = [sys.executable, "-c", code, str(tmp_path), "--at-leisure", "m.one", "m.two", "m.three"]
+    command = [sys.executable, "-c", code, str(tmp_path), "--in-background", "m.one", "m.two", "m.three"]
     subprocess.run(command, check=True, timeout=60)
     os.close(lock)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(("one", "two", "three"), "19")
 
 
 @pytest.mark.parametrize(("code", "end"), [("import time; time.sleep(600)", -9), ("pass", 0), ("exit(3)", 3)])
-def test_a_process_at_leisure_ends_with_the_server(
+def test_a_process_in_background_ends_with_the_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str, end: int
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
-        assert command[-4:] == ["--at-leisure", "sgmv.bf16", "pointwise.norm", "pointwise.take"]
+        assert command[-4:] == ["--in-background", "sgmv.bf16", "pointwise.norm", "pointwise.take"]
         started.append(popen([sys.executable, "-c", code], **options))  # type: ignore[call-overload]
         return started[0]
 
     monkeypatch.setattr(kernel_compiler.subprocess, "Popen", start)
-    with kernel_compiler.compiling_at_leisure(KERNELS, after_s=0.0):
+    with kernel_compiler.compiling_in_background(KERNELS, after_s=0.0):
         deadline = time.monotonic() + 60
         while not started or (end >= 0 and started[0].returncode is None):
             assert time.monotonic() < deadline
@@ -199,10 +199,10 @@ def test_a_process_at_leisure_ends_with_the_server(
     assert caplog.messages == ([why] if end > 0 else [])
 
 
-def test_nothing_is_compiled_at_leisure_before_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_in_background_before_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_compiler, "compiling", None)
     begun = time.monotonic()
-    with kernel_compiler.compiling_at_leisure(KERNELS, after_s=600.0):
+    with kernel_compiler.compiling_in_background(KERNELS, after_s=600.0):
         pass
     assert time.monotonic() - begun < 60
 
