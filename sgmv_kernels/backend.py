@@ -76,6 +76,8 @@ class PlannedSgmv:
     adapters: tuple[PlacedAdapter, ...]
     weights: tuple[float, ...]
     plan: SgmvPlan
+    # Each has room for its own results.
+    threads: int
 
     def serves(
         self,
@@ -91,6 +93,7 @@ class PlannedSgmv:
             and len(passes) == len(self.passes)
             and all(map(operator.is_, adapters, self.adapters))
             and weights == self.weights
+            and torch.get_num_threads() == self.threads
             and all(map(Segments.equals, passes, self.passes))
         )
 

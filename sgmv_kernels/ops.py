@@ -195,7 +195,7 @@ class Ops(PointwiseOps):
                 tables = build_tables(own, adapters, factors, places=places, turn=turn)
                 plan = replace(self.plan_tables(tables, dtype), next=plan)
             assert plan is not None
-            known = PlannedSgmv(passes, tuple(adapters), factors, plan)
+            known = PlannedSgmv(passes, tuple(adapters), factors, plan, torch.get_num_threads())
             self._last_sgmv.append(known)
         return known.plan
 

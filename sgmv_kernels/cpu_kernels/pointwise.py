@@ -1,5 +1,6 @@
 """Compute the pointwise ops on the CPU: the Numba kernels that run one thread's rows of `cpu_ops.pointwise`."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,12 @@ from sgmv_kernels.cpu_simd.elementwise import (
     capped,
     centered,
     f32,
+    fill,
     gelu_of,
     gelu_times,
     i64,
     itemsize,
+    keep_below,
     put_column,
     put_f32,
     put_i32,
@@ -263,9 +266,11 @@ def _page_start(args, row):  # type: ignore[no-untyped-def]
     return min(row, args[NUM_ROWS])
 
 
-def make_rope(store: Any) -> Any:
+def make_rope(store: Any, limit: float = math.inf) -> Any:
     """Return the kernel that rotates queries and keys and stores keys and values by `store(args, page, slot, head, key,
     value)`, which may change what lies at `key` and `value`.
+
+    Numbers of `limit` and more would be infinite in their page: see `kv_format.held`.
     """
 
     @kernel_part
@@ -287,6 +292,8 @@ def make_rope(store: Any) -> Any:
                 for h in range(kv_heads):
                     key, value = x + (heads + h) * head_bytes, x + (heads + kv_heads + h) * head_bytes
                     rotated(key, cos, sin, half, key)
+                    if keep_below(value, dim, np.float32(limit)) + keep_below(key, dim, np.float32(limit)) != 0:
+                        fill(key, dim, np.float32(np.nan))
                     store(args, page, slot, h, key, value)
 
     return rope_rows
@@ -354,7 +361,9 @@ def _store_k8v4(args, page, slot, head, key, value):  # type: ignore[no-untyped-
 
 
 _rope_bf16, _rope_fp16, _rope_fp32, _rope_int8, _rope_k8v4 = (
-    make_rope(store) for store in (*(make_store(kind) for kind in (BF16, FP16, FP32)), _store_int8, _store_k8v4)
+    make_rope(make_store(BF16), float.fromhex("0x1.ffp127")),
+    make_rope(make_store(FP16), 65520.0),
+    *map(make_rope, (make_store(FP32), _store_int8, _store_k8v4)),
 )
 
 

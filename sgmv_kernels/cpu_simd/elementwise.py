@@ -322,6 +322,25 @@ def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def keep_below(typingctx, x, n, limit):  # type: ignore[no-untyped-def]
+    """Replace those of n numbers by 0 that are NaN, or not between -limit and limit; returns 0 if there are none."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, limit = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = emit.load(x, at)
+            is_kept = b.fcmp_ordered("<", emit.call("fabs", value), emit.splat(limit))
+            emit.store(b.select(is_kept, value, emit.const(0.0)), x, at)
+            return [b.select(is_kept, state[0], emit.const(1.0))]
+
+        (wide, many), (_, rest) = each(b, n, body, (0.0,))
+        return b.fadd(wide.sum(many[0]), rest[0])
+
+    return _F(_A, _A, _F), codegen
+
+
+@intrinsic
 def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped-def]
     """Store one number as `kind`, rounded to nearest even."""
 

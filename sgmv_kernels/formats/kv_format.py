@@ -133,6 +133,15 @@ class KVFormat(ABC):
             view[part.at(*targets)] = view[part.at(*sources)]
 
 
+def held(keys: Tensor, values: Tensor, are_finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is stored of tokens [T, kv_heads, D]: values that are not finite as 0, their head's keys as NaN.
+
+    So rows that see such a token get NaN, and no others: these multiply its values by 0, which would be NaN too. A key
+    that is infinite is stored as NaN as well: a score of -inf would be one of no weight.
+    """
+    return keys.masked_fill(~are_finite.all(-1, keepdim=True), math.nan), values.masked_fill(~are_finite, 0)
+
+
 class FloatKV(KVFormat):
     """Store keys and values as floats of one dtype, keys transposed.
 
@@ -145,8 +154,10 @@ class FloatKV(KVFormat):
         super().__init__(dtype, parts)
 
     def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        parts[KEYS][pages, :, :, slots] = keys.to(parts[KEYS].dtype)
-        parts[VALUES][pages, :, slots] = values.to(parts[VALUES].dtype)
+        keys, values = keys.to(parts[KEYS].dtype), values.to(parts[VALUES].dtype)
+        keys, values = held(keys.masked_fill(~keys.isfinite(), math.nan), values, values.isfinite())
+        parts[KEYS][pages, :, :, slots] = keys
+        parts[VALUES][pages, :, slots] = values
 
     def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         return parts[KEYS][pages].float(), parts[VALUES][pages].float()
@@ -167,6 +178,7 @@ class CodesKV(KVFormat):
         super().__init__(name, keys + values, CODES_STEP)
 
     def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        keys, values = held(keys, values, (values.float().abs().sum(-1, keepdim=True) < math.inf).expand_as(values))
         codes, scales = round_symmetric(hadamard(keys.float()))
         padded = _padded(codes, padded_dim(codes.shape[-1]))
         items = {KEYS: padded.unflatten(-1, (-1, 4)), KEY_SCALES: scales} | self.round_values(values.float())

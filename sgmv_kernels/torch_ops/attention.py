@@ -169,16 +169,18 @@ def _chunk(
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None and softcap is None and slopes is None and chunk.tree is None:
+    # Torch's own attention adds a mask, which leaves NaN as it is.
+    is_own = softcap is None and bool(k.isfinite().all())
+    if is_own and n == length and window is None and slopes is None and chunk.tree is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
         visible, distance = _visible(chunk, n, window, q.device)
         bias = torch.zeros((n, length), device=q.device) if slopes is None else slopes[:, None, None] * distance
-        bias.masked_fill_(~visible, float("-inf"))
-        if softcap is None:
+        if is_own:
+            bias.masked_fill_(~visible, float("-inf"))
             out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
         else:
-            out = _capped(query, k, v, bias, scale, softcap)
+            out = _by_hand(query, k, v, bias, visible, scale, softcap)
     return out[0].transpose(0, 1)
 
 
@@ -200,8 +202,12 @@ def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> 
     return (visible if window is None else visible & (distance > -window)), distance
 
 
-def _capped(query: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attend with a softcap on the scores before the mask, which torch's own attention does not offer."""
+def _by_hand(
+    query: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attend with a softcap on the scores before the mask, or to keys that are NaN: torch's own attention cannot."""
     group = query.shape[1] // k.shape[1]
-    scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
-    return scores.add_(bias).softmax(-1) @ v.repeat_interleave(group, 1)
+    scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    return scores.add_(bias).masked_fill_(~visible, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)

@@ -97,6 +97,17 @@ on an H200, in some 1 of 500 launches.
 
 
 @kernel()
+def is_finite(x):  # type: ignore[no-untyped-def]
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@kernel()
+def finite(x):  # type: ignore[no-untyped-def]
+    """Return x with 0 for what is NaN or infinite."""
+    return tl.where(is_finite(x), x, 0.0)
+
+
+@kernel()
 def softened(x, cap):  # type: ignore[no-untyped-def]
     """Return cap * tanh(x / cap), fp32: a series near 0, else by an exponential, whose argument is never positive."""
     z = x / cap

@@ -162,14 +162,20 @@ def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
 def _symmetric(x, ok):  # type: ignore[no-untyped-def]
     """Return codes of a byte and scales of heads; see `kv_format.round_symmetric`."""
     sizes = tl.where(ok, tl.abs(x), 0.0)
-    is_finite = tl.sum(sizes, 1) < float("inf")
-    largest = tl.max(tl.where(is_finite[:, None], sizes, 0.0), 1)
+    has_sum = tl.sum(sizes, 1) < float("inf")
+    largest = tl.max(tl.where(has_sum[:, None], sizes, 0.0), 1)
     is_some = largest > _LEAST
-    factor = tl.where(is_finite & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
+    factor = tl.where(has_sum & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
     scale = tl.where(is_some, largest * (1 / _LEVELS), 0.0)
     whole = (x * factor[:, None] + _ROUNDING) - _ROUNDING
     codes = tl.where(whole == whole, whole, 0.0).to(tl.int32).to(tl.int8)
-    return codes, tl.where(is_finite, scale, float("nan"))
+    return codes, tl.where(has_sum, scale, float("nan"))
+
+
+@kernel()
+def _has_sum(x):  # type: ignore[no-untyped-def]
+    """Return whether the numbers of each row, 0 outside a head, are finite, and the sum of their sizes is."""
+    return tl.sum(tl.abs(x.to(tl.float32)), 1) < float("inf")
 
 
 @kernel()
@@ -241,23 +247,26 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
     if head < HEADS:
         tl.store(q + ((t * HEADS + head) * DIM)[:, None] + d[None, :], cast(x, q.dtype.element_ty), mask=ok)
     elif head < HEADS + KV_HEADS:
+        numbers = tl.load(row + KV_HEADS * DIM + d[None, :], mask=ok, other=0.0)
+        x = tl.where(_has_sum(numbers)[:, None], x, float("nan"))  # see `kv_format.held`
         codes, scale = _symmetric(_rotated(x, BLOCK_T, DIM_PAD, ROTATED), ok)
         own = page * key_page + (head - HEADS) * key_head + slot * 4
         tl.store(keys + own[:, None] + ((d // 4) * key_quad + d % 4)[None, :], codes, mask=ok)
         tl.store(key_scales + page * scale_page + (head - HEADS) * scale_head + slot, scale, mask=t < rows)
     else:
         own_head = head - HEADS - KV_HEADS
+        x = tl.where(_has_sum(x)[:, None], x, 0.0)
         own = page * value_page + own_head * value_head + slot // 4 * value_quad + slot % 4
         place = page * range_page + own_head * range_head + slot
         if PAIRED:
-            is_finite, in_head = tl.sum(tl.where(ok, tl.abs(x), 0.0), 1) < float("inf"), (d < DIM)[None, :]
-            x = tl.where(is_finite[:, None], _rotated(x, BLOCK_T, DIM_PAD, ROTATED), 0.0)
+            in_head = (d < DIM)[None, :]
+            x = _rotated(x, BLOCK_T, DIM_PAD, ROTATED)
             minimum = cast(_least(x, in_head), tl.bfloat16)
             least, most = minimum.to(tl.float32), -_least(-x, in_head)
             unit = cast((most - least) * (1 / _NIBBLE_LEVELS), tl.bfloat16).to(tl.float32)
             is_some = unit > _LEAST
             factor = tl.where(is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
-            unit = tl.where(is_finite, tl.where(is_some, unit, 0.0), float("nan"))
+            unit = tl.where(is_some, unit, 0.0)
             # The two codes of a byte are far apart in a head: a product brings them together.
             pair = tl.arange(0, PAIRS_PAD)
             lower, upper = d[:, None] == pair[None, :], (d[:, None] == pair[None, :] + PAIRS) & (pair < PAIRS)[None, :]

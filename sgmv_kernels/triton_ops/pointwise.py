@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgmv_kernels.formats.kv_format import CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.triton_ops.common import cast, kernel, power_of_two, softened
+from sgmv_kernels.triton_ops.common import cast, finite, is_finite, kernel, power_of_two, softened
 from sgmv_kernels.triton_ops.kv_codes import rope_write_codes
 
 SILU_BLOCK = 1024
@@ -177,10 +177,21 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     x2 = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
     page = tl.load(pages + t, mask=t < rows, other=0)
     slot = tl.load(slots + t, mask=t < rows, other=0)
+    is_held = t < rows  # see `kv_format.held`
+    if (head >= HEADS) & (head < HEADS + KV_HEADS):
+        value = qkv + (t * (HEADS + 2 * KV_HEADS) + head + KV_HEADS)[:, None] * DIM
+        part: tl.constexpr = max(HALF_PAD, REST_PAD)
+        for first in tl.static_range(0, DIM, part):
+            n = first + tl.arange(0, part)[None, :]
+            numbers = tl.load(value + n, mask=(t < rows)[:, None] & (n < DIM), other=0.0).to(tl.float32)
+            is_each = is_finite(numbers) & is_finite(cast(numbers, values.dtype.element_ty))
+            is_held = is_held & (tl.min(is_each.to(tl.int32), 1) > 0)
     if head >= HEADS + KV_HEADS:
         value_row = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
-        tl.store(value_row + d[None, :] * value_dim, cast(x1, values.dtype.element_ty), mask=ok)
-        tl.store(value_row + (d + HALF)[None, :] * value_dim, cast(x2, values.dtype.element_ty), mask=ok)
+        tl.store(value_row + d[None, :] * value_dim, finite(cast(finite(x1), values.dtype.element_ty)), mask=ok)
+        tl.store(
+            value_row + (d + HALF)[None, :] * value_dim, finite(cast(finite(x2), values.dtype.element_ty)), mask=ok
+        )
     else:
         angle = t[:, None] * HALF + d[None, :]
         c, s = tl.load(cos + angle, mask=ok, other=0.0), tl.load(sin + angle, mask=ok, other=0.0)
@@ -190,6 +201,8 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
             tl.store(q_row + d[None, :], cast(y1, q.dtype.element_ty), mask=ok)
             tl.store(q_row + (d + HALF)[None, :], cast(y2, q.dtype.element_ty), mask=ok)
         else:
+            y1 = tl.where(is_held[:, None] & is_finite(cast(y1, keys.dtype.element_ty)), y1, float("nan"))
+            y2 = tl.where(is_held[:, None] & is_finite(cast(y2, keys.dtype.element_ty)), y2, float("nan"))
             # Transposed, so that neighbouring threads write neighbouring slots of a transposed page.
             turned = tl.trans(ok)
             place = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[None, :]
@@ -204,11 +217,12 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
             value_row = (
                 values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
             )
-            tl.store(value_row + e[None, :] * value_dim, cast(rest, values.dtype.element_ty), mask=ok)
+            tl.store(value_row + e[None, :] * value_dim, finite(cast(finite(rest), values.dtype.element_ty)), mask=ok)
         elif head < HEADS:
             q_row = q + (t * HEADS + head)[:, None] * DIM
             tl.store(q_row + e[None, :], cast(rest, q.dtype.element_ty), mask=ok)
         else:
+            rest = tl.where(is_held[:, None] & is_finite(cast(rest, keys.dtype.element_ty)), rest, float("nan"))
             key_row = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[:, None]
             tl.store(key_row + e[None, :] * key_dim, cast(rest, keys.dtype.element_ty), mask=ok)
 

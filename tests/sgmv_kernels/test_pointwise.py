@@ -2,6 +2,7 @@
 by every backend against its reference; Triton compiled on a CUDA device, else interpreted."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -114,9 +115,15 @@ def test_queries_alone(ops: Ops, kv_format: str, turned: int, rows: int) -> None
 def test_bf16_is_rounded_to_nearest_even(ops: Ops) -> None:
     kv = float_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), BF16, 1, PAGE, 8)
     qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
-    qkv[0, 16:21] = torch.tensor([1.00390625, 1.01171875, float("nan"), float("inf"), -float("inf")])
+    qkv[0, 16:18] = torch.tensor([1.00390625, 1.01171875])
     _, kv = rotated(ops, qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
-    torch.testing.assert_close(kv.values[0, 0, 3], qkv[0, 16:].bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kv.values[0, 0, 3], qkv[0, 16:].bfloat16(), rtol=0, atol=0)
+    assert (kv.keys[0, 0, :, 3] == 0).all()
+    # What is no number in a page is one of its keys: see `kv_format.held`.
+    qkv[0, 18:22] = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38])
+    _, kv = rotated(ops, qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
+    assert (kv.values[0, 0, 3, 2:6] == 0).all()
+    assert kv.keys[0, 0, :, 3].isnan().all()
 
 
 @every_backend

@@ -121,6 +121,12 @@ def test_sums_are_added_term_by_term(ops: Ops) -> None:
         torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=2e-2)
         assert torch.equal(got.cpu()[1], y[1])
     assert ops.plan_sgmv(first, placed, FLOAT, weights, more) is plan
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert ops.plan_sgmv(first, placed, FLOAT, weights, more) is not plan, "it has no room for another thread"
+    finally:
+        torch.set_num_threads(threads)
     for changed in ([0.25, *weights[1:]], weights[::-1]):
         assert ops.plan_sgmv(first, placed, FLOAT, changed, more) is not plan
     assert ops.plan_sgmv(first, placed, FLOAT, weights, more[:1]).num_passes == 2
