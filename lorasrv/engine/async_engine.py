@@ -1,7 +1,6 @@
 """Async engine: one engine thread beside the event loop. Only frozen messages without tensors cross between them.
 
-The thread drains its inbox, runs a step, and passes all outputs of the step to the event loop in one call, at once or
-when the next step begins to compute; the event loop turns them into text. Every accepted request gets exactly one
+`EngineThread` hands over the outputs of steps, which are turned into text here. Every accepted request gets exactly one
 finished output, even when the engine dies.
 """
 
@@ -9,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Unpack
@@ -19,6 +17,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, Limits, LimitShare, SchedulerOptions
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
+from lorasrv.engine.engine_thread import EngineThread
 from lorasrv.engine.factory import BuiltModel, Progress, build
 from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import (
@@ -35,7 +34,6 @@ from lorasrv.engine.messages import (
     PinAdapter,
     SetLimits,
     SetShare,
-    Shutdown,
     SnapshotStatus,
     UnpinAdapter,
     UtilityCall,
@@ -59,14 +57,12 @@ from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import ThreadedLoader
-from lorasrv.worker.device import compute_alone, compute_in_parallel
+from lorasrv.worker.device import compute_alone
 from lorasrv.worker.disk_threads import DiskReadStats
 from lorasrv.worker.snapshot_loader import FetchPages, SnapshotLoader
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
-MAX_SLEEP_S = 3600.0
-"""Longest timeout that is passed to a queue, which refuses an infinite one."""
 
 
 class AsyncEngine:
@@ -122,10 +118,7 @@ class AsyncEngine:
         self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.request_stats, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
-        # Outputs that the event loop has not got yet; the engine's thread's.
-        self._unposted: list[EngineOutput] = []
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = EngineThread(self._engine, self._inbox, self._deliver, self._fail_all)
 
     @classmethod
     def build(
@@ -171,11 +164,10 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Return whether requests are answered."""
-        return self._thread.is_alive() and self.error is None
+        return self._thread.is_alive and self.error is None
 
     async def start(self) -> None:
         """Start the engine thread."""
-        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def disk_reads(self) -> DiskReadStats:
@@ -195,9 +187,8 @@ class AsyncEngine:
 
     async def shutdown(self) -> None:
         """Stop the engine thread; requests that still run end with an error."""
-        if self._thread.is_alive():
-            self._inbox.put(Shutdown())
-            await asyncio.to_thread(self._thread.join)
+        if self._thread.is_alive:
+            await asyncio.to_thread(self._thread.stop)
         self._fail_all("the server is shutting down", ServerStopping)
         self.input_processor.close()
         await self.grammars.aclose()
@@ -481,81 +472,6 @@ class AsyncEngine:
         if (stream := self._streams.get(request_id)) is not None:
             stream.abort(error)
 
-    # The engine thread.
-
-    def _run(self) -> None:
-        try:
-            self.heartbeat.beat()
-            compute_in_parallel()
-            self._engine.bind_thread(self._post)
-            idle = True
-            while self._drain_inbox(wait=idle):
-                # `step` calls `_post` for the outputs of the step before.
-                outputs = self._engine.step()
-                self._unposted += outputs
-                idle = not self._engine.made_progress
-                goes_on = self._engine.has_requests and all(output.finish_reason is None for output in outputs)
-                if idle or self._engine.is_computing or not goes_on:
-                    self._post()
-                self._engine.compute()
-        except Exception as error:
-            _LOG.exception("the engine thread died")
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
-
-    def _drain_inbox(self, *, wait: bool) -> bool:
-        """Handle every message; return False on shutdown.
-
-        Args:
-            wait: wait for the first message, at most until the engine has something to do by itself.
-        """
-        while wait or not self._inbox.empty():
-            if wait:
-                self.heartbeat.rest()
-            try:
-                message = self._inbox.get(timeout=min(self._engine.idle_s, MAX_SLEEP_S) if wait else None)
-            except queue.Empty:
-                return True
-            finally:
-                self.heartbeat.beat()
-            wait = False
-            if not self._act_on(message):
-                return False
-        return True
-
-    def _act_on(self, message: Message) -> bool:
-        """Handle a message; return False on shutdown."""
-        match message:
-            case AddRequests():
-                for added in message.messages:
-                    self._engine.add_request(added)
-            case UtilityCall():
-                if message.request is None:
-                    self._engine.cancel_utility_call(message.number)
-                else:
-                    self._engine.call_utility(message.number, message.request)
-            case EndRequest():
-                (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
-            case Shutdown():
-                return False
-            case Wake():
-                pass
-        return True
-
-    def _post(self) -> None:
-        """Hand the event loop what it has not got yet.
-
-        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then
-        this thread does not need Python's lock, for which the two would wait in turn.
-        """
-        results = self._engine.take_utility_results()
-        assert self._loop is not None
-        if (self._unposted or results) and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, self._unposted, results)
-            self._unposted = []
-
-    # Back in the event loop.
-
     def _deliver(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
         for result in results:
             self._complete_call(result)
@@ -591,8 +507,7 @@ class AsyncEngine:
 
     def _fail_all(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = self.error or reason
-        # No step will hand these over.
-        self._deliver_outputs(self._unposted)
+        self._deliver_outputs(self._thread.take_unposted())
         for number in list(self._utility_calls):
             self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):

@@ -8,43 +8,30 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from adapter_store.errors import AdapterError
-from adapter_store.spec import AdapterKey
+from lorasrv.engine.engine_snapshot import CoreCounters, describe_engine
 from lorasrv.engine.messages import (
-    AdapterStatus,
-    DescribePool,
-    EndLease,
     FindSnapshot,
-    ForgetAnswers,
-    GetAdapterTier,
-    ListResidents,
     MakeSnapshot,
     OfferPages,
-    PinAdapter,
-    SetLimits,
-    SetShare,
-    UnpinAdapter,
     UtilityRequest,
     UtilityResult,
-    WarmAdapter,
 )
+from lorasrv.engine.parts import EngineParts
 from lorasrv.engine.poison_requests import PoisonGuard
-from lorasrv.engine.pool_snapshot import describe_pool
 from lorasrv.engine.snapshot_keeper import SnapshotKeeper
 from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
+from lorasrv.engine.utility_calls import UtilityCalls
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import DeviceLost, InvalidRequest, LorasrvError
+from lorasrv.errors import DeviceLost
 from lorasrv.memory.cost_model import StepShape
-from lorasrv.memory.memory_manager import MemoryManager
-from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.engine_stats import EngineMetrics
 from lorasrv.metrics.step_stats import StepProfile, StepStats
-from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, not_loaded
+from lorasrv.outputs import EngineOutput, RequestId, not_loaded
 from lorasrv.request import EngineCoreRequest, RequestStatus
-from lorasrv.sampling_params import SamplingParams, Watermark
-from lorasrv.scheduler.scheduler import WARM_GRACE_S, Scheduler
+from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import (
     AdapterOrders,
     DropSwap,
@@ -55,43 +42,15 @@ from lorasrv.scheduler_output import (
     SwapOut,
 )
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
-from lorasrv.worker.adapter_source import HostAdapterStore
-from lorasrv.worker.executor import Executor, StepHandle
+from lorasrv.worker.executor import StepHandle
 from lorasrv.worker.model_runner import BeforePass, do_nothing
 from lorasrv.worker.snapshot_loader import SnapshotLoader
-from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
-MAX_PINNED_SHARE = 0.5
-"""Largest share of the adapter pool that pinned adapters may take."""
 _WARM_UP = ScheduledRequest(RequestId("warm-up"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
 WARM_UP_STEP = SchedulerOutput((_WARM_UP,), {}, (), AdapterOrders(), 0)
 """A token on the pool's first page, before any request has it."""
 _NOTHING = SchedulerOutput((), {}, (), AdapterOrders(), 0)
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Hold what an engine is made of; `lorasrv.engine.factory` builds it."""
-
-    memory: MemoryManager
-    scheduler: Scheduler
-    executor: Executor
-    source: HostAdapterStore | None
-    max_model_len: int
-    vocab_size: int
-    weight_bytes: int
-    pool_bytes: int
-    eos_token_ids: frozenset[int] = frozenset()
-    watermark: Watermark | None = None
-    # Whether requests without a seed are accepted by rejection sampling.
-    may_reject: bool = False
-    # Tokens that the base's Medusa heads draft.
-    num_draft_heads: int = 0
-    # Names of those that the server has.
-    drafters: frozenset[str] = frozenset()
-    # Tokens of the largest step.
-    step_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +63,6 @@ class _InFlightStep:
     handle: StepHandle | None
 
 
-@dataclass(slots=True)
-class _LoadCounters:
-    from_disk: int = 0
-    from_host: int = 0
-    failures: int = 0
-    seconds: float = 0.0
-
-
 class EngineCore:
     """Run one model on one pool, batch after batch."""
 
@@ -122,7 +73,8 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._memory = parts.memory
         self._loader = loader
-        self._snapshots = SnapshotKeeper(parts.memory.snapshots, snapshot_loader, self._complete_call)
+        self._calls = UtilityCalls(parts.memory, parts.scheduler)
+        self._snapshots = SnapshotKeeper(parts.memory.snapshots, snapshot_loader, self._calls.complete)
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
         executor = self._executor = parts.executor
@@ -135,16 +87,11 @@ class EngineCore:
         self._is_serial = False
         # From when on the time of the step in flight counts, and when the next one is to be planned.
         self._begun_s = self._plan_at_s = 0.0
-        self._residency_calls: dict[int, tuple[AdapterKey, float]] = {}
-        self._utility_results: list[UtilityResult] = []
-        self._loads = _LoadCounters()
-        self._num_arrived = 0
+        self._counters = CoreCounters()
         self.step_stats = StepStats()
-        self._steps = 0
-        self._last_step_s = 0.0
         self._made_progress = False
         self._wake_s: float | None = None
-        self.metrics = EngineMetrics(self._snapshot())
+        self.metrics = EngineMetrics(describe_engine(parts, self._counters))
 
     @property
     def has_requests(self) -> bool:
@@ -181,7 +128,7 @@ class EngineCore:
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made."""
-        self._num_arrived += 1
+        self._counters.arrived += 1
         self._scheduler.add(message)
 
     def abort(self, request_id: RequestId) -> None:
@@ -195,43 +142,21 @@ class EngineCore:
     def call_utility(self, number: int, request: UtilityRequest) -> None:
         """Start a utility call; its result is returned by `take_utility_results` under this number, at once or when
         the adapter is resident."""
-        match request:
-            case DescribePool():
-                self._complete_call(number, describe_pool(self._memory, self._scheduler))
-            case ListResidents():
-                block = self._memory.layout.block_bytes
-                is_resident, placements = self._memory.adapter_manager.is_resident, self._memory.adapters.placements()
-                residents = [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)]
-                self._complete_call(number, residents)
-            case GetAdapterTier():
-                self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
-            case WarmAdapter():
-                self._warm(number, request)
-            case PinAdapter():
-                self._pin(number, request)
-            case UnpinAdapter():
-                self._unpin(number, request)
-            case SetLimits():
-                self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
-                self._complete_call(number, None)
-            case SetShare():
-                self._complete_call(number, self._scheduler.quotas.set_share(request.adapter_id, request.share))
-            case ForgetAnswers():
-                self._scheduler.forget_answers(request.adapter, request.salt)
-                self._complete_call(number, None)
-            case MakeSnapshot() | FindSnapshot():
-                self._snapshots.call(number, request)
-            case OfferPages():
-                self._apply_left_ops()
-                self._complete_call(number, self._memory.exchange.offer(request.digests))
-            case EndLease():
-                self._memory.exchange.end(request.lease_id)
-                self._complete_call(number, None)
+        if isinstance(request, MakeSnapshot | FindSnapshot):
+            self._snapshots.call(number, request)
+            return
+        if isinstance(request, OfferPages):
+            self._apply_left_ops()
+        self._calls.call(number, request)
+
+    def cancel_utility_call(self, number: int) -> None:
+        """Drop a utility call whose caller does not wait any more."""
+        self._calls.cancel(number)
+        self._snapshots.cancel(number)
 
     def take_utility_results(self) -> list[UtilityResult]:
         """Return the results of utility calls since the last call."""
-        results, self._utility_results = self._utility_results, []
-        return results
+        return self._calls.take_results()
 
     @property
     def is_computing(self) -> bool:
@@ -347,7 +272,7 @@ class EngineCore:
                 self._memory.costs.observe_step(oldest.shape, computing_s)
             self.heartbeat.computed()
             self.step_stats.step(step, seconds)
-            self._steps += 1
+            self._counters.steps += 1
         return outputs
 
     def _replan(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
@@ -400,21 +325,21 @@ class EngineCore:
                     self._memory.costs.copy.observe(report.seconds, report.nbytes)
                     self.step_stats.copied(report.key, report.seconds, report.nbytes)
                     self._scheduler.on_adapter_copied(report.key)
-                    self._on_adapter_ready(report.key)
+                    self._calls.on_adapter_ready(report.key)
                 case Done.FAILED:
-                    self._loads.failures += 1
+                    self._counters.load_failures += 1
                     self.step_stats.failed(report.reason)
                     self._scheduler.on_adapter_failed(report.key, report.error, report.refusal)
-                    self._on_adapter_ready(report.key, not_loaded(report.error, report.refusal))
+                    self._calls.on_adapter_ready(report.key, not_loaded(report.error, report.refusal))
 
     def _count_load(self, report: LoaderReport) -> None:
-        self._loads.seconds += report.seconds
+        self._counters.load_seconds += report.seconds
         if report.from_disk:
-            self._loads.from_disk += 1
+            self._counters.loads_from_disk += 1
             self._memory.costs.load.observe(report.seconds, report.nbytes)
             self.step_stats.loaded(report.key, report.seconds, report.nbytes)
         else:
-            self._loads.from_host += 1
+            self._counters.loads_from_host += 1
 
     def _settle(self, step: SchedulerOutput) -> float:
         """Have the step in flight computed before its pages are moved, swapped or read for a file; return the seconds
@@ -440,8 +365,7 @@ class EngineCore:
                     "swapping the pages of request %s failed, so it is computed again: %s", op.request_id, error
                 )
                 self._pending_ops.insert(1, DropSwap(op.request_id))
-                self._scheduler.on_swap_failed(op.request_id)
-                step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
+                step = self._scheduler.on_swap_failed(op.request_id, step)
             self._pending_ops.popleft()
         self._executor.apply_page_ops(())
         self._memory.costs.page_copy.observe(time.perf_counter() - begun, swapped)
@@ -464,137 +388,15 @@ class EngineCore:
         for key, placed in orders.copies:
             self._loader.copy(key, placed)
 
-    # Utility calls.
-    def _complete_call(self, number: int, content: object) -> None:
-        self._utility_results.append(UtilityResult(number, content))
-
-    def _warm(self, number: int, request: WarmAdapter) -> None:
-        until_s = self._memory.clock() + request.deadline_s + WARM_GRACE_S
-        self._memory.adapter_manager.reserve(request.key, request.layout, until_s)
-        self._complete_when_resident(number, request.key)
-
-    def _pin(self, number: int, request: PinAdapter) -> None:
-        manager = self._memory.adapter_manager
-        error = None if manager.is_pinned(request.key) else self._why_not_pin(request.layout)
-        if error is not None:
-            self._complete_call(number, error)
-            return
-        manager.pin(request.key, request.layout)
-        self._complete_when_resident(number, request.key)
-
-    def _why_not_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
-        held, pages = self._memory.adapter_manager.num_pinned_pages(), self._memory.adapters.pages_for(layout)
-        most = int(MAX_PINNED_SHARE * self._memory.adapter_pool.num_pages)
-        if held + pages <= most:
-            return None
-        return InvalidRequest(
-            f"pinned adapters may take {most} pages, half of the pool; {held} are pinned already and this one takes "
-            f"{pages}; unpin another, or start the server with a larger --pool-bytes",
-            param="pinned",
-        )
-
-    def _unpin(self, number: int, request: UnpinAdapter) -> None:
-        self._memory.adapter_manager.unpin(request.key)
-        self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
-
-    def _complete_when_resident(self, number: int, key: AdapterKey) -> None:
-        if self._scheduler.tier(key) is AdapterTier.RESIDENT:
-            self._complete_call(number, AdapterStatus(AdapterTier.RESIDENT))
-        else:
-            self._residency_calls[number] = (key, time.monotonic())
-
-    def _on_adapter_ready(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
-        for number, (wanted, begun) in list(self._residency_calls.items()):
-            if wanted == key:
-                del self._residency_calls[number]
-                took = time.monotonic() - begun
-                self._complete_call(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
-
-    def cancel_utility_call(self, number: int) -> None:
-        """Drop a utility call whose caller does not wait any more."""
-        self._residency_calls.pop(number, None)
-        self._snapshots.cancel(number)
-
     # Statistics.
     def _finish_step(self, wake_s: float | None, *, made_progress: bool) -> None:
         self._wake_s = wake_s
         self._made_progress = made_progress
-        self._last_step_s = time.monotonic()
-        self.metrics.publish(self._snapshot())
+        self._counters.last_step_s = time.monotonic()
+        self._counters.failed = self._faults.total
+        self.metrics.publish(describe_engine(self._parts, self._counters))
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
             # Twice what the others compute meanwhile: no prediction is exact.
             seconds = costs.step.seconds(self._in_flight[0].shape) - 2 * costs.lead.seconds
             self._plan_at_s = self._begun_s + seconds
-
-    def _snapshot(self) -> EngineStats:
-        memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
-        fragmentation = memory.adapter_pool.fragmentation
-        for_adapter = self._scheduler.num_waiting_for_adapter
-        accounts = self._scheduler.speculator.accounts
-        drafts, calibration = accounts.by_drafter, accounts.calibration
-        host = self._parts.source.host_stats() if self._parts.source is not None else None
-        return EngineStats(
-            requests_running=self._scheduler.num_running,
-            requests_waiting=self._scheduler.num_waiting - for_adapter,
-            requests_waiting_for_adapter=for_adapter,
-            requests_arrived_total=self._num_arrived,
-            pages_total=memory.layout.num_pages,
-            pages_free=memory.num_free,
-            pages_kv=memory.num_kv_pages,
-            pages_prefix=memory.num_unused_prefix_pages,
-            pages_adapters=memory.adapters.num_pages,
-            pages_adapters_idle=memory.adapters.num_evictable_pages,
-            free_runs=fragmentation.free_runs,
-            longest_free_run=fragmentation.longest_free_run,
-            adapters_resident=memory.adapter_manager.num_resident,
-            adapters_arriving=memory.adapter_manager.num_loading,
-            steps_total=self._steps,
-            prompt_tokens_total=counters.prompt_tokens,
-            cached_tokens_total=counters.cached_tokens,
-            generated_tokens_total=counters.generated_tokens,
-            requests_finished_total=dict(counters.finished),
-            requests_due_total=self._scheduler.num_starved,
-            answers_predicted_total=predictor.num_predicted,
-            answers_within_prediction_total=predictor.num_covered,
-            predicted_tokens_total=predictor.predicted_tokens,
-            tokens_of_predicted_total=predictor.actual_tokens,
-            step_costs=memory.costs.step.as_dict(),
-            load_costs={"load_byte": memory.costs.load.seconds, "copy_byte": memory.costs.copy.seconds},
-            preemptions_total=counters.preemptions,
-            swaps_total=counters.swaps,
-            moved_pages_total=memory.evictor.num_moved_pages,
-            copied_pages_total=memory.kv.num_copies,
-            adapter_loads_disk_total=self._loads.from_disk,
-            adapter_loads_host_total=self._loads.from_host,
-            adapter_load_seconds_total=self._loads.seconds,
-            adapter_load_failures_total=self._loads.failures,
-            adapter_evictions_total=memory.adapter_manager.num_evictions,
-            prefix_evictions_total=memory.prefixes.num_evictions if memory.prefixes is not None else 0,
-            draft_tokens_total={name: dict(c.drafted_at) for name, c in drafts.items()},
-            accepted_draft_tokens_total={name: dict(c.accepted_at) for name, c in drafts.items()},
-            draft_tokens_by_chance_total=dict(calibration.drafted),
-            accepted_draft_tokens_by_chance_total=dict(calibration.accepted),
-            expected_draft_tokens_by_chance_total=dict(calibration.expected),
-            min_draft_chance=self._scheduler.min_draft_chance,
-            corpus_bytes=self._scheduler.speculator.kept_bytes,
-            requests_failed_total=self._faults.total,
-            last_step_s=self._last_step_s,
-            weight_bytes=self._parts.weight_bytes,
-            pool_bytes=self._parts.pool_bytes,
-            host_cache_bytes=host.bytes_used if host else 0,
-            host_cache_adapters=host.entries if host else 0,
-            host_cache_evictions_total=host.evictions if host else 0,
-            swap_bytes=memory.swap.nbytes,
-            late_kernels_total=self._executor.num_late_kernels,
-            snapshot_bytes=memory.snapshots.num_bytes,
-            snapshots_made_total=memory.snapshots.counters.made,
-            snapshots_restored_total=memory.snapshots.counters.restored,
-            snapshot_bytes_restored_total=memory.snapshots.counters.restored_bytes,
-            snapshots_refused_total=dict(memory.snapshots.counters.refused),
-            page_leases=memory.exchange.num_leases,
-            peer_pages_sent_total=memory.exchange.counters.lent_pages,
-            peer_pages_received_total=memory.exchange.counters.taken.restored_bytes // memory.layout.block_bytes,
-            peer_prompts_received_total=memory.exchange.counters.taken.restored,
-            peer_prompts_refused_total=dict(memory.exchange.counters.taken.refused),
-        )

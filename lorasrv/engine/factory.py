@@ -18,10 +18,10 @@ from lorasrv.distributed.part_checkpoint import PartCheckpoint
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.rank0 import LoadedRanks, PartitionedReplica, ProcessLauncher
 from lorasrv.distributed.rank_adapters import SharedAdapterStore
-from lorasrv.engine.core import EngineParts
 from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
+from lorasrv.engine.parts import EngineParts
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout

@@ -213,6 +213,8 @@ class SnapshotManager:
 
     def on_loaded(self, name: SnapshotName, seconds: float, num_pages: int | None = None) -> None:
         """Note that a snapshot is in host memory, or its first `num_pages`."""
+        if name in self._cancels:
+            return  # the loader does not know yet
         arrival = self._arriving[name]
         arrival.state, arrival.seconds = _State.ON_HOST, seconds
         arrival.num_loaded = len(arrival.prefix.hashes) if num_pages is None else num_pages
@@ -241,6 +243,8 @@ class SnapshotManager:
         """
         if is_gone:
             self._stored.pop(name, None)
+        if name in self._cancels:
+            return
         self._arriving[name].counters.refused[reason] += 1
         self._end(self._arriving[name], ())
 

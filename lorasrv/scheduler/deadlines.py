@@ -6,34 +6,41 @@ strategy): on arrival with the work ahead of it, later by its own work alone, wh
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from lorasrv.config import SchedulerOptions
 from lorasrv.memory.cost_model import CostModel, StepShape
-from lorasrv.request import Request
+from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
 
 MIN_SWEEP = 256
+MAX_JUDGED = 32
+"""Most waiting requests for which a step predicts whether they will miss their deadlines."""
 
 
 class Deadlines:
     """Track the deadlines of live requests. Mutated by the engine thread only.
 
     Args:
-        queue_timeout_s: longest wait for the first step; None sets no bound.
+        options: with the longest wait for the first step, and whether requests are aborted early.
     """
 
     def __init__(
-        self, queue_timeout_s: float | None, costs: CostModel, predictor: LengthPredictor, clock: Callable[[], float]
+        self, options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, clock: Callable[[], float]
     ) -> None:
-        self._queue_timeout_s = queue_timeout_s
+        self._queue_timeout_s, self._early_abort = options.queue_timeout_s, options.early_abort
         self._costs = costs
         self._predictor = predictor
         self._clock = clock
         self._heap: list[tuple[float, int, int, Request]] = []
         self._next_sweep = MIN_SWEEP
+        self._to_judge: deque[Request] = deque()
 
     def watch(self, request: Request) -> None:
         """Track the deadlines of a new request."""
+        if self._early_abort:
+            self._to_judge.append(request)
         for kind, deadline in enumerate((self._begin_by(request), self._end_by(request))):
             if deadline is not None:
                 heapq.heappush(self._heap, (deadline, request.number, kind, request))
@@ -56,6 +63,16 @@ class Deadlines:
             why = self._why_missed(request, now)
             if why is not None and not request.status.is_finished:
                 yield request, why
+
+    def take_hopeless(self) -> Iterator[tuple[Request, str, float]]:
+        """Yield (request, reason, seconds too late) of some of the waiting requests that will miss a deadline."""
+        for _ in range(min(MAX_JUDGED, len(self._to_judge))):
+            request = self._to_judge.popleft()
+            if request.status.is_finished or request.num_generated_tokens:
+                continue
+            self._to_judge.append(request)
+            if request.status is not RequestStatus.RUNNING and (late := self.why_hopeless(request)):
+                yield request, *late
 
     def why_hopeless(self, request: Request, ahead_s: float = 0.0) -> tuple[str, float] | None:
         """Predict whether a waiting request will miss a deadline.

@@ -65,8 +65,8 @@ class Blocker(NamedTuple):
 
     @property
     def is_of_adapter(self) -> bool:
-        """Return whether requests wait until an adapter's state changes."""
-        return self.kind in ("load", "host memory")
+        """Return whether requests wait until an adapter's state changes: it has places before a snapshot."""
+        return self.kind in ("load", "host memory", "snapshot")
 
 
 @dataclass(slots=True)

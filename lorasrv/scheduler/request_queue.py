@@ -220,6 +220,8 @@ class RequestQueue:
     def mark_throttled(self, request: Request, blocker: Blocker) -> None:
         """Note that a request could not run because of its own limits, which is no starvation."""
         self._starved.pop(request.request_id, None)
+        if any(request.request_id in self._loading.get(key, ()) for key in request.term_keys):
+            self._end_wait_for_load(request)
         self._touch(request)
         request.protected_until_tokens = 0
         self._limited[blocker] = self.step

@@ -6,7 +6,7 @@ torch.
 scheduler tells them what happens, and emits what happens to each request.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -34,8 +34,6 @@ WARM_GRACE_S = 30.0
 """An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
 RETRY_S = 1.0
 """Shortest Retry-After of a refused request."""
-MAX_JUDGED = 32
-"""Most waiting requests for which a step predicts whether they will miss their deadlines."""
 
 
 class Scheduler:
@@ -68,7 +66,7 @@ class Scheduler:
         self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs, self._beams)
         self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, self._adapter_manager, options.max_wait_steps, self._find_blocker)
-        self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
+        self._deadlines = Deadlines(options, memory.costs, self.predictor, memory.clock)
         self.speculator = speculator or Speculator((), vocab_size=0)
         self._planner = StepPlanner(
             options,
@@ -82,7 +80,6 @@ class Scheduler:
             self._set_status,
         )
         self._outbox: list[EngineOutput] = []
-        self._to_judge: deque[Request] = deque()
         self._num_waiting_for_adapter = 0
         self._num_steps = 0
         self._in_flight = StepsInFlight(self._allocator.free)
@@ -172,10 +169,15 @@ class Scheduler:
                 speculation = replace(request.message.speculation, remember=False)
                 request.message = replace(request.message, speculation=speculation)
 
-    def on_swap_failed(self, request_id: RequestId) -> None:
-        """Note that a request's pages could not be swapped out or in: they are computed again."""
+    def on_swap_failed(self, request_id: RequestId, step: SchedulerOutput) -> SchedulerOutput:
+        """Note that a request's pages could not be swapped out or in: they are computed again.
+
+        Returns: the step in flight that is to be computed, without this request.
+        """
         if (request := self._queue.requests.get(request_id)) is not None:
+            self._in_flight.leave_out(step.number, request)
             self._allocator.discard(request)
+        return replace(step, scheduled=tuple(share for share in step.scheduled if share.request_id != request_id))
 
     def on_adapter_copied(self, key: AdapterKey) -> None:
         """Note that a copy that a step ordered has filled the adapter's pages."""
@@ -415,13 +417,8 @@ class Scheduler:
         for request, why in self._deadlines.take_missed():
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
-        for _ in range(min(MAX_JUDGED, len(self._to_judge))):
-            request = self._to_judge.popleft()
-            if request.status.is_finished or request.num_generated_tokens:
-                continue
-            self._to_judge.append(request)
-            if request.status is not RequestStatus.RUNNING and (late := self._deadlines.why_hopeless(request)):
-                self._refuse(request, Refusal.LATE, *late)
+        for request, why, late_s in self._deadlines.take_hopeless():
+            self._refuse(request, Refusal.LATE, why, late_s)
 
     def _refuse(self, request: Request, refusal: Refusal, why: str, retry_after_s: float = 0.0) -> None:
         request.error, request.refusal = why, refusal
@@ -554,8 +551,6 @@ class Scheduler:
                 self._queue.add(request)
                 self.quotas.add(request)
                 self._deadlines.watch(request)
-                if self._options.early_abort:
-                    self._to_judge.append(request)
         elif status is RequestStatus.RUNNING:
             self._beams.on_admitted(request)
             self.quotas.admit(request)

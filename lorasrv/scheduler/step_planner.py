@@ -404,7 +404,7 @@ class StepPlanner:
     def _admit(self, request: Request, state: _PlanState) -> bool:
         """Take pages for all of the request's tokens, preempting others if it is starved or the policy allows it."""
         while not self._try_to_admit(request, state):
-            victim = self._queue.select_victim_below(request) or self._select_idle_victim()
+            victim = self._select_victim_for(request)
             if victim is None:
                 self._reload_own_adapter(request, state)
                 return False
@@ -428,10 +428,16 @@ class StepPlanner:
     def _admission_level(self) -> EvictionLevel:
         return EvictionLevel.ADMIT if any(map(num_uncomputed_tokens, self._queue.running)) else EvictionLevel.RUNNING
 
-    def _select_idle_victim(self) -> Request | None:
-        """Return the request to preempt if no running request has anything to compute: beams that wait for one
-        another run, and need no pages until all are ready. A fragmented adapter may leave too few for all of them."""
-        return None if any(map(num_uncomputed_tokens, self._queue.running)) else self._queue.select_victim()
+    def _select_victim_for(self, request: Request) -> Request | None:
+        """Return the request to preempt so that another one, or its adapter, has room; None if there is none.
+
+        If no running request has anything to compute, it is any of them: beams that wait for one another run, and need
+        no pages until all are ready, and what waits in front of one may leave too few for it.
+        """
+        victim = self._queue.select_victim_below(request)
+        if victim is None and not any(map(num_uncomputed_tokens, self._queue.running)):
+            victim = self._queue.select_victim()
+        return victim
 
     def _pages_to_grow(self) -> int:
         """Return the pages to leave to running requests: one for each that computes."""
@@ -451,7 +457,7 @@ class StepPlanner:
         self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         level = EvictionLevel.PREFETCH if state.blocked else self._admission_level()
         while not self._load_adapter(request, level, state):
-            victim = self._queue.select_victim_below(request) if not state.blocked else None
+            victim = self._select_victim_for(request) if not state.blocked else None
             if victim is None:
                 self._begin_anew(request, state)
                 return False

@@ -41,11 +41,22 @@ class StepsInFlight:
 
     def remove(self, number: int) -> None:
         """Note that a step is not in flight any more; requests that have finished meanwhile give back their pages."""
-        for request, count, pending in self._steps.pop(number, ()):
-            request.num_in_flight_tokens -= count
-            request.num_pending_tokens -= pending
-            if not request.num_in_flight_tokens and self._finished.pop(request.request_id, None) is not None:
-                self._free(request)
+        for entry in self._steps.pop(number, ()):
+            self._take_back(*entry)
+
+    def leave_out(self, number: int, request: Request) -> None:
+        """Note that a step is computed without one of its requests."""
+        entries = self._steps.get(number, ())
+        self._steps[number] = [entry for entry in entries if entry[0] is not request]
+        for entry in entries:
+            if entry[0] is request:
+                self._take_back(*entry)
+
+    def _take_back(self, request: Request, count: int, pending: int) -> None:
+        request.num_in_flight_tokens -= count
+        request.num_pending_tokens -= pending
+        if not request.num_in_flight_tokens and self._finished.pop(request.request_id, None) is not None:
+            self._free(request)
 
     def clear(self) -> None:
         """Note that no step is in flight any more."""

@@ -32,7 +32,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions, SpeculationOptions
-from lorasrv.engine.core import EngineCore, EngineParts
+from lorasrv.engine.core import EngineCore
+from lorasrv.engine.parts import EngineParts
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear

@@ -26,9 +26,10 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, MemoryOptions
-from lorasrv.engine.core import EngineCore, EngineParts
+from lorasrv.engine.core import EngineCore
 from lorasrv.engine.factory import build
 from lorasrv.engine.input_processor import InputProcessor
+from lorasrv.engine.parts import EngineParts
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint

@@ -222,7 +222,7 @@ async def test_a_stop_string_ends_the_request_in_the_engine_too(engine) -> None:
 
 
 async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, loop, step = [], engine._loop, engine._engine.step
+    events, loop, step = [], engine._thread._loop, engine._engine.step
 
     def noted() -> Any:
         events.append("begin")
@@ -235,7 +235,7 @@ async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monke
         loop.call_soon_threadsafe(call, *args)
 
     monkeypatch.setattr(engine._engine, "step", noted)
-    monkeypatch.setattr(engine, "_loop", SimpleNamespace(call_soon_threadsafe=handed, is_closed=loop.is_closed))
+    monkeypatch.setattr(engine._thread, "_loop", SimpleNamespace(call_soon_threadsafe=handed, is_closed=loop.is_closed))
     answer = await ask(engine, None, sampling=replace(GREEDY, max_tokens=4))
     first, end = events.index("end with 1"), len(events) - 1 - events[::-1].index("post")
     # Within the step behind it; the last token at once.

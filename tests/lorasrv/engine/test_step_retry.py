@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from late_executor import LateExecutor
 from mispredict import expect_short_answers
 from tiny_engine import LONG, ask, drive, offline_engine
 
@@ -28,7 +29,7 @@ from lorasrv.outputs import FinishReason, RequestId, TokenLogprobs, refused
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling import draft_verification
 from lorasrv.sampling_params import BeamOptions, SamplingParams
-from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.scheduler_output import SchedulerOutput, SwapIn
 
 POISON = 7
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -284,6 +285,27 @@ def test_pages_that_cannot_be_swapped_are_computed_again(llm, make, monkeypatch)
     assert answers(small, work) == want
     assert {"SwapOut", "SwapIn"} == set(failed)
     assert not memory._swapped
+
+
+def test_pages_that_cannot_come_back_are_computed_again_beside_a_step_in_flight(llm, make, monkeypatch) -> None:
+    """The step is computed without the request, none of whose tokens are in flight then."""
+    work = [(LONG[i : i + 20], replace(GREEDY, max_tokens=60 if i else 20), None) for i in range(4)]
+    want = answers(llm, work)
+    small = make(pages=9, preemption_mode="swap", max_num_batched_tokens=256, max_num_seqs=4)
+    engine = small.engine
+    late = engine._executor = LateExecutor(engine._executor)
+    engine.retrier._run, engine.retrier._recover = lambda step: late.collect(late.submit(step)), late.recover
+    expect_short_answers(engine._parts.scheduler.predictor)
+    failed: list[str] = []
+
+    def refuse_once(ops: Any) -> None:
+        if ops and isinstance(ops[0], SwapIn) and not failed:
+            failed.append(ops[0].request_id)
+            raise MemoryError
+
+    _around(monkeypatch, engine._parts.executor.runner._memory, "apply", refuse_once)
+    assert answers(small, work) == want
+    assert failed
 
 
 class CallCounter:

@@ -13,7 +13,7 @@ from lorasrv.engine.snapshot_keeper import SnapshotKeeper
 from lorasrv.errors import SnapshotFailure
 from lorasrv.memory import snapshots
 from lorasrv.outputs import RequestId
-from lorasrv.request import FixedPrefix, RequestStatus
+from lorasrv.request import FixedPrefix, Peer, RequestStatus
 from lorasrv.scheduler_output import NO_SNAPSHOTS, SnapshotOrders
 
 CACHING = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16)
@@ -292,3 +292,37 @@ def test_a_call_that_too_many_others_follow_is_answered() -> None:
     calls.take_reports()
     [(number, answer)] = answers.items()
     assert (number, type(answer)) == (0, SnapshotFailure)
+
+
+def _asking_a_peer() -> tuple[Bench, SnapshotName]:
+    """A request whose pages a peer is asked for; nothing has come yet."""
+    bench = Bench(pages=30, memory=CACHING, peer_facts={}, max_num_batched_tokens=64)
+    bench.add("warm", 3, 2, KEYS[4])
+    bench.run()
+    bench.add("r", 33, 4, KEYS[4], peer=Peer("http://peer", computes=True))
+    [load] = bench.step().snapshots.loads
+    return bench, load.name
+
+
+def test_an_adapter_that_goes_while_pages_are_on_their_way_comes_back() -> None:
+    """The pages have no places without it, and the request waits for the pages."""
+    bench, name = _asking_a_peer()
+    bench.add("big", 105, 4)
+    for _ in range(4):
+        bench.step()
+    assert not bench.books.adapter_manager.is_resident(KEYS[4])
+    bench.books.snapshots.on_loaded(name, 0.01, 8)
+    for _ in range(20):
+        bench.arrive()
+        for copied, _ in bench.step().snapshots.copies:
+            bench.books.snapshots.on_copied(copied, 0.01)
+    assert "r" in bench.ends()
+
+
+def test_what_comes_for_a_load_that_a_failed_plan_has_dropped_is_nobodys() -> None:
+    bench, name = _asking_a_peer()
+    bench.scheduler.finish(RequestId("r"), RequestStatus.FINISHED_ABORTED)
+    bench.books.begin_step(0)  # drops the load; nobody sends the order to cancel it yet
+    bench.books.snapshots.on_loaded(name, 0.01, 8)
+    bench.books.snapshots.on_load_failed(name, "refused", is_gone=False)
+    assert bench.step().snapshots.cancels == (name,)

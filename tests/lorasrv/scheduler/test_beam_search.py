@@ -273,6 +273,21 @@ _works = st.builds(
 )
 
 
+def test_an_adapter_without_room_waits_for_no_half_of_a_group() -> None:
+    """The first beam waits for the second, which stands behind the adapter, which waits for the pages of the first."""
+    bench = Bench(pages=30, max_num_batched_tokens=128)
+    bench.add("cold", 80, 4, KEYS[4])
+    bench.step()
+    bench.add_beams("g", 23, 10, 2, None)
+    bench.step()
+    bench.arrive()
+    for _ in range(40):
+        bench.step()
+        bench.arrive()
+    assert not bench.scheduler.has_requests
+    assert {"cold", "g"} <= bench.ends().keys()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     works=st.lists(_works, min_size=2, max_size=6),

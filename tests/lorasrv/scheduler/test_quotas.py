@@ -9,6 +9,7 @@ from tiny_scheduler import scheduler
 from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
+from lorasrv.scheduler.quotas import Blocker
 
 
 def _running(bench: Bench, name: str) -> int:
@@ -332,3 +333,17 @@ def test_accounts_without_anything_are_forgotten() -> None:
         bench.add(f"r{i}", adapter_id=f"a{i}")
         bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     assert len(bench.scheduler.quotas._adapters) < 600
+
+
+def test_a_request_that_is_throttled_while_its_adapter_loads_waits_once() -> None:
+    bench = scheduler("fcfs", max_wait_steps=1)
+    bench.add("r", key=KEYS[0])
+    for _ in range(4):
+        bench.step()
+    [request] = bench.scheduler.requests()
+    queue = bench.scheduler._queue
+    assert queue._loading, "it would be starved, but for the load"
+    queue.mark_throttled(request, Blocker.limits_of(request.message.adapter_id, request.message.principal)[0])
+    bench.scheduler.check_integrity()
+    bench.run()
+    assert "r" in bench.ends()

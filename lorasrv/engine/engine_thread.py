@@ -1,0 +1,140 @@
+"""Engine thread: steps of an engine core beside the event loop, which sends it messages and is handed its outputs."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from lorasrv.engine.core import EngineCore
+from lorasrv.engine.messages import (
+    AddRequests,
+    EndRequest,
+    Message,
+    Shutdown,
+    UtilityCall,
+    UtilityResult,
+    Wake,
+)
+from lorasrv.outputs import EngineOutput
+from lorasrv.worker.device import compute_in_parallel
+
+_LOG = logging.getLogger(__name__)
+MAX_SLEEP_S = 3600.0
+"""Longest timeout that is passed to a queue, which refuses an infinite one."""
+
+
+class EngineThread:
+    """Drain the inbox, run a step, and hand over all its outputs in one call, at once or when the next step begins to
+    compute.
+
+    Args:
+        deliver: called in the event loop with the outputs and results since its last call.
+        on_death: called in the event loop with the reason if the core cannot go on.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: queue.SimpleQueue[Message],
+        deliver: Callable[[list[EngineOutput], list[UtilityResult]], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._core, self._inbox = core, inbox
+        self._deliver, self._on_death = deliver, on_death
+        # Outputs that the event loop has not got yet.
+        self._unposted: list[EngineOutput] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether steps are computed."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start; outputs go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop behind the messages so far, and wait for that."""
+        self._inbox.put(Shutdown())
+        self._thread.join()
+
+    def take_unposted(self) -> list[EngineOutput]:
+        """Return the outputs that no step will hand over any more. When the thread has ended or hangs."""
+        outputs, self._unposted = self._unposted, []
+        return outputs
+
+    def _run(self) -> None:
+        core = self._core
+        try:
+            core.heartbeat.beat()
+            compute_in_parallel()
+            core.bind_thread(self._post)
+            idle = True
+            while self._drain_inbox(wait=idle):
+                # `step` calls `_post` for the outputs of the step before.
+                outputs = core.step()
+                self._unposted += outputs
+                idle = not core.made_progress
+                goes_on = core.has_requests and all(output.finish_reason is None for output in outputs)
+                if idle or core.is_computing or not goes_on:
+                    self._post()
+                core.compute()
+        except Exception as error:
+            _LOG.exception("the engine thread died")
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._on_death, f"the engine died: {type(error).__name__}")
+
+    def _drain_inbox(self, *, wait: bool) -> bool:
+        """Handle every message; return False on shutdown.
+
+        Args:
+            wait: wait for the first message, at most until the engine has something to do by itself.
+        """
+        while wait or not self._inbox.empty():
+            if wait:
+                self._core.heartbeat.rest()
+            try:
+                message = self._inbox.get(timeout=min(self._core.idle_s, MAX_SLEEP_S) if wait else None)
+            except queue.Empty:
+                return True
+            finally:
+                self._core.heartbeat.beat()
+            wait = False
+            if not self._act_on(message):
+                return False
+        return True
+
+    def _act_on(self, message: Message) -> bool:
+        """Handle a message; return False on shutdown."""
+        match message:
+            case AddRequests():
+                for added in message.messages:
+                    self._core.add_request(added)
+            case UtilityCall():
+                if message.request is None:
+                    self._core.cancel_utility_call(message.number)
+                else:
+                    self._core.call_utility(message.number, message.request)
+            case EndRequest():
+                (self._core.stop if message.stopped else self._core.abort)(message.request_id)
+            case Shutdown():
+                return False
+            case Wake():
+                pass
+        return True
+
+    def _post(self) -> None:
+        """Hand the event loop what it has not got yet.
+
+        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then
+        this thread does not need Python's lock, for which the two would wait in turn.
+        """
+        results = self._core.take_utility_results()
+        assert self._loop is not None
+        if (self._unposted or results) and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, self._unposted, results)
+            self._unposted = []
