@@ -168,8 +168,8 @@ class VersionInUse(AdapterError):
     def __init__(self, adapter_id: str, aliases: tuple[str, ...]) -> None:
         names = ", ".join(f"{adapter_id}:{alias}" for alias in aliases)
         super().__init__(
-            f"it cannot be deleted while aliases point to it ({names}); move them first, or force the deletion, which "
-            "removes them"
+            f"{adapter_id} cannot be deleted while aliases point to it ({names}); move or remove them first, or delete "
+            "with force, which removes them"
         )
         self.aliases = aliases
 

@@ -139,7 +139,8 @@ def find_folder(path: Path) -> tuple[Path, str | None]:
         AdapterInvalid: there is none, or several.
     """
     if not path.is_dir():
-        raise _refused("not_a_directory", path.name, f"is not a folder; give the one that holds {CONFIG_NAME}")
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise _refused("not_a_directory", path.name, f"{what}; give the folder that holds {CONFIG_NAME}")
     if (path / CONFIG_NAME).is_file():
         return path, None
     nested = sorted(p.parent for p in path.glob(f"*/{CONFIG_NAME}") if p.is_file())

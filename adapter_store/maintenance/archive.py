@@ -9,12 +9,12 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, show
+from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, StoreFull, StoreUnusable, show
 from adapter_store.maintenance.archive_format import (
     BLOBS,
     MANIFEST,
@@ -48,6 +48,7 @@ def tar_padding(num_bytes: int) -> bytes:
 
 
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
+_NO_ARCHIVE = "this is not a tar file that lorasrv store export wrote"
 
 
 class TarReader:
@@ -62,13 +63,15 @@ class TarReader:
 
     def next_member(self) -> tuple[str, int] | None:
         """Return name and bytes of the next member, None at the end."""
-        block = self._read(tarfile.BLOCKSIZE)
-        if not any(block):
+        block = self._file.read(tarfile.BLOCKSIZE)
+        if not any(block) and len(block) == tarfile.BLOCKSIZE:
             return None
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
+            raise InvalidArchive(f"{_NO_ARCHIVE}, or it ends early; copy it again") from None
         except tarfile.HeaderError:
-            raise InvalidArchive("this is not a tar file that lorasrv store export wrote, or it is damaged") from None
+            raise InvalidArchive(f"{_NO_ARCHIVE}, or it is damaged") from None
         if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.size < 0:
             raise InvalidArchive(f"member {show(info.name)} of the archive is not a regular file; nothing was imported")
         return info.name, info.size
@@ -186,6 +189,8 @@ def import_store(
         AdapterInvalid, InvalidAdapterId, DigestMismatch: it holds something that cannot be served.
         StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
     """
+    if store.index.position() is not None:
+        raise StoreUnusable("it is the cache of a server that follows a registry; import into the registry's folder")
     reader = TarReader(file)
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
@@ -254,7 +259,7 @@ def _import_blobs(
 ) -> None:
     """Write each blob under its verified digest; a member's name only announces which it is."""
     awaited, added = archive.blobs, list[str]()
-    undo.callback(store.blobs.remove, added)
+    undo.callback(_remove, store, added)
     done, total = 0, sum(awaited.values())
     progress(done, total)
     while (member := reader.next_member()) is not None:
@@ -277,6 +282,14 @@ def _import_blobs(
             upload.commit()
     if awaited:
         raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
+
+
+def _remove(store: OfflineStore, digests: Sequence[str]) -> None:
+    """Remove the weights of an import that has failed, if no crash can bring back what refers to them; else the next
+    collection does."""
+    with suppress(StoreUnusable, StoreFull):
+        store.index.discard_failed_commit()
+        store.blobs.remove(digests)
 
 
 def _validate_uploads(

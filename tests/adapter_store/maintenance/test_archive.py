@@ -1,5 +1,7 @@
+import errno
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from following import NearOrigin, catch_up
+from sqlite_watch import is_possible
+from store_disk import DiskWatch
 from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, blobs, build, digest_of, flip, put
 
-from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, DigestMismatch, InvalidArchive
+from adapter_store.errors import (
+    AdapterCorrupt,
+    AdapterError,
+    AdapterInvalid,
+    DigestMismatch,
+    InvalidArchive,
+    StoreUnusable,
+)
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
+from adapter_store.registry.index import Index
 from adapter_store.store import AdapterStore
 
 KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
@@ -200,6 +213,51 @@ class TestArchive:
             assert store.list_adapters() == before
             for record in before:
                 store.load(record.key)
+
+    def test_into_a_followers_folder(self, data: bytes, tmp_path: Path) -> None:
+        """It shows what its registry has, and nothing else."""
+        with AdapterStore(tmp_path / "owner", BASE) as owner:
+            add(owner, "tom")
+            with AdapterStore(tmp_path / "follower", BASE, origin=NearOrigin(lambda: owner)) as follower:
+                catch_up(follower, owner)
+        with OfflineStore(tmp_path / "follower") as closed:
+            with pytest.raises(StoreUnusable, match="follows a registry"):
+                import_store(closed, io.BytesIO(data), BASE, 16)
+            assert closed.index.records().keys() == {"tom"}
+
+    @pytest.mark.skipif(not is_possible(), reason="this Python's sqlite3 does not link a shared SQLite")
+    def test_a_commit_that_fails_leaves_no_id_without_weights(
+        self, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The transaction may be whole in the log, and a kill brings it back: then its weights must be there."""
+        syncs, is_committing = [0], []
+
+        def fail_the_second(number: int, kind: str) -> None:
+            if is_committing and "sync" in kind:
+                syncs[0] += 1
+                if syncs[0] == 2:
+                    raise OSError(errno.EIO, "I/O error")
+
+        def restore(index: Index, *records: Any) -> None:
+            commit = index._commit
+            monkeypatch.setattr(index, "_commit", lambda: (is_committing.append(1), commit()))
+            real(index, *records)
+
+        real = Index.restore
+        monkeypatch.setattr(Index, "restore", restore)
+        with AdapterStore(tmp_path / "top" / "new", BASE) as new:
+            add(new, "tom", 7)
+        with DiskWatch(tmp_path / "top", fail_the_second).active():
+            closed = OfflineStore(tmp_path / "top" / "new")
+            with pytest.raises(StoreUnusable):
+                import_store(closed, io.BytesIO(data), BASE, 16)
+            is_committing.clear()
+            shutil.copytree(tmp_path / "top" / "new", tmp_path / "killed")
+        assert syncs[0] >= 2
+        (tmp_path / "killed" / "index.sqlite3-shm").unlink(missing_ok=True)
+        with AdapterStore(tmp_path / "killed", BASE) as store:
+            for key in {version.key for record in store.list_adapters() for version in record.versions}:
+                store.load(key)
 
     def test_an_empty_store(self, tmp_path: Path, take: Any) -> None:
         AdapterStore(tmp_path / "empty", BASE).close()
