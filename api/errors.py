@@ -36,6 +36,8 @@ class Answer:
     # would repeat costs three times the work.
     retry: bool = True
     retry_after_s: float | None = None
+    # Whether the server is about to end, so that its connections are, too.
+    closes: bool = False
     # Replaces the exception's own message, which may contain a path or other internals.
     message: str | None = None
 
@@ -81,9 +83,11 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.StepFailed: Answer(500, "step_failed", SERVER),
     engine_errors.OutOfMemory: Answer(503, "out_of_memory", SERVER, retry_after_s=10.0),
     engine_errors.PoisonRequest: Answer(400, "poison_request"),
-    engine_errors.DeviceLost: Answer(503, "engine_dead", SERVER, retry_after_s=10.0, message=INTERNAL_MESSAGE),
-    engine_errors.ServerStopping: Answer(503, "server_stopping", SERVER, retry_after_s=5.0),
-    engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0),
+    engine_errors.DeviceLost: Answer(
+        503, "engine_dead", SERVER, retry_after_s=10.0, closes=True, message=INTERNAL_MESSAGE
+    ),
+    engine_errors.ServerStopping: Answer(503, "server_stopping", SERVER, retry_after_s=5.0, closes=True),
+    engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0, closes=True),
     store_errors.AdapterError: _BUG,
     store_errors.AdapterNotFound: Answer(404, "model_not_found", param="model"),
     store_errors.VersionNotFound: Answer(404, "version_not_found", param="version"),
@@ -183,7 +187,7 @@ def describe(error: Exception, *, path: str = "") -> Failure:
     if isinstance(error, store_errors.AdapterInvalid):
         body["error"]["details"] = [problem.to_dict() for problem in error.problems]
         body["error"]["param"] = error.problems[0].field or None
-    return Failure(answer.status, body, _retry_headers(answer, error))
+    return Failure(answer.status, body, _headers(answer, error))
 
 
 def answer_for(kind: type[BaseException]) -> Answer:
@@ -199,9 +203,11 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _retry_headers(answer: Answer, error: Exception) -> dict[str, str]:
+def _headers(answer: Answer, error: Exception) -> dict[str, str]:
     seconds = getattr(error, "retry_after_s", answer.retry_after_s)
     headers = {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
+    if answer.closes:
+        headers["connection"] = "close"
     return headers if answer.retry else {**headers, "x-should-retry": "false"}
 
 

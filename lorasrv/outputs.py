@@ -175,6 +175,8 @@ class RequestOutput:
     # With `logprobs`: for each of `token_ids`, how many characters of the whole text are certain before it, including
     # those held back.
     text_offsets: tuple[int, ...] = ()
+    # With `logprobs`: what became certain of the text with each of `token_ids`; together they are `text`.
+    token_texts: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -190,6 +192,7 @@ class RequestOutput:
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
             text_offsets=self.text_offsets + later.text_offsets,
+            token_texts=self.token_texts + later.token_texts,
         )
 
 

@@ -62,30 +62,32 @@ class StrictRequest(Request):
             return await run_in_threadpool(parse_json, data)
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, name: str = "the body") -> Any:
     """Parse strict JSON.
 
+    Args:
+        name: what messages call it.
     Raises:
         ApiError: 400, says what is wrong with the text.
     """
-    _check_number_of_values(data)
+    _check_number_of_values(data, name)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
     except UnicodeDecodeError:
-        raise _malformed("the body is not UTF-8") from None
+        raise _malformed(f"{name} is not UTF-8") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(name) from None
     except json.JSONDecodeError as error:
-        raise _malformed(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise _malformed(f"{name} is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:
-        raise _malformed(f"the body is not strict JSON: {error}") from None
+        raise _malformed(f"{name} is not strict JSON: {error}") from None
     # A text with few brackets cannot be deep, and counting them is fast; most bodies need no walk.
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
-        _check_depth(value)
+        _check_depth(value, name)
     if _SURROGATE.search(data):
-        _check_text(value)
+        _check_text(value, name)
     return value
 
 
@@ -95,31 +97,31 @@ def _check_media_type(request: Request) -> None:
         raise ApiError(415, "content-type must be application/json", code="unsupported_media_type")
 
 
-def _check_number_of_values(data: bytes) -> None:
+def _check_number_of_values(data: bytes, name: str) -> None:
     """Bound the number of values before any is created.
 
     Each value is the first of its list or object, or follows a comma. Commas and brackets within strings count as well,
     as a string with so many has more tokens than a context.
     """
     if data.count(b",") + data.count(b"{") + data.count(b"[") >= MAX_VALUES:
-        raise _malformed(f"the body has more than {MAX_VALUES} values")
+        raise _malformed(f"{name} has more than {MAX_VALUES} values")
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, name: str) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for item in level for child in _children(item) if isinstance(child, dict | list)]
         if not level:
             return
-    raise _too_deep()
+    raise _too_deep(name)
 
 
-def _check_text(value: Any) -> None:
+def _check_text(value: Any, name: str) -> None:
     """Refuse lone surrogates, which are not text and fail wherever text is written next."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
+        raise _malformed(f"{name} holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
 
 
 def _children(value: Any) -> list[Any]:
@@ -149,5 +151,5 @@ def _malformed(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def _too_deep() -> ApiError:
-    return _malformed(f"the body is nested more than {MAX_DEPTH} levels deep")
+def _too_deep(name: str) -> ApiError:
+    return _malformed(f"{name} is nested more than {MAX_DEPTH} levels deep")

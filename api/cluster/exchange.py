@@ -24,7 +24,6 @@ MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
 """Answers of up to so many bytes are read as a whole before their first byte goes on: until then another replica may
 begin again."""
-_ENGINE_IS_DEAD = b'"code":"engine_dead"'
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 _HIDDEN = frozenset({RESUME})
 
@@ -91,6 +90,8 @@ class Exchange:
         self._copy: EventStreamCopy | None = None
         # Answers of full replicas, the one that says the shortest wait first.
         self._full: list[_Whole] = []
+        # Answer of a replica that stops.
+        self._stopping: _Whole | None = None
         self._why: LorasrvError | None = None
 
     async def run(self) -> None:
@@ -191,10 +192,10 @@ class Exchange:
             self._full.append(whole)
             self._full.sort(key=lambda one: one.retry_after_s)
             return len(self._full) == 1
-        stops = (b"connection", b"close") in whole.headers or _ENGINE_IS_DEAD in whole.body
-        if whole.status != 503 or not stops or self._num_failed == MAX_RETRIES:
+        stops = whole.status == 503 and (b"connection", b"close") in whole.headers
+        if not stops or self._num_failed == MAX_RETRIES:
             return False
-        self._full.append(whole)
+        self._stopping = whole
         return True
 
     async def _send_whole(self, whole: _Whole) -> None:
@@ -280,8 +281,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _give_up(self) -> None:
-        if not self._has_begun and self._full:
-            await self._send_whole(self._full[0])
+        refused = self._full[0] if self._full else self._stopping
+        if not self._has_begun and refused is not None:
+            await self._send_whole(refused)
             return
         assert self._why is not None
         if not self._has_begun:

@@ -3,7 +3,7 @@
 A replica that is asked with the cluster's secret writes a comment behind the events of each output, `: tokens 17 4`,
 and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what a comment follows
 is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a comment
-`: draining` follows.
+`: draining` follows; where its engine ends, `: stopping` comes before the event that says so.
 """
 
 import json
@@ -17,8 +17,7 @@ RESUME = b"x-lorasrv-resume"
 CLUSTER = b"x-lorasrv-cluster"
 """The cluster's secret, without which a replica refuses the other headers of an edge."""
 _END = b"\n\n"
-_MARK = re.compile(rb": (?:tokens ([0-9 ]+)|draining)\n\n")
-_STOPPING = re.compile(rb'data: \{"error":.*"code":"(?:engine_dead|server_stopping)"')
+_MARK = re.compile(rb": (?:tokens ([0-9 ]+)|(draining|stopping))\n\n")
 
 
 class EventStreamCopy:
@@ -32,7 +31,7 @@ class EventStreamCopy:
         self._offer = offer
         self._tokens = array("I")
         self._held = b""
-        self.is_draining = False
+        self.is_draining = self._has_stopped = False
 
     @property
     def may_resume(self) -> bool:
@@ -63,13 +62,14 @@ class EventStreamCopy:
         rest, self._held = self._held, b""
         if rest and not rest.endswith(_END):
             raise Broken("the stream ends within an event")
-        if self._offer and _STOPPING.match(rest):
+        if self._has_stopped:
             raise Broken("the replica stops")
         return rest
 
     def begin_anew(self) -> None:
         """Follow another replica from here on: forget what no comment followed."""
-        self._held, self.is_draining = b"", False
+        self._held = b""
+        self.is_draining = self._has_stopped = False
 
     def state(self) -> bytes:
         """Return what the next replica must know."""
@@ -88,10 +88,12 @@ class EventStreamCopy:
         begin = 0
         for mark in _MARK.finditer(held):
             pieces.append(held[begin : mark.start()])
-            if mark[1] is None:
+            if mark[1] is not None:
+                self._tokens.extend(map(int, mark[1].split()))
+            elif mark[2] == b"draining":
                 self.is_draining = True
             else:
-                self._tokens.extend(map(int, mark[1].split()))
+                self._has_stopped = True
             begin = mark.end()
         self._held = held[begin:]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

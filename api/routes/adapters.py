@@ -253,8 +253,9 @@ def _pinnable(ref: AdapterRef) -> AdapterKey:
 
 
 def _check_may_share_out(body: AdapterPatch, caller: Caller) -> None:
-    for name in ("pinned", "limits"):
-        if name in body.model_fields_set and not caller.may(Scope.ADMIN):
+    # Without limits is something to set; None of anything else is the same as leaving it out.
+    for name, is_set in (("pinned", body.pinned is not None), ("limits", "limits" in body.model_fields_set)):
+        if is_set and not caller.may(Scope.ADMIN):
             raise ApiError(403, f"{name} needs a key of scope admin", code="forbidden", param=name)
 
 

@@ -159,7 +159,7 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "seed": self.seed,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "stop_token_ids": _token_ids(self.stop_token_ids, vocab_size),
             "ignore_eos": self.ignore_eos,
             # The best answers are selected by log-probabilities.

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from adapter_store.registry.near_names import near_names
 from api.schemas.base import ClosedBody, Items
 from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields
@@ -142,7 +143,11 @@ class Defaults(SamplingFields, ClosedBody):
             return cls.model_validate(json.loads(text))
         except ValidationError as error:
             problem = error.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+            place = ".".join(map(str, problem["loc"]))
+            if problem["type"] == "extra_forbidden":
+                near = near_names(place, cls.model_fields)
+                raise ValueError(f"unknown field {place}{f'; did you mean {near[0]}?' if near else ''}") from None
+            raise ValueError(f"{place}: {problem['msg']}") from None
 
 
 def _at_most(value: Value, most: int) -> Value:

@@ -1,12 +1,13 @@
 """Define the fields of a chat: messages, tools and template variables, as in OpenAI and vLLM."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from api.asgi.json_body import parse_json
+from api.errors import ApiError
 from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.tool_parsers.base import Tool
@@ -95,6 +96,19 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def argument_schema(self) -> Mapping[str, Any]:
+        """Return the JSON schema of the arguments, which are an object even where `parameters` do not say so.
+
+        Raises:
+            InvalidRequest: they say otherwise.
+        """
+        if self.parameters is None:
+            return NO_PARAMETERS
+        kinds = self.parameters.get("type", "object")
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise InvalidRequest(f"tools: parameters of {self.name} must describe an object", param="tools")
+        return {**self.parameters, "type": "object"}
+
 
 class FunctionTool(Body):
     """Offer a function, the only kind of tool."""
@@ -145,9 +159,7 @@ class ToolFields(Body):
         functions = [_function(number, tool) for number, tool in enumerate(self.tools)]
         if len({function.name for function in functions}) < len(functions):
             raise InvalidRequest("tools: two of them have the same name", param="tools")
-        offered = [
-            Tool(f.name, NO_PARAMETERS if f.parameters is None else f.parameters, bool(f.strict)) for f in functions
-        ]
+        offered = [Tool(f.name, f.argument_schema(), bool(f.strict)) for f in functions]
         if not isinstance(self.tool_choice, NamedChoice):
             return offered
         named = [tool for tool in offered if tool.name == self.tool_choice.function.name]
@@ -170,9 +182,9 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, dict):
         return arguments
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
+        value = parse_json((arguments or "{}").encode(), "the text")
+    except ApiError as error:
+        raise InvalidRequest(f"messages: arguments of a tool call: {error.detail}", param="messages") from None
     if not isinstance(value, dict):
         raise InvalidRequest("messages: arguments of a tool call are not a JSON object", param="messages")
     return value

@@ -44,7 +44,7 @@ class AnswerEvents:
             if ending := self._writer.end():
                 yield ending
         except (LorasrvError, AdapterError, ApiError) as error:
-            yield self._writer.fail(error)
+            yield self._choices.mark_failure(error) + self._writer.fail(error)
 
     def push_to(self, sender: ChunkSender) -> None:
         """Write events to a connection as they come, while its client keeps up."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from api.errors import ApiError
+from lorasrv.errors import EngineDead
 from lorasrv.outputs import FinishReason, OutputStream, RequestOutput
 
 
@@ -99,6 +100,11 @@ class ChoiceStream:
         leaving = ": draining\n\n" if self._is_draining() else ""
         return f": tokens {' '.join(map(str, tokens))}\n\n{leaving}".encode()
 
+    def mark_failure(self, error: Exception) -> bytes:
+        """Return what an event stream says before its last event if the engine, not the answer, has failed: a comment,
+        so that it goes on elsewhere without that event."""
+        return b": stopping\n\n" if self._is_marked and isinstance(error, EngineDead) else b""
+
     def mark_nothing(self) -> None:
         """Write no more marks: the answer turned out to be none that can be resumed."""
         self._is_marked = False
@@ -172,4 +178,5 @@ def _without_answer(output: RequestOutput) -> RequestOutput:
         stop_reason=None,
         logprobs=(),
         text_offsets=(),
+        token_texts=(),
     )

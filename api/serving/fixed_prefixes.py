@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.spec import AdapterRef
 from adapter_store.storage.snapshots import owner_of
 from api.schemas.openai import ChatBody
 from api.serving.chat import plan_chat
@@ -46,7 +46,7 @@ class FixedPrefixes:
         self._personas = personas
         self._lock = threading.Lock()
         # By the day too, as templates may write it.
-        self._known: LRUCache[tuple[AdapterId, int, str], PrefixTokens | None] = LRUCache(MAX_CACHED)
+        self._known: LRUCache[tuple[AdapterRef, str], PrefixTokens | None] = LRUCache(MAX_CACHED)
 
     async def of_prompt(self, persona: AppliedPersona | None, prompt: object) -> FixedPrefix | None:
         """Return what a prompt begins with of its persona's own; None if that is not all that is fixed.
@@ -67,7 +67,7 @@ class FixedPrefixes:
         Raises:
             AdapterNotFound: the version was deleted.
         """
-        key = (ref.adapter_id, ref.version, datetime.now().strftime("%x"))
+        key = (ref, datetime.now().strftime("%x"))
         with self._lock:
             if key in self._known:
                 return self._known[key]

@@ -157,7 +157,7 @@ async def generate(
     planned = await plan(fields, target, services, caller)
     writer, resuming = planned.writer, None
     if resumption is not None:
-        resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable)
+        resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, planned.grammar)
         if resumption.goes_on:
             writer = writer.continuing(resumption.answer_id, resumption.created_s)
     engine, shared = services.engine, _shared_options(fields, target, caller)

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
 from adapter_store.errors import AdapterNotFound
-from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from api.errors import ApiError
 from api.schemas.composition import PinnedAdapter
@@ -146,8 +146,8 @@ class Personas:
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        # Versions are immutable, and their numbers are never used again.
-        self._known: LRUCache[tuple[AdapterId, int], StoredPersona] = LRUCache(MAX_CACHED)
+        # By all of a reference: a restored registry and an imported archive may use numbers again.
+        self._known: LRUCache[AdapterRef, StoredPersona] = LRUCache(MAX_CACHED)
 
     async def find(self, ref: AdapterRef) -> StoredPersona:
         """Return the defaults of a version that has some.
@@ -156,7 +156,7 @@ class Personas:
             AdapterNotFound: the version was deleted.
         """
         with self._lock:
-            known = self._known.get((ref.adapter_id, ref.version))
+            known = self._known.get(ref)
         return known if known is not None else await run_in_threadpool(self._read, ref)
 
     async def apply(
@@ -253,7 +253,7 @@ class Personas:
         text = history.defaults(ref)
         stored = StoredPersona(ref, text, Defaults.from_text(text), history.owner(ref))
         with self._lock:
-            self._known[ref.adapter_id, ref.version] = stored
+            self._known[ref] = stored
         return stored
 
 

@@ -15,6 +15,7 @@ from api.serving.admission import AddPrompt, Prompt
 from lorasrv.engine.poison_requests import fingerprint
 from lorasrv.request import EngineCoreRequest, OnCold
 from lorasrv.speculation_params import REJECTION
+from lorasrv.text.structured_output.grammar import Grammar
 
 if TYPE_CHECKING:
     from lorasrv.engine.output_processor import RequestStream
@@ -32,10 +33,12 @@ class StreamResumption:
     Args:
         engine: fingerprint of the engine.
         is_resumable: whether a stream of this request can be.
+        grammar: what its text must follow.
     """
 
-    def __init__(self, asked: Resumption, engine: str, is_resumable: bool) -> None:
+    def __init__(self, asked: Resumption, engine: str, is_resumable: bool, grammar: Grammar | None = None) -> None:
         self._asked = asked
+        self._grammar = grammar
         self._engine = engine if is_resumable else ""
         self._accepted: EngineCoreRequest | None = None
         self._digest = ""
@@ -81,18 +84,19 @@ class StreamResumption:
         if not self._engine:
             return
         self._accepted = streams[0].request
-        self._digest = _digest(self._engine, self._accepted)
+        self._digest = _digest(self._engine, self._accepted, self._grammar)
         if self._asked.goes_on and self._digest != self._asked.digest:
             for stream in streams:
                 await stream.aclose()
             raise _refused()
 
 
-def _digest(engine: str, request: EngineCoreRequest) -> str:
+def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None) -> str:
     """Return the name of all that the tokens of a request depend on; "" if that is more than can be named."""
     if request.kv_policy is not None or request.accept == REJECTION:
         return ""
-    facts = engine, fingerprint(request).hex(), request.sampling.seed, sorted(request.shown_token_ids)
+    text = None if grammar is None else grammar.text
+    facts = engine, fingerprint(request).hex(), request.sampling.seed, sorted(request.shown_token_ids), text
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -52,9 +52,9 @@ class TokenWriter:
         """
         if len(output.logprobs) != len(output.token_ids):
             raise _no_probability()
-        pieces = [""] * len(output.token_ids)
+        pieces = list(output.token_texts)
         if pieces:
-            pieces[-1] = text_of(output)
+            pieces[-1] += _stop_of(output)
         return [self._entry(*found) for found in zip(output.token_ids, output.logprobs, pieces, strict=True)]
 
     def prefill(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None] | None) -> list[Json]:
@@ -256,7 +256,11 @@ class TokenEvents:
 
 def text_of(output: RequestOutput) -> str:
     """Return an output's text with the stop sequence that ended it."""
-    return output.text + (output.stop_reason if isinstance(output.stop_reason, str) else "")
+    return output.text + _stop_of(output)
+
+
+def _stop_of(output: RequestOutput) -> str:
+    return output.stop_reason if isinstance(output.stop_reason, str) else ""
 
 
 def finish_reason(output: RequestOutput) -> str:

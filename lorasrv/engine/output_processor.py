@@ -48,7 +48,7 @@ class OutputProcessor:
         stop. Tokens behind the stop are left out. Process nothing after a finished result.
         """
         tokens, ended = output.new_token_ids, output.finish_reason is not None
-        told, offsets = "", []
+        texts, offsets = list[str](), list[int]()
         for number, token in enumerate(tokens, 1):
             is_last = number == len(tokens)
             offsets.append(self._num_chars)
@@ -59,16 +59,18 @@ class OutputProcessor:
             if ended and is_last:
                 text += self._detokenizer.flush()
             text, stop = self._without_stop(text)
-            told += text
+            texts.append(text)
             if stop is not None:
-                return self._cut(output, number, told, offsets, stop)
+                return self._cut(output, number, texts, offsets, stop)
         if not tokens and ended:
-            told, stop = self._without_stop(self._detokenizer.flush())
+            text, stop = self._without_stop(self._detokenizer.flush())
+            texts.append(text)
             if stop is not None:
-                return self._cut(output, 0, told, offsets, stop)
+                return self._cut(output, 0, texts, offsets, stop)
         if ended:
-            return self._result(output, told + self._held, tuple(offsets), output.finish_reason, output.stop_token_id)
-        return self._result(output, told, tuple(offsets))
+            texts[-1] += self._held
+            return self._result(output, texts, offsets, output.finish_reason, output.stop_token_id)
+        return self._result(output, texts, offsets)
 
     def repeat(self, request: EngineCoreRequest) -> RequestOutput:
         """Process the tokens that another engine has generated for a resumed request, as they were there.
@@ -109,25 +111,25 @@ class OutputProcessor:
         return 0
 
     def _cut(
-        self, output: EngineOutput, num_tokens: int, text: str, offsets: Sequence[int], stop: str
+        self, output: EngineOutput, num_tokens: int, texts: Sequence[str], offsets: Sequence[int], stop: str
     ) -> RequestOutput:
         """Return the end of an answer that a stop string has ended behind so many of an output's tokens."""
         if num_tokens < len(output.new_token_ids):
             kept = output.new_token_ids[:num_tokens]
             output = replace(output, new_token_ids=kept, logprobs=output.logprobs[:num_tokens], error=None)
-        return self._result(output, text, tuple(offsets), FinishReason.STOP, stop)
+        return self._result(output, texts, offsets, FinishReason.STOP, stop)
 
     def _result(
         self,
         output: EngineOutput,
-        text: str,
-        offsets: tuple[int, ...],
+        texts: Sequence[str],
+        offsets: Sequence[int],
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             request_id=output.request_id,
-            text=text,
+            text=texts[0] if len(texts) == 1 else "".join(texts),
             token_ids=output.new_token_ids,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated,
@@ -139,7 +141,8 @@ class OutputProcessor:
             retry_after_s=output.retry_after_s,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
-            text_offsets=offsets if output.logprobs else (),
+            text_offsets=tuple(offsets) if output.logprobs else (),
+            token_texts=tuple(texts) if output.logprobs else (),
         )
 
 

@@ -48,16 +48,27 @@ def read_call(value: Any, names: frozenset[str], keys: Sequence[str]) -> ToolCal
         names: tools on offer.
         keys: accepted names of the arguments' key, preferred first.
 
-    Returns: None if the tool is not on offer or the arguments are missing.
+    Returns: None if the tool is not on offer, or there are no arguments that are a JSON object.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = next((value[key] for key in keys if key in value), None)
     if isinstance(arguments, str):
         arguments = parse_json(arguments)
-    if not isinstance(arguments, dict):
+    text = _written(arguments) if isinstance(arguments, dict) else None
+    return None if text is None else ToolCall(value["name"], text)
+
+
+def _written(arguments: Any) -> str | None:
+    """Return arguments as JSON text; None if a number is too large for it."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments, allow_nan=False)  # half of a pair of surrogates is text only as its escape
+    except ValueError:
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return text
 
 
 def parse_json(text: str) -> Any:

@@ -11,6 +11,10 @@ from fake_replicas import Dies, Seen, edge_of, fake_replica
 from raw_client import RawClient, json_request
 from server import eventually
 
+from api.asgi.sse import event
+from api.errors import describe_at
+from lorasrv.errors import EngineDead, ServerStopping
+
 CHAT, TGI = "/v1/chat/completions", "/generate"
 EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -169,6 +173,44 @@ def test_of_two_full_replicas_the_shorter_wait_is_told(cluster: Any, first: int,
 def test_a_draining_replica_sends_its_requests_on(cluster: Any) -> None:
     cluster.replicas[0].answer = full(5, 503, "connection: close")
     assert ask(cluster).json() == {"by": "r1"}
+
+
+def test_draining_and_full_replicas_leave_the_third(cluster: Any) -> None:
+    cluster.replicas[0].answer, cluster.replicas[1].answer = full(2, 503, "connection: close"), full(7)
+    assert ask(cluster).json() == {"by": "r2"}
+    cluster.replicas[2].answer = full(9)
+    assert ask(cluster).headers["retry-after"] == "7", "of those that are full, the shorter wait"
+
+
+@pytest.mark.parametrize("error", [EngineDead("the engine died"), ServerStopping("the server is shutting down")])
+@pytest.mark.parametrize("path", [CHAT, TGI])
+def test_a_replica_whose_engine_ends_sends_its_requests_on(cluster: Any, path: str, error: Exception) -> None:
+    failure = describe_at(path, error)
+    headers = [f"{name}: {value}" for name, value in failure.headers.items()]
+    cluster.replicas[0].answer = lambda seen: seen.answer(json.dumps(failure.body).encode(), failure.status, *headers)
+    assert ask(cluster, path).json() == {"by": "r1"}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate_stream"])
+def test_a_stream_whose_engine_ends_goes_on_elsewhere(path: str) -> None:
+    """The event that says so is the replica's, in any protocol; its client reads the next one's."""
+    offer = json.dumps({"answer_id": "a", "created_s": 1, "seed": 1, "digest": "d"})
+
+    def ends(seen: Seen) -> None:
+        seen.begin_stream(f"x-lorasrv-resume: {offer}")
+        seen.chunk(EVENT + b": tokens 17\n\n: stopping\n\n" + event(describe_at(path, EngineDead("dead")).body))
+        seen.end()
+
+    def goes_on(seen: Seen) -> None:
+        seen.begin_stream(f"x-lorasrv-resume: {offer}")
+        seen.chunk(EVENT)
+        seen.end()
+
+    with ExitStack() as opened:
+        replicas = [opened.enter_context(fake_replica(answer)) for answer in (ends, goes_on)]
+        edge = opened.enter_context(edge_of([one.url for one in replicas], secret="secret"))
+        assert ask(edge, path, stream=True).content == 2 * EVENT
+        assert json.loads(replicas[1].seen[0].body.partition(b"}")[0] + b"}")["token_ids"] == [17]
 
 
 def test_a_refusal_that_is_the_answer_is_passed_on(cluster: Any) -> None:

@@ -250,7 +250,10 @@ def test_a_replica_of_another_kind_is_not_asked(cluster: Any) -> None:
     assert [len(one.seen) for one in cluster.replicas] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("change", [{"model": "tom"}, {"prompt": "The se"}, {"max_tokens": 23}, {"temperature": 1.2}])
+@pytest.mark.parametrize(
+    "change",
+    [{"model": "tom"}, {"prompt": "The se"}, {"max_tokens": 23}, {"temperature": 1.2}, {"guided_regex": "[a-z ]+"}],
+)
 def test_a_replica_refuses_what_it_would_not_have_said(cluster: Any, change: dict[str, Any]) -> None:
     """A name that means another version meanwhile, a persona that was edited: no other text is glued on."""
     path, body = sent("seeded adapter" if "model" in change else "seeded base")

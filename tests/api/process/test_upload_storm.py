@@ -70,7 +70,8 @@ async def stream(http: httpx2.AsyncClient, model: str) -> int:
 
 async def _storm(url: str, names: list[str]) -> tuple[list[tuple[str, int, str, str]], int]:
     """Upload to all names at once while streams run: what was acknowledged, and how many streams ended."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection that was idle for as long as the server keeps it may end as it is used again.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as http:
         await upload(http, "steady", 10_000)
         over = asyncio.Event()

@@ -25,7 +25,7 @@ from lorasrv.errors import (
     EngineOverloaded,
     RequestTimeout,
 )
-from lorasrv.outputs import FinishReason
+from lorasrv.outputs import FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.structured_output import grammar as source
@@ -155,6 +155,17 @@ class TestWhole:
         assert {"x-request-id", "x-queue-ms", "x-load-ms"} <= set(headers)
         streamed = say(server, STREAM).headers
         assert (streamed["x-prompt-tokens"], streamed["x-queue-time"]) == ("3", "1")
+
+
+def test_tokens_of_one_step_have_a_text_each() -> None:
+    """As drafts bring them."""
+    found = tuple(TokenLogprobs(token, -0.5) for token in (5, 6, 7))
+    output = RequestOutput(
+        RequestId("r"), "abc", (5, 6, 7), 1, 3, RequestTiming(), FinishReason.STOP, "!", logprobs=found,
+        token_texts=("ab", "", "c"),
+    )  # fmt: skip
+    writer = tgi_responses.TokenWriter(tiny_tokenizer())
+    assert [token["text"] for token, _ in writer.entries(output)] == ["ab", "", "c!"]
 
 
 class TestRequest:

@@ -145,7 +145,9 @@ def test_several_tokens_at_once_are_those_tokens_one_by_one(
             outputs.append(processor.process(output))
         return functools.reduce(RequestOutput.followed_by, outputs)
 
-    assert said(iter(sizes)) == said(itertools.repeat(1))
+    whole = said(iter(sizes))
+    assert whole == said(itertools.repeat(1))
+    assert "".join(whole.token_texts) == whole.text
 
 
 # The requests of a deleted adapter, on the real engine.

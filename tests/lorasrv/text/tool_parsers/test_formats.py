@@ -55,6 +55,10 @@ ANSWERS = [
     (HERMES, _hermes('{"name": ["clock"], "arguments": {}}'), [_hermes('{"name": ["clock"], "arguments": {}}')]),
     (LLAMA, '{"name": {"a": 1}, "parameters": {}}', ['{"name": {"a": 1}, "parameters": {}}']),
     (LLAMA, '{"name": "clock", "parameters": {"a": NaN}}', ['{"name": "clock", "parameters": {"a": NaN}}']),
+    # Half an emoji is text only as its escape, and a number that JSON cannot hold makes no call.
+    (HERMES, _hermes(C.replace("{}", r'{"a": "\ud83d"}')), [ToolCall("clock", r'{"a": "\ud83d"}')]),
+    (HERMES, _hermes(C.replace("{}", r'{"a": "\ud83d\ude00"}')), [ToolCall("clock", '{"a": "😀"}')]),
+    (HERMES, _hermes(C.replace("{}", '{"a": 1e999}')), [_hermes(C.replace("{}", '{"a": 1e999}'))]),
     (HERMES, "", []),
     (LLAMA, "Just { text", ["Just { text"]),
     (LLAMA, PL, [PARIS]),
