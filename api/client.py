@@ -32,6 +32,10 @@ class ServerUnreachable(Exception):
     """Report that the server's address does not respond, or stopped responding."""
 
 
+class InvalidAddress(Exception):
+    """Report a text that cannot be the address of a server."""
+
+
 class Refused(Exception):
     """Report an error response. `error` is the body's error object."""
 
@@ -394,7 +398,7 @@ class Client:
 
 
 class _reaching:  # noqa: N801 - used as a statement
-    """Convert network errors to ServerUnreachable."""
+    """Convert network errors to ServerUnreachable, and a wrong address to InvalidAddress."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -408,7 +412,7 @@ class _reaching:  # noqa: N801 - used as a statement
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             raise ServerUnreachable(f"no server answers at {self._url}; start one with: lorasrv serve") from None
         if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
-            raise ServerUnreachable(f"{self._url} is not a server address; expected http://HOST:PORT") from None
+            raise InvalidAddress(f"{self._url} is not a server address; expected http://HOST:PORT") from None
         if isinstance(error, httpx2.HTTPError):
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None

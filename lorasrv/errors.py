@@ -81,16 +81,16 @@ class UnsupportedModel(ModelError, ValueError):
     """Report an unknown architecture, tensor type or tokenizer. The message lists the known ones."""
 
 
-class UnsupportedFormat(ModelError, ValueError):
-    """Report a weight format or group that the base cannot use. The message names the option and the choices."""
-
-
 class CorruptModel(ModelError, ValueError):
     """Report a damaged checkpoint: truncated, missing tensors, or shapes that contradict its own header."""
 
 
 class ConfigError(LorasrvError, ValueError):
     """Report a wrong server option. The message names the option, the value and the choices."""
+
+
+class UnsupportedFormat(ModelError, ConfigError):
+    """Report a weight format or group that the base cannot use. The message names the option and the choices."""
 
 
 class NotEnoughMemory(LorasrvError):

@@ -5,9 +5,11 @@ The server has a tiny model under the built-in base's name, and adapters of the 
 line before is `<!-- not run: why -->` is left out, and so is a transcript (`$ curl …`): its answers are a moment's own.
 """
 
+import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +137,16 @@ def test_curl(served, page: str) -> None:
     for where, words in CURLS[page]:
         answer = served.http.send(request_of(words, served.url))
         assert 200 <= answer.status_code < 300, f"{where}: {answer.text[:500]}"
+
+
+def test_an_upload_by_curl(served, adapter_dirs) -> None:  # noqa: F811
+    texts = [text for _, text in BLOCK.findall((ROOT / "docs/adapters.md").read_text("utf-8"))]
+    [script] = [text for text in texts if "sha256sum" in text]
+    lines = script.replace(PLACES[0], served.url).splitlines()
+    assert lines[0] == "cd examples/persona_bots/adapters/blackbeard"
+    command = ["bash", "-ec", "\n".join([f"cd {adapter_dirs['two']}", *lines[1:]])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout[done.stdout.rindex('{"object":"adapter"') :])["id"] == "blackbeard", done.stdout
 
 
 def unknown_words(words: list[str]) -> list[str]:

@@ -25,8 +25,13 @@ class PartitionSettings(BaseModel):
             default="one process",
         ),
     ] = _DEFAULTS.partition
-    tp: Annotated[_Ranks, _partition("Processes that divide every layer's outputs (columns)")] = _DEFAULTS.tp
-    pp: Annotated[_Ranks, _partition("Processes that divide the layers (stages)")] = _DEFAULTS.pp
+    tp: Annotated[
+        _Ranks,
+        _partition("Processes that divide every layer's outputs (columns)", aliases=("tensor_parallel_size",)),
+    ] = _DEFAULTS.tp
+    pp: Annotated[
+        _Ranks, _partition("Processes that divide the layers (stages)", aliases=("pipeline_parallel_size",))
+    ] = _DEFAULTS.pp
     tp_exchange: Annotated[
         Literal["columns", "sums"],
         _partition(

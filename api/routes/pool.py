@@ -18,7 +18,7 @@ from lorasrv.worker.host_memory import resident_bytes
 
 router = APIRouter()
 MOST_HOT = 20
-Names = Mapping[AdapterKey, list[AdapterId]]
+Names = Mapping[AdapterKey, list[tuple[AdapterId, int]]]
 
 
 @router.get("/v1/pool")
@@ -82,13 +82,22 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
 
 
 def _names(records: Iterable[AdapterRecord]) -> Names:
-    """Map each content to the ids that have a version of it."""
+    """Map each content to the versions that it is: (id, number)."""
     names = defaultdict(list)
     for record in records:
-        for key in {version.key for version in record.versions}:
-            if key is not None:
-                names[key].append(record.adapter_id)
+        for version in record.versions:
+            if version.key is not None:
+                names[version.key].append((record.adapter_id, version.version))
     return names
+
+
+def _named(key: AdapterKey | None, names: Names) -> dict[str, Any]:
+    versions = names.get(key, []) if key is not None else []
+    return {
+        "digest": key and f"sha256:{key}",
+        "ids": list(dict.fromkeys(adapter_id for adapter_id, _ in versions)),
+        "versions": [f"{adapter_id}@{version}" for adapter_id, version in versions],
+    }
 
 
 def _as_json(pool: PoolMap, names: Names, view: ScopedStore) -> dict[str, Any]:
@@ -113,18 +122,14 @@ def _as_json(pool: PoolMap, names: Names, view: ScopedStore) -> dict[str, Any]:
         "prefix_runs": runs_of(pool.prefix_page_ids),
         "requests": [_request_as_json(request, names) for request in requests],
         "adapters": [_adapter_as_json(adapter, names) for adapter in adapters],
-        "promised": [
-            {"digest": f"sha256:{p.key}", "ids": names.get(p.key, []), "pinned": p.pinned, "state": p.state}
-            for p in promised
-        ],
+        "promised": [{**_named(p.key, names), "pinned": p.pinned, "state": p.state} for p in promised],
     }
 
 
 def _request_as_json(request: RequestPages, names: Names) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "digest": request.adapter and f"sha256:{request.adapter}",
-        "ids": names.get(request.adapter, []) if request.adapter else [],
+        **_named(request.adapter, names),
         "pages": request.pages,
         "shared": request.shared,
         "runs": runs_of(request.page_ids),
@@ -133,8 +138,7 @@ def _request_as_json(request: RequestPages, names: Names) -> dict[str, Any]:
 
 def _adapter_as_json(adapter: AdapterPages, names: Names) -> dict[str, Any]:
     return {
-        "digest": f"sha256:{adapter.key}",
-        "ids": names.get(adapter.key, []),
+        **_named(adapter.key, names),
         "state": adapter.state,
         "pages": adapter.pages,
         "runs": adapter.runs,

@@ -26,7 +26,7 @@ from api.cli.common.formatting import (
 )
 from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
-from api.cli.personas.files import persona_lines, read_defaults, registered_lines
+from api.cli.personas.files import persona_lines, registered_lines, valid_defaults
 from lorasrv.config import BUILTIN_MODEL, size
 
 MIB = 2**20
@@ -108,7 +108,7 @@ def upload(
             bulk_upload.upload_all(tree, server, how, as_json)
         return
     adapter_id = bulk_upload.adapter_id_of(adapter_id or directory, slugify)
-    given = None if defaults is None else read_defaults(defaults)
+    given = None if defaults is None else valid_defaults(defaults)
     with open_adapter_dir(directory) as found, connected(server) as client:
         peft = found if no_tokenizer else client.with_tokenizer(found)
         for line in found_lines(peft):
@@ -168,14 +168,16 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     say(f"{adapter['id']}@{adapter['version']}  {adapter['digest'] or without}")
     for line in (*report_lines(adapter["report"] or {}), *persona_lines(adapter["persona"])):
         say(f"  {line}")
-    say(f"  tier {adapter['tier'] or 'unknown'}, {adapter['traffic']['requests']} requests since the start")
+    tier = f"tier {adapter['tier'] or 'unknown'}, " if adapter["digest"] else ""
+    say(f"  {tier}{_count(adapter['traffic']['requests'], 'request')} since the start")
     for line in stats_lines(stats):
         say(f"  {line}")
     say(f"  {limits_line(adapter['limits'])}")
     for version in adapter["versions"]:
         corrupt = ", damaged on the disk: upload it again" if version["corrupt"] else ""
-        facts = f"{short_digest(version['digest'])}, {size(version['bytes'])}, {version['stored']}"
-        facts = facts if version["digest"] else "no weights"
+        facts = "no weights"
+        if version["digest"]:
+            facts = f"{short_digest(version['digest'])}, {size(version['bytes'])}, {version['stored']}"
         facts += f", defaults {short_digest(version['persona'])}" if version["persona"] else ""
         say(f"  version {version['version']}: {facts}{corrupt}")
     for alias, target in adapter["aliases"].items():
@@ -231,12 +233,8 @@ def _print_removed(reference: str, done: dict[str, Any], as_json: bool) -> None:
 
 
 def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:
+    name = adapter["id"], str(adapter["version"])
+    if adapter["digest"] is None:
+        return (*name, "no weights", "-", "-", "-")
     current = next(v for v in adapter["versions"] if v["version"] == adapter["version"])
-    return (
-        adapter["id"],
-        str(adapter["version"]),
-        short_digest(adapter["digest"] or ""),
-        str(current["rank"]),
-        current["stored"],
-        size(current["bytes"]),
-    )
+    return (*name, short_digest(adapter["digest"]), str(current["rank"]), current["stored"], size(current["bytes"]))

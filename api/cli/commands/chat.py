@@ -42,7 +42,11 @@ def chat(
     sampling: SamplingOptions,
     adapter_id: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="Adapter, as --adapter.", autocompletion=complete_adapter_ids),
+        typer.Argument(
+            metavar="ID",
+            help="Adapter, as --adapter; without one the base.",
+            autocompletion=complete_adapter_ids,
+        ),
     ] = None,
     question: Annotated[str | None, typer.Argument(metavar="QUESTION", help="Ask this alone, and end.")] = None,
     adapter: AdapterOption = None,
@@ -51,9 +55,7 @@ def chat(
     as_json: JsonOption = False,
 ) -> None:
     """Talk to an adapter; /help lists the commands. Questions may also come from a pipe, one per line."""
-    if adapter_id and adapter:
-        raise CliError(f"give the adapter once: {adapter_id}, or --adapter {adapter}", code=ExitCode.USAGE)
-    adapter_id = adapter_id or adapter
+    adapter_id, question = _who_and_what(adapter_id, question, adapter)
     body = sampling.body()
     with connected(server) as client:
         base = client.base_name()
@@ -68,6 +70,21 @@ def chat(
             for line in map(str.strip, stdin_lines()):
                 if line:
                     conversation.ask(line)
+
+
+def _who_and_what(first: str | None, second: str | None, adapter: str | None) -> tuple[str | None, str | None]:
+    """Return the adapter and the question of `[ID] [QUESTION] [--adapter ID]`.
+
+    With --adapter the first argument is the question; so is one of several words, which is no id.
+
+    Raises:
+        CliError: the adapter is given twice.
+    """
+    if second is not None and adapter is not None:
+        raise CliError(f"give the adapter once: {first}, or --adapter {adapter}", code=ExitCode.USAGE)
+    if second is None and first is not None and (adapter is not None or len(first.split()) > 1):
+        return adapter, first
+    return first or adapter, second
 
 
 class Conversation:

@@ -146,5 +146,5 @@ def _request_cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    """Return the ids of a content, or its digest if they were deleted."""
-    return ", ".join(holder["ids"]) or short_digest(holder["digest"])
+    """Return the versions of a content, or its digest if they were deleted."""
+    return ", ".join(holder["versions"]) or f"{short_digest(holder['digest'])} (deleted)"

@@ -21,6 +21,11 @@ _NOT_NEEDED = {
     "enable_lora": "adapters are always served",
     "max_loras": "a batch may hold any number of adapters",
     "max_cpu_loras": "--host-cache-bytes bounds the adapters in host memory",
+    "lora_dtype": "--dtype is that of adapters",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "enable_chunked_prefill": "prompts are always computed in chunks",
+    "enforce_eager": "CUDA graphs are captured for what occurs, and no memory is kept for others",
+    "disable_log_requests": "no text of a request is ever logged",
 }
 
 
@@ -31,6 +36,11 @@ class NotNeeded:
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
     max_loras: Annotated[int | None, typer.Option(hidden=True)] = None
     max_cpu_loras: Annotated[int | None, typer.Option(hidden=True)] = None
+    lora_dtype: Annotated[str | None, typer.Option(hidden=True)] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", hidden=True)] = False
+    enable_chunked_prefill: Annotated[bool, typer.Option("--enable-chunked-prefill", hidden=True)] = False
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", hidden=True)] = False
+    disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", hidden=True)] = False
 
     def notes(self) -> list[str]:
         """Return a line for each one that is given."""

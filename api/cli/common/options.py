@@ -148,11 +148,13 @@ def _own_key() -> str | None:
 @contextmanager
 def connected(url: str, key: str | None = None, *, wait_s: float | None = None) -> Iterator["Client"]:
     """Connect a client, and convert its errors to the command's."""
-    from api.client import Client, Refused, ServerUnreachable
+    from api.client import Client, InvalidAddress, Refused, ServerUnreachable
 
     try:
         with Client(url, key or client_key(url), wait_s=wait_s) as client:
             yield client
+    except InvalidAddress as error:
+        raise CliError(f"--server: {error}", code=ExitCode.USAGE) from None
     except ServerUnreachable as error:
         raise CliError(str(error), code=ExitCode.UNREACHABLE) from None
     except Refused as error:

@@ -69,8 +69,8 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         shape = _shape(settings.model)
     except LorasrvError:
         return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
-    config, device = fitted(settings).engine_config(), resolve_device(settings.device)
     try:
+        config, device = fitted(settings).engine_config(), resolve_device(settings.device)
         quantization = _quantization(settings)
     except UnsupportedFormat as error:
         return Check("fail", f"{size(free_bytes())} free on the host", str(error))

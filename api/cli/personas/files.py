@@ -31,6 +31,22 @@ def read_defaults(path: Path) -> dict[str, Any]:
         return found
 
 
+def valid_defaults(path: Path) -> dict[str, Any]:
+    """Read a file of defaults, and check it as the server does, before anything is sent.
+
+    Raises:
+        CliError: as `read_defaults`, or a field is unknown or wrong.
+    """
+    from api.schemas.personas import Defaults
+
+    found = read_defaults(path)
+    try:
+        Defaults.from_text(json.dumps(found))
+    except ValueError as error:
+        raise CliError(f"{path}: {error}") from None
+    return found
+
+
 @contextmanager
 def read_from(path: Path, wanted: str) -> Iterator[bytes]:
     """Read a file, and put its name before what the block says is wrong with it.

@@ -104,8 +104,10 @@ def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
     if names_parts(name):
         return parts_format(name, group)
     if name not in FORMATS:
+        # Nobody chooses mixed: it is what a checkpoint of several methods is.
+        choices = ", ".join(known for known in FORMATS if known != MixedFormat.name)
         raise UnsupportedFormat(
-            f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}, "
+            f"--quantization {name!r:.60} is unknown; choose from auto, {choices}, "
             "or give formats by part: attn=int4,mlp=q3h"
         )
     found = FORMATS[name]

@@ -101,6 +101,7 @@ class TestHabits:
             ("run mia hi", "generate hi --adapter mia"),
             ("chat mia hi", "generate hi --adapter mia"),
             ("chat --adapter mia", "chat mia"),
+            ("chat -a mia hi", "chat mia hi"),
             ("generate hi --model mia", "generate hi -a mia"),
         ],
     )
@@ -115,7 +116,7 @@ class TestHabits:
         ("arguments", "says"),
         [
             ("serve a.gguf --model b", "'a.gguf' and --model 'b' are the same option; give one of them"),
-            ("chat mia --adapter tom", "give the adapter once: mia, or --adapter tom"),
+            ("chat mia hi --adapter tom", "give the adapter once: mia, or --adapter tom"),
         ],
     )
     def test_given_twice(self, cli, arguments: str, says: str) -> None:
@@ -135,10 +136,16 @@ class TestExitCodes:
     def test_usage(self, cli, arguments: str) -> None:
         assert cli(*arguments.split()).code == 2
 
-    @pytest.mark.parametrize("url", ["http://nowhere.invalid", "gopher://x", "127.0.0.1:1", ""])
-    def test_unreachable(self, cli, url: str) -> None:
-        done = cli("list", "--server", url)
+    def test_unreachable(self, cli) -> None:
+        done = cli("list", "--server", "http://nowhere.invalid")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1), done.err
+
+    @pytest.mark.parametrize("url", ["gopher://x", "127.0.0.1:1", ""])
+    def test_what_is_no_address_is_wrong_usage(self, cli, url: str) -> None:
+        """A script that waits for a server on 3 would wait for ever."""
+        done = cli("list", "--server", url)
+        assert (done.code, done.out) == (2, "")
+        assert done.err == f"lorasrv: --server: {url} is not a server address; expected http://HOST:PORT\n"
 
     def test_something_else_answers(self, cli, server, dispatcher) -> None:
         dispatcher[0].app = always(200, b"<html>")

@@ -114,14 +114,22 @@ class TestMap:
         assert server.upload(make_adapter("1", seed=1), "zoe").json()["digest"] == f"sha256:{keys[0]}"
         engine.pool = full_pool(keys)
         body = server.http.get("/v1/pool").json()
-        named_one = {"digest": f"sha256:{keys[0]}", "ids": ["mia", "zoe"]}
+        named_one = {"digest": f"sha256:{keys[0]}", "ids": ["mia", "zoe"], "versions": ["mia@1", "zoe@1"]}
         size = {"pages": 20, "runs": [[80, 12], [60, 8]], "bytes_used": 18_000, "bytes_held": 20_480}
         assert body["adapters"][0] == {**named_one, **size, "state": "ready", "requests": 1, "pinned": True}
         others = [(a["ids"], a["state"], a["pinned"]) for a in body["adapters"][1:]]
         assert others == [(["mia"], "copying", False), ([], "ready", False)]
         assert body["requests"] == [
             {"request_id": "chatcmpl-1#1", **named_one, "pages": 3, "shared": 2, "runs": [[0, 2], [9, 1]]},
-            {"request_id": "cmpl-2#7", "digest": None, "ids": [], "pages": 7, "shared": 0, "runs": [[2, 7]]},
+            {
+                "request_id": "cmpl-2#7",
+                "digest": None,
+                "ids": [],
+                "versions": [],
+                "pages": 7,
+                "shared": 0,
+                "runs": [[2, 7]],
+            },
         ]
         assert body["prefix_runs"] == [[10, 3], [20, 2], [30, 3], [34, 1]]
         promised = [(p["ids"], p["pinned"], p["state"]) for p in body["promised"]]

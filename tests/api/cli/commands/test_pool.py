@@ -63,11 +63,11 @@ def test_pool_in_lines(run, server, engine, keys: list[AdapterKey]) -> None:
         ("pages", "prefix", "9"),
         ("pages", "adapters", "30"),
         ("pages", "free", "51"),
-        ("adapter", "mia", "20", "88 %", "1", "ready", "pinned"),
-        ("adapter", "0" * 12, "6", "98 %", "0", "ready", "-"),
-        ("adapter", "mia", "4", "98 %", "0", "copying", "-"),
+        ("adapter", "mia@1", "20", "88 %", "1", "ready", "pinned"),
+        ("adapter", "0" * 12 + " (deleted)", "6", "98 %", "0", "ready", "-"),
+        ("adapter", "mia@2", "4", "98 %", "0", "copying", "-"),
         ("request", "cmpl-2#7", "-", "7", "0"),
-        ("request", "chatcmpl-1#1", "mia", "3", "2"),
+        ("request", "chatcmpl-1#1", "mia@1", "3", "2"),
     ]
     shown, served = json.loads(run("pool", "--json").out), server.http.get("/v1/pool").json()
     for pool in (shown, served):
@@ -85,6 +85,6 @@ def test_pool_at_a_terminal(run, engine, keys: list[AdapterKey], monkeypatch) ->
     assert bar == "█" * 60
     assert legend == "kv 10  prefix 9  adapters 30  free 51  of 100 pages: 1.0 KiB, 16 tokens each"
     first_cells = [line.split()[0] for line in tables if line]
-    assert first_cells == ["adapter", "mia", "0" * 12, "mia", "request", "cmpl-2#7", "chatcmpl-1#1"]
+    assert first_cells == ["adapter", "mia@1", "0" * 12, "mia@2", "request", "cmpl-2#7", "chatcmpl-1#1"]
     engine.pool = replace(engine.pool, requests=(), adapters=())
     assert len(run("pool").out.splitlines()) == 2

@@ -159,16 +159,18 @@ def test_plain_ready_line(start: Start) -> None:
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
     """Started as vLLM would be."""
-    process = start("hanging", "--enable-lora", "--max-loras", 4, "--max-lora-rank", 8, "--json", "--drain-s", 0.5)
+    flags = "--enable-lora --max-loras 4 --max-lora-rank 8 --trust-remote-code --json --drain-s 0.5"
+    process = start("hanging", *flags.split())
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
     with httpx2.stream("POST", ready(process)["url"] + "/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert err.splitlines()[:2] == [
+    assert err.splitlines()[:3] == [
         "--enable-lora is not needed: adapters are always served",
         "--max-loras is not needed: a batch may hold any number of adapters",
+        "--trust-remote-code is not needed: no code of a checkpoint is ever run",
     ]
 
 

@@ -42,8 +42,28 @@ def test_uploaded_shown_exported_and_imported_again(run, file: Path, make_adapte
     assert run("defaults", "mia").out == exported
     assert run("defaults", "zoe", copy, "--new").out.startswith("registered zoe@1  no weights")
     assert run("defaults", "zoe").out == exported
-    assert "no weights: the base answers" in run("show", "zoe").out
-    assert run("list").code == 0
+    shown = run("show", "zoe")
+    assert shown.code == 0, shown.err
+    assert "zoe@1  no weights: the base answers\n" in shown.out
+    assert "  version 1: no weights, defaults " in shown.out
+    assert "zoe\t1\tno weights\t-\t-\t-\n" in run("list").out
+
+
+def test_a_sum(run, make_adapter) -> None:
+    for name in ("mia", "tom"):
+        run("upload", make_adapter(name), "--id", name)
+    assert run("compose", "both", "mia", "0.5*tom").code == 0
+    shown = run("show", "both")
+    assert shown.code == 0, shown.err
+    assert "both@1  a sum of adapters\n" in shown.out
+    assert "both\t1\tno weights\t-\t-\t-\n" in run("list").out
+
+
+def test_a_typo_is_told_before_anything_is_sent(cli, make_adapter, tmp_path: Path) -> None:
+    path = tmp_path / "typo.json"
+    path.write_text('{"sytem": {"text": "You are Mia."}}')
+    done = cli("upload", make_adapter(), "--defaults", path)
+    assert (done.code, done.err) == (1, f"lorasrv: {path}: unknown field sytem; did you mean system?\n")
 
 
 def test_cleared(run, file: Path, make_adapter) -> None:

@@ -287,7 +287,7 @@ class TestAFormatThatOnlyItsOwnFileKnows:
                 (
                     "int5",
                     None,
-                    "choose from auto, none, int8, .*, nf4, fp4, .*, gptq, awq, .*, bitsandbytes, .*, mixed, negated",
+                    "choose from auto, none, int8, .*, nf4, fp4, .*, gptq, awq, .*, bitsandbytes, .*, gguf, negated",
                 ),
                 ("auto", 128, "^--quantization int8: groups of 128 do not divide the 64 inputs"),
             ):
