@@ -76,7 +76,7 @@ class PlannedSgmv:
     adapters: tuple[PlacedAdapter, ...]
     weights: tuple[float, ...]
     plan: SgmvPlan
-    # Each has room for its own results.
+    # Threads that the plan has room for: each writes results of its own.
     threads: int
 
     def serves(

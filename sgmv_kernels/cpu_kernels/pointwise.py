@@ -77,7 +77,7 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     row_min,
 )
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
-from sgmv_kernels.formats.kv_format import LEAST, LEVELS, NIBBLE_LEVELS
+from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS
 
 
 def norm(raw: Any) -> None:
@@ -363,7 +363,8 @@ def _store_k8v4(args, page, slot, head, key, value):  # type: ignore[no-untyped-
 _rope_bf16, _rope_fp16, _rope_fp32, _rope_int8, _rope_k8v4 = (
     make_rope(make_store(BF16), float.fromhex("0x1.ffp127")),
     make_rope(make_store(FP16), 65520.0),
-    *map(make_rope, (make_store(FP32), _store_int8, _store_k8v4)),
+    make_rope(make_store(FP32)),
+    *(make_rope(store, MOST) for store in (_store_int8, _store_k8v4)),
 )
 
 

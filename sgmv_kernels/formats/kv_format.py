@@ -29,6 +29,8 @@ LEVELS = 127
 """Code of the largest magnitude of a head."""
 NIBBLE_LEVELS = 15
 """Code of 4 bits of the largest number of a head; that of the smallest is 0."""
+MOST = 1e34
+"""Numbers of this size and larger are as infinite ones in pages of codes: the sums of a rotated head stay finite."""
 LEAST = 1e-30
 """Heads without a larger number are stored as zeros."""
 _SIZES: Mapping[str, Callable[[int, int], int]] = {
@@ -178,7 +180,8 @@ class CodesKV(KVFormat):
         super().__init__(name, keys + values, CODES_STEP)
 
     def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        keys, values = held(keys, values, (values.float().abs().sum(-1, keepdim=True) < math.inf).expand_as(values))
+        keys, values = keys.where(keys.abs() < MOST, math.nan), values.float()
+        keys, values = held(keys, values, values.abs() < MOST)
         codes, scales = round_symmetric(hadamard(keys.float()))
         padded = _padded(codes, padded_dim(codes.shape[-1]))
         items = {KEYS: padded.unflatten(-1, (-1, 4)), KEY_SCALES: scales} | self.round_values(values.float())

@@ -9,6 +9,7 @@ from sgmv_kernels.formats.kv_format import (
     KEY_SCALES,
     LEAST,
     LEVELS,
+    MOST,
     NIBBLE_LEVELS,
     VALUE_MINIMA,
     VALUE_SCALES,
@@ -20,7 +21,8 @@ from sgmv_kernels.triton_ops.common import MOST_REGISTERS, cast, dot, kernel, po
 
 ROWS = 16
 """Token rows of a program, the fewest that `tl.dot` takes."""
-_LEVELS, _LEAST, _NIBBLE_LEVELS = tl.constexpr(LEVELS), tl.constexpr(LEAST), tl.constexpr(NIBBLE_LEVELS)
+_LEVELS, _NIBBLE_LEVELS = tl.constexpr(LEVELS), tl.constexpr(NIBBLE_LEVELS)
+_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
 _ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: its sum with a small number is rounded to a whole one, to nearest even."""
 
@@ -162,20 +164,14 @@ def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
 def _symmetric(x, ok):  # type: ignore[no-untyped-def]
     """Return codes of a byte and scales of heads; see `kv_format.round_symmetric`."""
     sizes = tl.where(ok, tl.abs(x), 0.0)
-    has_sum = tl.sum(sizes, 1) < float("inf")
-    largest = tl.max(tl.where(has_sum[:, None], sizes, 0.0), 1)
+    is_finite = tl.sum(sizes, 1) < float("inf")
+    largest = tl.max(tl.where(is_finite[:, None], sizes, 0.0), 1)
     is_some = largest > _LEAST
-    factor = tl.where(has_sum & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
+    factor = tl.where(is_finite & is_some, _LEVELS / tl.where(is_some, largest, 1.0), 0.0)
     scale = tl.where(is_some, largest * (1 / _LEVELS), 0.0)
     whole = (x * factor[:, None] + _ROUNDING) - _ROUNDING
     codes = tl.where(whole == whole, whole, 0.0).to(tl.int32).to(tl.int8)
-    return codes, tl.where(has_sum, scale, float("nan"))
-
-
-@kernel()
-def _has_sum(x):  # type: ignore[no-untyped-def]
-    """Return whether the numbers of each row, 0 outside a head, are finite, and the sum of their sizes is."""
-    return tl.sum(tl.abs(x.to(tl.float32)), 1) < float("inf")
+    return codes, tl.where(is_finite, scale, float("nan"))
 
 
 @kernel()
@@ -248,14 +244,15 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
         tl.store(q + ((t * HEADS + head) * DIM)[:, None] + d[None, :], cast(x, q.dtype.element_ty), mask=ok)
     elif head < HEADS + KV_HEADS:
         numbers = tl.load(row + KV_HEADS * DIM + d[None, :], mask=ok, other=0.0)
-        x = tl.where(_has_sum(numbers)[:, None], x, float("nan"))  # see `kv_format.held`
+        is_held = tl.min((tl.abs(numbers.to(tl.float32)) < _MOST).to(tl.int32), 1) > 0  # see `kv_format.held`
+        x = tl.where(is_held[:, None] & (tl.abs(x) < _MOST), x, float("nan"))
         codes, scale = _symmetric(_rotated(x, BLOCK_T, DIM_PAD, ROTATED), ok)
         own = page * key_page + (head - HEADS) * key_head + slot * 4
         tl.store(keys + own[:, None] + ((d // 4) * key_quad + d % 4)[None, :], codes, mask=ok)
         tl.store(key_scales + page * scale_page + (head - HEADS) * scale_head + slot, scale, mask=t < rows)
     else:
         own_head = head - HEADS - KV_HEADS
-        x = tl.where(_has_sum(x)[:, None], x, 0.0)
+        x = tl.where(tl.abs(x) < _MOST, x, 0.0)
         own = page * value_page + own_head * value_head + slot // 4 * value_quad + slot % 4
         place = page * range_page + own_head * range_head + slot
         if PAIRED:

@@ -210,20 +210,21 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_batch(ops: Ops, name: str) -> 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize(("name", "turned"), [*((name, 64) for name in KV_FORMATS), ("bfloat16", 4), ("int8", 4)])
 @every_backend
-def test_nan_stays_with_the_rows_that_see_it(ops: Ops, name: str) -> None:
+def test_nan_stays_with_the_rows_that_see_it(ops: Ops, name: str, turned: int) -> None:
     """And a number that is infinite, in a page at least; a head of zeros is one of zeros.
 
     A row that saw what comes behind it would leave NaN in pages that other requests begin with.
     """
-    made = Sequences.make(name, [40, 30], 4, 2, 64)
+    made = Sequences.make(name, [40, 30], 4, 2, 64, turned)
     made.qkv[1][:, -64:] = 0.0
     spans = [(0, 0, 40), (1, 0, 30)]
     calm = made.step(ops, pages_on(made.kv, ops.device), spans)
     assert calm.isfinite().all()
     assert (calm[40:, 2:] == 0).all()
-    key, value, most = 4 * 64 + 5, 6 * 64 + 5, {"bfloat16": 3.4e38, "float16": 65520.0}.get(name, math.inf)
+    most = {"bfloat16": 3.4e38, "float16": 65520.0, "float32": math.inf}.get(name, 1e38)
+    key, value = 4 * 64 + 5, 6 * 64 + 5
     for at, bad in ((key, math.nan), (key, -math.inf), (value, math.nan), (value, math.inf), (value, -most)):
         spoilt = Sequences(made.heads, made.kv, made.tables, [made.qkv[0].clone(), made.qkv[1]], made.angles)
         spoilt.qkv[0][20, at] = bad
