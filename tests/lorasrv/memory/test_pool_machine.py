@@ -1,297 +1,29 @@
-"""Pool, caches, tiers and scheduler together, in any order of events, against a memory that says whose each byte is.
+"""Pool, caches, tiers and scheduler together, in any order of events, in a world that says whose each byte is
+(`pool_world.py`). Every accepted request ends exactly once, and the engine never sleeps while one waits."""
 
-The model's memory is a dictionary's worth of tags: a token's place holds a hash of (adapter, salt, every token up to
-it), 128 bytes of an adapter hold (adapter, which 128 bytes). The machine does what the engine's other half would do:
-page operations in their order, adapter copies at any later time, keys and values when a step computes them. Whatever a
-step reads must carry the tag that it would have, had the request been alone. Every accepted request ends exactly once.
-"""
+from collections.abc import Sequence
+from dataclasses import replace
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from all_drafts import every_draft, scripted
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mispredict import expect_short_answers
+from pool_world import LIMITS, NAMES, PAGE_BYTES, PAGE_SIZE, PEER, World, key_of, layout_of
 
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
-from lorasrv.config import POLICIES, Limits, MemoryOptions, SchedulerOptions
+from lorasrv.config import POLICIES, Limits, LimitShare, MemoryOptions, SchedulerOptions
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.kv_policy import SelectPolicy, WindowPolicy
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
-from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
-from lorasrv.memory.prefix_cache import PageChain
-from lorasrv.outputs import EngineOutput, RequestId
-from lorasrv.request import AdapterTerm, EngineCoreRequest, OnCold, Peer, Request, RequestStatus
-from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import (
-    CopyPages,
-    DropSwap,
-    PageOp,
-    PeerSnapshot,
-    ScheduledRequest,
-    SchedulerOutput,
-    SwapIn,
-    SwapOut,
-)
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
-from lorasrv.speculation.speculator import Speculator
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from lorasrv.outputs import RequestId
+from lorasrv.request import AdapterTerm, EngineCoreRequest, OnCold, RequestStatus
+from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
-PAGE_SIZE = 4
-PAGE_BYTES = 1024
-UNITS = PAGE_BYTES // ALIGNMENT_BYTES
-EOS = 2
-NAMES = "abcdef"
-LIMITS = [
-    *(Limits(), Limits(), Limits(weight=3.0)),
-    *(Limits(max_running=1, max_queued=3), Limits(tokens_per_s=6.0), Limits(resident_bytes=14 * 1024)),
-]
-MAX_TOKENS = 40
-PEER = Peer("http://peer", computes=True)
-
-
-def _key(name: str, version: int) -> AdapterKey:
-    return AdapterKey(f"{ord(name):x}{version:062x}")
-
-
-def _layout(key: AdapterKey) -> AdapterLayout:
-    """Ranks 4 to 24 by name: 2 to 8 pages of panels of up to 3 pages."""
-    rank = 4 * (int(key[:2], 16) - ord("a") + 1)
-    return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
-
-
-def _tag(*content: object) -> int:
-    return hash(content) & (2**62 - 1)
-
-
-class Guesses(Drafter):
-    """Drafts of which the first are right, how many depends on the request."""
-
-    name = "guesses"
-
-    def __init__(self, says: Callable[[int], int]) -> None:
-        self._says = says
-
-    def draft(self, ask: DraftAsk) -> Draft:
-        return scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)])
-
-    def _guess(self, ask: DraftAsk, depth: int) -> int:
-        position = ask.request.num_tokens + depth
-        return self._says(position) + (depth >= (ask.request.number + position) % 4)
-
-
-@dataclass
-class Submitted:
-    """A step that is to be computed, and what its requests had when it was planned."""
-
-    step: SchedulerOutput
-    choose: int
-    tokens: dict[RequestId, tuple[int, ...]]
-
-
-@dataclass
-class World:
-    """The engine's books and the model of its memory. `late`: a step is computed when the next one is planned."""
-
-    pages: int
-    options: SchedulerOptions
-    memory: MemoryOptions
-    drafts: bool = False
-    late: bool = False
-    outputs: list[EngineOutput] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_slabs=1)
-        self.on_host: set[AdapterKey] = set()
-        self.now = 0.0
-        on_host, mode = self.on_host.__contains__, self.options.preemption_mode
-        self.books = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
-        self.choose = 0
-        speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
-        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, speculator)
-        self.submitted: list[Submitted] = []
-        self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
-        self.swapped: dict[RequestId, np.ndarray] = {}
-        self.loading: set[AdapterKey] = set()
-        self.copying: dict[AdapterKey, PlacedAdapter] = {}
-        # What peers are asked for, the pages that are filled with it, and those that peers read.
-        self.fetching: dict[SnapshotName, PeerSnapshot] = {}
-        self.fetched: dict[SnapshotName, PeerSnapshot] = {}
-        self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
-        self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
-        self.made_progress = False
-        self.salts: dict[RequestId, str] = {}
-        self.served_as: dict[RequestId, AdapterKey | None] = {}
-
-    def submit(self, message: EngineCoreRequest) -> None:
-        self.salts[message.request_id] = message.cache_salt
-        self.served_as[message.request_id] = message.adapter_key
-        self.scheduler.add(message)
-
-    def step(self, choose: int) -> SchedulerOutput:
-        self.now += 1.0
-        self.choose = choose
-        with every_draft():
-            step = self.scheduler.schedule()
-        if step.page_ops:
-            self._compute()
-        for op in step.page_ops:
-            self._apply(op)
-        self.loading = (self.loading | set(step.orders.loads)) - set(step.orders.cancels)
-        for key, placed in step.orders.copies:
-            assert key not in self.copying
-            self.copying[key] = placed
-        for name in step.snapshots.cancels:
-            assert (self.fetching.pop(name, None) or self.fetched.pop(name, None)) is not None
-        self.fetching |= {wanted.name: wanted for wanted in step.snapshots.loads if isinstance(wanted, PeerSnapshot)}
-        for name, copies in step.snapshots.copies:
-            self.filling[name] = self.fetched.pop(name), copies
-        assert step.num_tokens <= self.options.max_num_batched_tokens
-        assert len(step.scheduled) <= self.options.max_num_seqs
-        tokens = {s.request_id: (*s.history, *s.draft_token_ids) for s in step.scheduled}
-        self.submitted.append(Submitted(step, choose, tokens))
-        self.made_progress = len(self.submitted) > 1 or step.num_preempted > 0 or step.wake_s is not None
-        self.made_progress |= bool(step.scheduled)
-        while len(self.submitted) > (self.late and bool(step.scheduled)):
-            self._compute(1)
-            oldest = self.submitted.pop(0)
-            said = {s.request_id: self._said(s, oldest.choose) for s in oldest.step.scheduled if s.samples}
-            self.outputs += self.scheduler.update_from_output(oldest.step, said)
-        return step
-
-    def _says(self, choose: int, position: int) -> int:
-        return 3 + (choose + position) % 5
-
-    def _said(self, share: ScheduledRequest, choose: int) -> tuple[int, ...]:
-        first = share.start + share.num_known_tokens
-        right = [self._says(choose, first + depth) for depth in range(share.num_logit_rows)]
-        agreed = (depth for depth, draft in enumerate(share.draft_token_ids) if draft != right[depth])
-        return tuple(right[: 1 + next(agreed, len(share.draft_token_ids))])
-
-    def _compute(self, most: int | None = None) -> None:
-        """As late as possible: when the results are wanted, or pages are to be copied."""
-        for submitted in self.submitted[:most]:
-            if submitted.tokens:
-                self._write(submitted.step, submitted.tokens)
-                submitted.tokens = {}
-
-    def load(self, key: AdapterKey) -> None:
-        self.loading.discard(key)
-        self.on_host.add(key)
-        self.books.adapter_manager.on_loaded(key)
-
-    def copy(self, key: AdapterKey) -> None:
-        placed = self.copying.pop(key)
-        for source, target, size in placed.copies(0):
-            self._adapter_units(target, size)[:] = self._adapter_tags(key, source, size)
-        self.scheduler.on_adapter_copied(key)
-
-    def fail(self, key: AdapterKey) -> None:
-        self.loading.discard(key)
-        self.copying.pop(key, None)
-        self.scheduler.on_adapter_failed(key, "broken")
-
-    def fetch(self, name: SnapshotName, count: int) -> None:
-        """A peer has sent so many pages, or failed."""
-        wanted = self.fetching.pop(name)
-        if count:
-            self.fetched[name] = wanted
-            self.books.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
-        else:
-            self.books.snapshots.on_load_failed(name, "cut", is_gone=False)
-
-    def fill(self, name: SnapshotName, fails: bool) -> None:
-        """What a peer has sent is in its pages."""
-        wanted, copies = self.filling.pop(name)
-        if fails:
-            self.books.snapshots.on_load_failed(name, "copy", is_gone=False)
-            return
-        key, salt = wanted.message.adapter_key, wanted.message.cache_salt
-        for place, page in copies:
-            for slot in range(PAGE_SIZE):
-                end = (wanted.first + place) * PAGE_SIZE + slot + 1
-                self.units[page, slot] = _tag(key, salt, wanted.token_ids[:end])
-        self.books.snapshots.on_copied(name, 1e-3)
-
-    def lend(self, request: Request) -> None:
-        """A peer asks for the pages of a request. What has been moved between steps is copied first."""
-        left = self.scheduler.take_page_ops()
-        if left:
-            self._compute()
-        for op in left:
-            self._apply(op)
-        chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.salts[request.request_id])
-        tokens = request.token_ids
-        digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
-        lease = self.books.exchange.offer(digests)
-        if lease.pages:
-            self._compute()
-            self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()
-
-    def check_lent(self) -> None:
-        """What peers read does not change while they may read it."""
-        self.lent = {lease: held for lease, held in self.lent.items() if lease in self.books.kv.leases()}
-        for pages, content in self.lent.values():
-            assert (self.units[list(pages), :PAGE_SIZE] == content[:, :PAGE_SIZE]).all(), "a lent page has changed"
-
-    def _apply(self, op: PageOp) -> None:
-        match op:
-            case CopyPages():
-                sources, targets = ([c[i] for c in op.copies] for i in (0, 1))
-                assert len(set(targets)) == len(targets)
-                assert set(targets).isdisjoint(sources)
-                self.units[targets] = self.units[sources]
-            case SwapOut():
-                self.swapped[op.request_id] = self.units[list(op.pages)].copy()
-            case SwapIn():
-                self.units[list(op.pages)] = self.swapped.pop(op.request_id)
-            case DropSwap():
-                del self.swapped[op.request_id]
-
-    def _write(self, step: SchedulerOutput, tokens: dict[RequestId, tuple[int, ...]]) -> None:
-        """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
-        filling = {page for placed in self.copying.values() for page in placed.pages}
-        filling |= {page for _, copies in self.filling.values() for _, page in copies}
-        for share in step.scheduled:
-            assert filling.isdisjoint(share.page_table), "a request has a page that is being filled"
-            for position in range(share.start, share.start + len(share.token_ids)):
-                tag = self._token(share, tokens, position)
-                self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE] = tag
-        for share in step.scheduled:
-            self._check_reads(share, tokens)
-            for key, _ in share.terms:
-                self._check_adapter(key, step.placements[key])
-
-    def _check_reads(self, share: ScheduledRequest, tokens: dict[RequestId, tuple[int, ...]]) -> None:
-        request = self.scheduler._queue.requests.get(share.request_id)
-        if request is not None:
-            assert share.adapter_key == (None if request.fell_back else self.served_as[share.request_id])
-        for position in range(share.start + len(share.token_ids)):
-            found = self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE]
-            assert found == self._token(share, tokens, position), (
-                f"{share.request_id} reads another's token at {position}"
-            )
-
-    def _check_adapter(self, key: AdapterKey, placed: PlacedAdapter) -> None:
-        for panel, offset in enumerate(placed.offsets[0].tolist()):
-            size = int(placed.layout.panel_bytes[0][panel])
-            expected = self._adapter_tags(key, int(placed.layout.packed_offsets[0][panel]), size)
-            assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
-
-    def _token(self, share: ScheduledRequest, tokens: dict[RequestId, tuple[int, ...]], position: int) -> int:
-        return _tag(share.adapter_key, self.salts[share.request_id], tokens[share.request_id][: position + 1])
-
-    def _adapter_units(self, offset: int, size: int) -> np.ndarray:
-        return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]
-
-    def _adapter_tags(self, key: AdapterKey, source: int, size: int) -> np.ndarray:
-        first = source // ALIGNMENT_BYTES
-        return np.array([_tag(key, first + unit) for unit in range(size // ALIGNMENT_BYTES)])
+WINDOW = WindowPolicy(sink=4, recent=16)
+SELECT = SelectPolicy(budget=40, sink=4, recent=16, every=32)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -331,11 +63,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.deleted: set[AdapterKey] = set()
         self.accepted: list[RequestId] = []
 
-    def _fits(self, layouts: Sequence[AdapterLayout], total: int) -> bool:
+    def _fits(self, layouts: Sequence[AdapterLayout], tokens: int, beams: int) -> bool:
         books = self.world.books
         if sum(map(books.adapters.pages_for, layouts)) > books.adapter_pool.num_pages:
             return False
-        return books.kv.pages_for(total) <= books.max_kv_pages(layouts)
+        return beams * books.kv.pages_for(tokens) <= books.max_kv_pages(layouts)
 
     @rule(
         prefix=st.integers(0, 2),
@@ -349,23 +81,44 @@ class PoolMachine(RuleBasedStateMachine):
         who=st.sampled_from(
             [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}, {"peer": PEER}]
         ),
+        how=st.sampled_from([None, None, None, None, "beams", WINDOW, SELECT]),
     )
-    def submit(self, prefix, shared, own, max_tokens, names, salt, on_cold, choices, who) -> None:
-        """Of the base, an adapter or a sum of several."""
+    def submit(self, prefix, shared, own, max_tokens, names, salt, on_cold, choices, who, how) -> None:
+        """Of the base, an adapter or a sum of several; by beam search, or seeing only some of its tokens."""
         ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
-        keys = [_key(name, self.names[name]) for name in names]
-        terms = tuple(AdapterTerm(key, 1.0, _layout(key)) for key in keys)
-        if not self._fits([term.layout for term in terms], len(ids) + max_tokens):
+        keys = [key_of(name, self.names[name]) for name in names]
+        terms = tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys)
+        options, fields, most = (
+            self.world.options,
+            {"on_cold": on_cold, "cache_salt": salt, **who},
+            len(ids) + max_tokens,
+        )
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=1)
+        beams = choices if how == "beams" else 1
+        if how == "beams":
+            fields["beams"], sampling = BeamOptions(beams), replace(sampling, logprobs=MAX_LOGPROBS)
+        elif how is not None:
+            fields["kv_policy"] = policy = how.placed(PAGE_SIZE, options.max_num_batched_tokens)
+            most = policy.most_tokens(len(ids), most)
+            fields.pop("peer", None)
+        if beams > options.max_num_seqs or not self._fits([term.layout for term in terms], most, beams):
             return
         key = AdapterKey("+".join(keys)) if keys else None
-        first: RequestId | None = None
-        for choice in range(choices):
-            rid = RequestId(f"r{len(self.accepted)}")
-            self.accepted.append(rid)
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=choice)
-            how = {"on_cold": on_cold, "cache_salt": salt, "fork_of": first, "adapter_id": names[:1], **who}
-            self.world.submit(EngineCoreRequest(rid, ids, max_tokens, sampling, key, terms, **how))
-            first = first or rid
+        first, *others = [RequestId(f"r{len(self.accepted) + choice}") for choice in range(choices)]
+        self.accepted += [first, *others]
+        message = EngineCoreRequest(first, ids, max_tokens, sampling, key, terms, adapter_id=names[:1], **fields)
+        for each in (message, *further_choices(message, others)):
+            self.world.submit(each)
+
+    @rule(what=st.sampled_from(["swaps_fail", "steps_fail", "row_fails"]))
+    def fail_next(self, what: str) -> None:
+        """The next swaps, the next steps in flight, or the numbers of the next row."""
+        setattr(self.world, what, True)
+
+    @rule(name=st.sampled_from(NAMES), share=st.sampled_from([LimitShare(), LimitShare(1), LimitShare(2, 5.0)]))
+    def share(self, name: str, share: LimitShare) -> None:
+        """What a registry lets this server use of an adapter's limits."""
+        self.world.scheduler.quotas.set_share(name, share)
 
     @rule(choose=st.integers(0, 4), count=st.integers(1, 4))
     def step(self, choose: int, count: int) -> None:
@@ -417,15 +170,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: str) -> None:
         """The content is gone from the store and from host memory; who has it in the pool goes on with it."""
-        key = _key(name, self.names[name])
+        key = key_of(name, self.names[name])
         if self.world.books.adapter_manager.state(key) in (AdapterState.ON_DISK, AdapterState.RESIDENT):
             self.deleted.add(key)
             self.world.on_host.discard(key)
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, 1e9, None]))
     def warm_or_pin(self, name: str, seconds: float | None) -> None:
-        key = _key(name, self.names[name])
-        manager, layout = self.world.books.adapter_manager, _layout(key)
+        key = key_of(name, self.names[name])
+        manager, layout = self.world.books.adapter_manager, layout_of(key)
         most = self.world.books.adapter_pool.num_pages // 2
         room = most - self.world.books.adapters.pages_for(layout)
         if seconds is None and manager.num_pinned_pages() <= room:
@@ -435,9 +188,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
-        self.world.books.adapter_manager.unpin(_key(name, self.names[name]))
+        self.world.books.adapter_manager.unpin(key_of(name, self.names[name]))
 
-    @precondition(lambda self: self.world.scheduler.num_running and not self.world.submitted)
+    @precondition(lambda self: self.world.scheduler.num_running and not self.world.flights)
     @rule()
     def preempt(self) -> None:
         self.world.scheduler._planner.preempt(self.world.scheduler._queue.running[-1])
@@ -492,8 +245,11 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        world.swaps_fail = world.steps_fail = world.row_fails = False
+        for name in NAMES:
+            world.scheduler.quotas.set_share(name, LimitShare())
         for number in range(3000):
-            if not world.scheduler.has_requests:
+            if not (world.scheduler.has_requests or world.flights):
                 break
             # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
             arriving = sorted(world.loading | world.copying.keys())

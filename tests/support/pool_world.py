@@ -1,0 +1,354 @@
+"""The engine's accounts with everything that they stand on, and a memory that says whose each byte is.
+
+The memory is a dictionary's worth of tags: a token's place holds a hash of (adapter, salt, what its row sees, every
+token up to it), 128 bytes of an adapter hold (adapter, which 128 bytes). `World` does what the engine's other half
+would do: page operations in their order, adapter copies at any later time, keys and values when a step computes them.
+Whatever a step reads must carry the tag that it would have, had the request been alone.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from all_drafts import every_draft, scripted
+
+from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
+from lorasrv.config import Limits, MemoryOptions, SchedulerOptions
+from lorasrv.kv_policy import HOLE
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.memory.prefix_cache import PageChain
+from lorasrv.outputs import EngineOutput, RequestId, TokenLogprobs
+from lorasrv.request import EngineCoreRequest, Peer, Request
+from lorasrv.sampling_params import MAX_LOGPROBS
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import (
+    CopyPages,
+    DropSwap,
+    PageOp,
+    PeerSnapshot,
+    ScheduledRequest,
+    SchedulerOutput,
+    SwapIn,
+    SwapOut,
+)
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.speculator import Speculator
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+
+PAGE_SIZE = 4
+PAGE_BYTES = 1024
+UNITS = PAGE_BYTES // ALIGNMENT_BYTES
+EOS = 2
+NAMES = "abcdef"
+LIMITS = [
+    *(Limits(), Limits(), Limits(weight=3.0)),
+    *(Limits(max_running=1, max_queued=3), Limits(tokens_per_s=6.0), Limits(resident_bytes=14 * 1024)),
+]
+PEER = Peer("http://peer", computes=True)
+
+
+def key_of(name: str, version: int) -> AdapterKey:
+    return AdapterKey(f"{ord(name):x}{version:062x}")
+
+
+def layout_of(key: AdapterKey) -> AdapterLayout:
+    """Ranks 4 to 24 by name: 2 to 8 pages of panels of up to 3 pages."""
+    rank = 4 * (int(key[:2], 16) - ord("a") + 1)
+    return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
+
+
+def _tag(*content: object) -> int:
+    return hash(content) & (2**62 - 1)
+
+
+class Guesses(Drafter):
+    """Drafts of which the first are right, how many depends on the request."""
+
+    name = "guesses"
+
+    def __init__(self, says: Callable[[int], int]) -> None:
+        self._says = says
+
+    def draft(self, ask: DraftAsk) -> Draft:
+        return scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)])
+
+    def _guess(self, ask: DraftAsk, depth: int) -> int:
+        position = ask.request.num_tokens + depth
+        return self._says(position) + (depth >= (ask.request.number + position) % 4)
+
+
+@dataclass
+class Flight:
+    """A step that was submitted, and whether it has been computed."""
+
+    step: SchedulerOutput
+    choose: int
+    is_computed: bool = False
+
+
+@dataclass
+class World:
+    """The accounts and the model of the memory. `late`: a step is planned while the one before is in flight."""
+
+    pages: int
+    options: SchedulerOptions
+    memory: MemoryOptions
+    drafts: bool = False
+    late: bool = False
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_slabs=1)
+        self.on_host: set[AdapterKey] = set()
+        self.now = 0.0
+        on_host, mode = self.on_host.__contains__, self.options.preemption_mode
+        self.books = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
+        self.choose = 0
+        speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, speculator)
+        self.flights: list[Flight] = []
+        self.is_serial = False
+        self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
+        self.swapped: dict[RequestId, np.ndarray] = {}
+        self.loading: set[AdapterKey] = set()
+        self.copying: dict[AdapterKey, PlacedAdapter] = {}
+        # What peers are asked for, the pages that are filled with it, and those that peers read.
+        self.fetching: dict[SnapshotName, PeerSnapshot] = {}
+        self.fetched: dict[SnapshotName, PeerSnapshot] = {}
+        self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
+        self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
+        self.made_progress = False
+        self.messages: dict[RequestId, EngineCoreRequest] = {}
+        # What fails next: the swaps of a step, the steps in flight, the numbers of a row.
+        self.swaps_fail = self.steps_fail = self.row_fails = False
+
+    def submit(self, message: EngineCoreRequest) -> None:
+        self.messages[message.request_id] = message
+        self.scheduler.add(message)
+
+    def step(self, choose: int) -> None:
+        """Plan a step and do what it orders; collect what was in flight, as the engine does."""
+        self.now += 1.0
+        self.choose = choose
+        if self.flights and self.scheduler.expects_drafts():
+            self._collect()
+            self.made_progress = True
+            return
+        with every_draft():
+            step = self.scheduler.schedule(ahead=self.late and not self.is_serial)
+        if step.page_ops:
+            self._compute()
+        for op in step.page_ops:
+            step = self._apply_or_fail(op, step)
+        self.swaps_fail = False
+        self._take_orders(step)
+        assert step.num_tokens <= self.options.max_num_batched_tokens
+        assert len(step.scheduled) <= self.options.max_num_seqs
+        was_in_flight = bool(self.flights)
+        if step.scheduled:
+            self.flights.append(Flight(step, choose))
+        else:
+            self.scheduler.discard(step)
+        self.outputs += self.scheduler.take_outputs()
+        has_room = self.late and bool(step.scheduled) and not (self.is_serial or step.is_awaited)
+        self.made_progress = was_in_flight or bool(step.scheduled) or step.num_preempted > 0 or step.wake_s is not None
+        while len(self.flights) > has_room:
+            self._collect()
+
+    def _take_orders(self, step: SchedulerOutput) -> None:
+        self.loading = (self.loading | set(step.orders.loads)) - set(step.orders.cancels)
+        for key, placed in step.orders.copies:
+            assert key not in self.copying
+            self.copying[key] = placed
+        for name in step.snapshots.cancels:
+            assert (self.fetching.pop(name, None) or self.fetched.pop(name, None)) is not None
+        self.fetching |= {wanted.name: wanted for wanted in step.snapshots.loads if isinstance(wanted, PeerSnapshot)}
+        for name, copies in step.snapshots.copies:
+            self.filling[name] = self.fetched.pop(name), copies
+
+    def _collect(self) -> None:
+        if len(self.flights) > 1 and self.steps_fail:
+            self.steps_fail = False
+            self._compute()  # half-way: its results are lost
+            for flight in self.flights:
+                self.scheduler.discard(flight.step)
+            self.flights.clear()
+            self.is_serial = True
+            self.outputs += self.scheduler.take_outputs()
+            return
+        if len(self.flights) == 1:
+            self.is_serial = False
+        self._compute()
+        flight = self.flights.pop(0)
+        draw = random.Random(flight.step.number)
+        said: dict[RequestId, tuple[int, ...]] = {}
+        logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
+        masses: dict[RequestId, list[list[float]]] = {}
+        for share in flight.step.scheduled:
+            if share.num_observed:
+                seen = sum(page != HOLE for page in share.page_table)
+                masses[share.request_id] = [[draw.random() for _ in range(seen)]] * share.num_observed
+            if not share.samples:
+                continue
+            if self.row_fails:
+                self.row_fails = False
+                continue
+            said[share.request_id] = self._said(share, flight.choose)
+            if self.messages[share.request_id].beams is not None:
+                tokens = [*draw.sample(range(30, 90), MAX_LOGPROBS - 1), EOS]
+                top = tuple(zip(draw.sample(tokens, MAX_LOGPROBS), range(0, -MAX_LOGPROBS, -1), strict=True))
+                logprobs[share.request_id] = (TokenLogprobs(*top[0], top),)
+        self.outputs += self.scheduler.update_from_output(flight.step, said, logprobs, masses=masses)
+
+    def _says(self, choose: int, position: int) -> int:
+        return 3 + (choose + position) % 5
+
+    def _said(self, share: ScheduledRequest, choose: int) -> tuple[int, ...]:
+        first = share.start + share.num_known_tokens
+        right = [self._says(choose, first + depth) for depth in range(share.num_logit_rows)]
+        agreed = (depth for depth, draft in enumerate(share.draft_token_ids) if draft != right[depth])
+        return tuple(right[: 1 + next(agreed, len(share.draft_token_ids))])
+
+    def _compute(self) -> None:
+        """Compute the oldest step, as late as possible: when its results are wanted, or pages are to be copied."""
+        if self.flights and not self.flights[0].is_computed:
+            oldest = self.flights[0]
+            oldest.step, oldest.is_computed = self.scheduler.resolve(oldest.step), True
+            self._write(oldest.step)
+
+    def load(self, key: AdapterKey) -> None:
+        self.loading.discard(key)
+        self.on_host.add(key)
+        self.books.adapter_manager.on_loaded(key)
+
+    def copy(self, key: AdapterKey) -> None:
+        placed = self.copying.pop(key)
+        for source, target, size in placed.copies(0):
+            self._adapter_units(target, size)[:] = self._adapter_tags(key, source, size)
+        self.scheduler.on_adapter_copied(key)
+
+    def fail(self, key: AdapterKey) -> None:
+        self.loading.discard(key)
+        self.copying.pop(key, None)
+        self.scheduler.on_adapter_failed(key, "broken")
+
+    def fetch(self, name: SnapshotName, count: int) -> None:
+        """A peer has sent so many pages, or failed."""
+        wanted = self.fetching.pop(name)
+        if count:
+            self.fetched[name] = wanted
+            self.books.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
+        else:
+            self.books.snapshots.on_load_failed(name, "cut", is_gone=False)
+
+    def fill(self, name: SnapshotName, fails: bool) -> None:
+        """What a peer has sent is in its pages."""
+        wanted, copies = self.filling.pop(name)
+        if fails:
+            self.books.snapshots.on_load_failed(name, "copy", is_gone=False)
+            return
+        key, salt = wanted.message.adapter_key, wanted.message.cache_salt
+        for place, page in copies:
+            for slot in range(PAGE_SIZE):
+                end = (wanted.first + place) * PAGE_SIZE + slot + 1
+                self.units[page, slot] = _tag(key, salt, b"", tuple(wanted.token_ids[:end]))
+        self.books.snapshots.on_copied(name, 1e-3)
+
+    def lend(self, request: Request) -> None:
+        """A peer asks for the pages of a request. What has been moved between steps is copied first."""
+        left = self.scheduler.take_page_ops()
+        if left:
+            self._compute()
+        for op in left:
+            self._apply(op)
+        chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.messages[request.request_id].cache_salt)
+        tokens = request.token_ids
+        digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
+        lease = self.books.exchange.offer(digests)
+        if lease.pages:
+            self._compute()
+            self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()
+
+    def check_lent(self) -> None:
+        """What peers read does not change while they may read it."""
+        self.lent = {lease: held for lease, held in self.lent.items() if lease in self.books.kv.leases()}
+        for pages, content in self.lent.values():
+            assert (self.units[list(pages), :PAGE_SIZE] == content[:, :PAGE_SIZE]).all(), "a lent page has changed"
+
+    def _apply_or_fail(self, op: PageOp, step: SchedulerOutput) -> SchedulerOutput:
+        """Apply an operation. After a swap that failed, the step goes without its request."""
+        if not self.swaps_fail or not isinstance(op, SwapOut | SwapIn):
+            self._apply(op)
+            return step
+        self.swapped.pop(op.request_id, None)
+        return self.scheduler.on_swap_failed(op.request_id, step)
+
+    def _apply(self, op: PageOp) -> None:
+        match op:
+            case CopyPages():
+                sources, targets = ([c[i] for c in op.copies] for i in (0, 1))
+                assert len(set(targets)) == len(targets)
+                assert set(targets).isdisjoint(sources)
+                self.units[targets] = self.units[sources]
+            case SwapOut():
+                self.swapped[op.request_id] = self.units[list(op.pages)].copy()
+            case SwapIn():
+                self.units[list(op.pages)] = self.swapped.pop(op.request_id)
+            case DropSwap():
+                self.swapped.pop(op.request_id, None)  # absent if swapping out failed
+
+    def _write(self, step: SchedulerOutput) -> None:
+        """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
+        filling = {page for placed in self.copying.values() for page in placed.pages}
+        filling |= {page for _, copies in self.filling.values() for _, page in copies}
+        for share in step.scheduled:
+            seen = {page for place, page in enumerate(share.page_table) if place not in self._hole(share)}
+            assert filling.isdisjoint(seen), "a request has a page that is being filled"
+            for position in range(share.start, share.start + len(share.token_ids)):
+                page = share.page_table[position // PAGE_SIZE]
+                assert page != HOLE, "a token has no page"
+                self.units[page, position % PAGE_SIZE] = self._token(share, position)
+        for share in step.scheduled:
+            self._check_reads(share)
+            for key, _ in share.terms:
+                self._check_adapter(key, step.placements[key])
+
+    def _check_reads(self, share: ScheduledRequest) -> None:
+        request = self.scheduler._queue.requests.get(share.request_id)
+        if request is not None:
+            served_as = self.messages[share.request_id].adapter_key
+            assert share.adapter_key == (None if request.fell_back else served_as)
+        for position in range(share.start + len(share.token_ids)):
+            page = share.page_table[position // PAGE_SIZE]
+            if page == HOLE or position // PAGE_SIZE in self._hole(share):
+                continue
+            assert self.units[page, position % PAGE_SIZE] == self._token(share, position), (
+                f"{share.request_id} reads another's token at {position}"
+            )
+
+    def _hole(self, share: ScheduledRequest) -> range:
+        """The places of pages that no row of a share sees."""
+        policy = self.messages[share.request_id].kv_policy
+        return range(0) if policy is None else policy.hole(share.start)
+
+    def _check_adapter(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        for panel, offset in enumerate(placed.offsets[0].tolist()):
+            size = int(placed.layout.panel_bytes[0][panel])
+            expected = self._adapter_tags(key, int(placed.layout.packed_offsets[0][panel]), size)
+            assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
+
+    def _token(self, share: ScheduledRequest, position: int) -> int:
+        message = self.messages[share.request_id]
+        sees = b"" if message.kv_policy is None else message.kv_policy.salt(position // PAGE_SIZE)
+        tokens = (*share.history[: share.start], *share.token_ids)
+        return _tag(share.adapter_key, message.cache_salt, sees, tokens[: position + 1])
+
+    def _adapter_units(self, offset: int, size: int) -> np.ndarray:
+        return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]
+
+    def _adapter_tags(self, key: AdapterKey, source: int, size: int) -> np.ndarray:
+        first = source // ALIGNMENT_BYTES
+        return np.array([_tag(key, first + unit) for unit in range(size // ALIGNMENT_BYTES)])
