@@ -15,6 +15,23 @@ from lorasrv.models.rope_config import Ropes, rope_from_config, rope_from_gguf
 from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
+_ONLY = {"is_causal": True}
+"""Values that settings of config.json may have in every family."""
+_GGUF_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+"""Control tokens that end an answer by their text, as in llama.cpp; GGUF files name one or two of them. <|endoftext|>
+is left to the files: not every model whose vocabulary has it ends answers there."""
+_GGUF_CONTROL = 3
+
+
+def _gguf_ends(meta: Mapping[str, Any], tokens: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those that the file names, and control tokens that do by their text."""
+    named = token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")])
+    types = meta.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return named
+    pairs = enumerate(zip(tokens, types, strict=False))
+    known = (i for i, (text, kind) in pairs if kind == _GGUF_CONTROL and text in _GGUF_ENDS)
+    return tuple(dict.fromkeys((*named, *known)))
 
 
 def windowed_layers(
@@ -157,7 +174,7 @@ class Family:
             if not isinstance(inner, dict):
                 raise CorruptModel(f"config.json: {table} must be an object, not {inner!r:.60}")
             config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
-        for key, only in self.config.get("only", {}).items():
+        for key, only in (_ONLY | self.config.get("only", {})).items():
             values = only if isinstance(only, list) else [only]
             if config.get(key) not in (None, *values):
                 known = " or ".join(map(repr, values)) or "none"
@@ -199,7 +216,7 @@ class Family:
             fields,
             rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {})),
             windowed_layers=windowed,
-            eos_token_ids=token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]),
+            eos_token_ids=_gguf_ends(meta, tokens),
             bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
         )
 

@@ -26,7 +26,11 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
         UnsupportedModel: an unknown kind or parameter.
         CorruptModel: a number is missing or out of range.
     """
-    params = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    params, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if params and scaling and params != scaling:
+        # Transformers takes the second, without its own theta; who adds it to a file that has the first means both.
+        raise UnsupportedModel("config.json: rope_scaling and rope_parameters differ; write all into rope_parameters")
+    params = params or scaling
     theta = _number(config, "rope_theta", rules.get("theta", DEFAULT_THETA))
     local = rules.get("local")
     nested = isinstance(params, dict) and any(isinstance(value, dict) for value in params.values())
@@ -130,7 +134,9 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> R
     )
     local = rules.get("local")
     second = local and replace(rope, theta=_number(meta, prefix + local["key"], local["theta"]))
-    kind = str(meta.get(f"{scaling}type", "none"))
+    # As in llama.cpp, a factor alone means linear.
+    has_factor = f"{scaling}factor" in meta or f"{prefix}rope.scale_linear" in meta
+    kind = str(meta.get(f"{scaling}type", "linear" if has_factor else "none"))
     _require_known(kind, GGUF_ROPE_KINDS)
     factor = _number(meta, f"{scaling}attn_factor", 1.0)
     if factor != 1.0 and kind == "linear":
@@ -139,7 +145,8 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> R
         if scaling + key in meta:
             raise UnsupportedModel(f"RoPE with {scaling}{key} is not supported")
     if kind == "linear":
-        return replace(rope, kind=kind, factor=_number(meta, f"{scaling}factor")), second
+        old = meta.get(f"{prefix}rope.scale_linear")
+        return replace(rope, kind=kind, factor=_number(meta, f"{scaling}factor", old)), second
     if kind == "longrope":
         return replace(rope, kind="factors"), second
     if kind == "yarn":

@@ -53,6 +53,8 @@ class TokenizerSource:
     add_eos: bool = False
     # bos_token, eos_token... -> their text, for templates.
     special: dict[str, str] = field(default_factory=dict)
+    # Tokens that files beside tokenizer.json declare, or whose flags they change.
+    added: tuple[AddedToken, ...] = ()
 
 
 # The library would start a thread on each core even for a batch of one, and warn on stderr when the process forks.
@@ -87,7 +89,7 @@ class Tokenizer:
         """
         vocabulary = source.vocabulary
         if isinstance(vocabulary, TokenizerJson):
-            return cls(_parse(vocabulary.text), source)
+            return cls(_with_declared(_parse(vocabulary.text), source), source)
         return cls(_build(vocabulary, source), source)
 
     def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
@@ -97,12 +99,7 @@ class Tokenizer:
             AdapterInvalid: they would not have the ids that they name.
         """
         backend = _with_parts_of(self._backend)
-        backend.add_tokens(
-            [
-                tokenizers.AddedToken(**{name: value for name, value in asdict(token).items() if name != "id"})
-                for token in added
-            ]
-        )
+        backend.add_tokens(list(map(_as_library, added)))
         ids = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
         ids |= {token.content: token.id for token in added}
         if wrong := next((content for content, token in ids.items() if backend.token_to_id(content) != token), None):
@@ -240,6 +237,26 @@ def _with_parts_of(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return other
 
 
+def _as_library(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(**{name: value for name, value in asdict(token).items() if name != "id"})
+
+
+def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> tokenizers.Tokenizer:
+    """Add the tokens that files beside tokenizer.json declare, with their flags, and make named tokens special.
+
+    Raises:
+        CorruptModel: a token would not have the id that it is declared with.
+    """
+    backend.add_tokens([_as_library(token) for token in sorted(source.added, key=lambda token: token.id)])
+    for token in source.added:
+        if backend.token_to_id(token.content) != token.id:
+            raise CorruptModel(f"tokenizer_config.json: {show(token.content)} is not token {token.id} here")
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [text for text in source.special.values() if text not in added and backend.token_to_id(text) is not None]
+    backend.add_special_tokens(named)
+    return backend
+
+
 def _parse(text: str) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
@@ -276,16 +293,23 @@ class _PreKind:
     pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
     normalizer: Callable[[], normalizers.Normalizer] | None = None
     ignore_merges: bool = False
+    # Whether a text begins with the bos token where the file does not say, as in llama.cpp.
+    adds_bos: bool = False
 
 
 _PRE_KINDS = {
     "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
-    "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True),
+    "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True, adds_bos=True),
     "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
     "smollm": _PreKind(
         lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
     ),
 }
+
+
+def adds_bos(pre: str) -> bool:
+    """Return whether a text begins with the bos token where a GGUF file with this pre-tokenizer does not say."""
+    return pre in _PRE_KINDS and _PRE_KINDS[pre].adds_bos
 
 
 def _build(vocabulary: BpeVocabulary, source: TokenizerSource) -> tokenizers.Tokenizer:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.spec import ModelSpec
-from lorasrv.text.tokenizer import BpeVocabulary, TokenizerSource
+from lorasrv.text.tokenizer import BpeVocabulary, TokenizerSource, adds_bos
 
 BLOCK = 32
 
@@ -273,21 +273,21 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> Tokenizer
         )
     tokens = _strings(meta, "tokens")
     types = meta.get("tokenizer.ggml.token_type", [])
-    template = meta.get("tokenizer.chat_template")
+    template, pre = meta.get("tokenizer.chat_template"), str(meta.get("tokenizer.ggml.pre", "default"))
     if not isinstance(types, list) or not isinstance(template, str | None):
         raise CorruptModel("the GGUF metadata has a token_type that is no list, or a chat_template that is no text")
     return TokenizerSource(
         vocabulary=BpeVocabulary(
             tokens=tokens,
             merges=_strings(meta, "merges"),
-            pre=str(meta.get("tokenizer.ggml.pre", "default")),
+            pre=pre,
             control=tuple(i for i, kind in enumerate(types) if kind == _CONTROL),
             user_defined=tuple(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
         ),
         chat_template=template,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
-        add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", False)),
+        add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", adds_bos(pre))),
         add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
         special=_special_tokens(meta, tokens),
     )

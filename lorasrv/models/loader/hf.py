@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.models.families import detect, tensor_shapes, token_ids
 from lorasrv.models.loader.checkpoint import StoredPacking, check_num_layers, check_shapes
@@ -56,9 +57,26 @@ class HfCheckpoint:
             check_shapes(self.spec, dict(self._shapes()))
             self.packing = None if settings is None else self._packing(settings.method)
             self._check_biases()
+            self._check_head()
         except BaseException:
             self.close()
             raise
+
+    def _check_head(self) -> None:
+        """Check that a head which the configuration ties to the embedding is not another one in the file.
+
+        Raises:
+            UnsupportedModel: it is, as a merged adapter with a head of its own leaves it.
+        """
+        names = [self.spec.names.in_file(f"{module}.weight") for module in ("lm_head", "model.embed_tokens")]
+        if not self.spec.tied_head or not all(name in self._readers for name in names):
+            return
+        head, embedding = (self._readers[name].get_tensor(name) for name in names)
+        if head.shape != embedding.shape or not (head == embedding).all():
+            raise UnsupportedModel(
+                "config.json ties the head to the embedding, but the file has another head: set tie_word_embeddings "
+                "to false, or remove lm_head.weight"
+            )
 
     def names(self) -> Iterable[str]:
         return tensor_shapes(self.spec).keys()
@@ -219,13 +237,38 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
     if not vocabulary.is_file():
         raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
     config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+    special = _special_tokens(config)
+    if "added_tokens_decoder" not in config:
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json", missing_ok=True)) | special
     return TokenizerSource(
         vocabulary=TokenizerJson(_read_text(vocabulary)),
         chat_template=_chat_template(folder, config),
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
-        special=_special_tokens(config),
+        special=special,
+        added=tuple(_declared_tokens(folder, config, frozenset(special.values()))),
     )
+
+
+def _declared_tokens(folder: Path, config: dict[str, Any], special: frozenset[str]) -> Iterator[AddedToken]:
+    """Yield the added tokens of tokenizer_config.json; without any, those of added_tokens.json, as transformers does.
+
+    Raises:
+        CorruptModel: one of them is none.
+    """
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        others = _read_json(folder / "added_tokens.json", missing_ok=True)
+        declared = {number: {"content": text, "special": text in special} for text, number in others.items()}
+    if not isinstance(declared, dict):
+        raise CorruptModel("tokenizer_config.json: added_tokens_decoder must be an object")
+    for number, token in declared.items():
+        text = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(text, str) or not str(number).isdecimal():
+            raise CorruptModel(f"tokenizer_config.json: {number!r:.60} of added_tokens_decoder is no added token")
+        flags = {name: bool(token.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
+        normalized = bool(token.get("normalized", not flags["special"]))
+        yield AddedToken(int(number), text, normalized=normalized, **flags)
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -1,9 +1,9 @@
 """Read checkpoints of FP8 weights: transformers' fp8 and fbgemm_fp8, float-quantized compressed-tensors.
 
 Tensors of a module, O outputs, H inputs: weight [O, H] e4m3, and weight_scale or weight_scale_inv, one number, [O] or
-[O, 1], or one for each block of `weight_block_size` outputs and inputs. A weight is q * scale, whatever the scale's
-name. Scales of activations are not used. Weights are rounded to 8 bits with a scale for every 32, as a CPU multiplies
-no e4m3.
+[O, 1], or one for each block of `weight_block_size` outputs and inputs (compressed-tensors: `block_structure`). A
+weight is q * scale, whatever the scale's name. Scales of activations are not used. Weights are rounded to 8 bits with a
+scale for every 32, as a CPU multiplies no e4m3.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Fp8Modules:
 
     def __init__(self, settings: QuantizationSettings, tensors: StoredTensors) -> None:
         self._tensors = tensors
-        self._blocks = [size for size in settings.wholes("weight_block_size") if size > 0]
+        self._blocks = [size for size in _block_size(settings) if size > 0]
         found = [module for module in tensors.modules("weight") if tensors.dtype(f"{module}.weight") == _E4M3]
         self.bits: Mapping[str, int] = dict.fromkeys(found, 8)
         self.held = self.bits
@@ -70,3 +70,12 @@ class Fp8Modules:
                 spread = scales.repeat_interleave(rows, 0)[:outputs]
                 return spread.repeat_interleave(columns, 1)[:, :inputs]
         raise CorruptModel(f"{name} is {found}, which does not fit a weight of {[outputs, inputs]}")
+
+
+def _block_size(settings: QuantizationSettings) -> list[int]:
+    """Return the outputs and inputs of a block with one scale; nothing if there are no blocks."""
+    groups = settings.table("config_groups").items()
+    schemes = [settings.inner(f"config_groups {name!r:.60}", group) for name, group in groups]
+    weights = [scheme.inner("weights", scheme.values["weights"]) for scheme in schemes if scheme.values.get("weights")]
+    sizes = [settings.wholes("weight_block_size"), *(scheme.wholes("block_structure") for scheme in weights)]
+    return next(filter(None, sizes), [])

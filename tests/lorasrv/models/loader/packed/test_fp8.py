@@ -20,6 +20,15 @@ KINDS: dict[str, tuple[dict[str, Any], str, list[int]]] = {
     "blocks": (BLOCKS, "weight_scale_inv", [2, 4]),
     "one": ({"quant_method": "fp8"}, "weight_scale", []),
     "outputs": ({"quant_method": "fbgemm_fp8"}, "weight_scale", [64, 1]),
+    "compressed blocks": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [48, 32]}}},
+        },
+        "weight_scale",
+        [2, 4],
+    ),
     "compressed": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "weight_scale", [64, 1]),
 }
 """Configuration, name of the scale, its shape for a weight of 64 outputs and 128 inputs."""
@@ -59,11 +68,11 @@ def test_values_times_scales(floats: Path, tmp_path: Path, kind: str) -> None:
         assert codes is not None
         assert torch.equal(codes.codes, round_symmetric(want, 32).codes)
         assert (codes.dequantize() - want).norm() < 0.007 * want.norm()
-        method = "compressed-tensors" if kind == "compressed" else "fp8"
+        method = "compressed-tensors" if kind.startswith("compressed") else "fp8"
         assert checkpoint.packing is not None
         assert (checkpoint.packing.method, checkpoint.packing.bits) == (method, (8,))
         served = select_format(StoredWeights.of(checkpoint))[0]
-        assert served == ("compressed-tensors" if kind == "compressed" else "int8")
+        assert served == ("compressed-tensors" if kind.startswith("compressed") else "int8")
 
 
 @pytest.mark.parametrize(
