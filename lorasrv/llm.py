@@ -4,13 +4,15 @@ threads."""
 import itertools
 import json
 import math
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from adapter_store.composition import Composition, is_sum, parse_sum
 from adapter_store.formats.adapter_dir import open_adapter_dir
@@ -36,6 +38,35 @@ from lorasrv.worker.adapter_loader import InlineLoader
 
 MAX_SLEEP_S = 0.05
 """Longest sleep. Steps do the loads themselves, so a step without progress only waits for a rate or a time."""
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Have Ctrl-C raise where the engine's accounts are whole: in the function that is yielded, or at the end of the
+    block. A second one raises at once. In other threads than the main one, no signal comes.
+    """
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            signal.default_int_handler(number, frame)
+        came = True
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    check()
 
 
 @dataclass
@@ -99,6 +130,8 @@ class LLM:
         self.engine = EngineCore(built.parts, loader)
         self.input_processor = built.input_processor(self.engine.poison)
         self._numbers = itertools.count()
+        # Calls of several threads take turns: each would take the other's outputs.
+        self._running = threading.Lock()
 
     def add_adapter(
         self,
@@ -155,6 +188,7 @@ class LLM:
                 part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
+        _check_several(prompts)
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         triples = zip(prompts, each, self._resolved(adapters, ignore_defaults), strict=True)
@@ -162,19 +196,21 @@ class LLM:
 
     def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
         answers = {m.request_id: self._answer(m) for m in messages}
-        try:
-            for message in messages:
-                self.engine.add_request(message)
-            while self.engine.has_requests:
+        with self._running, _interrupted_between_steps() as check:
+            try:
+                for message in messages:
+                    self.engine.add_request(message)
+                while self.engine.has_requests:
+                    check()
+                    self._step(answers)
+                    if not self.engine.made_progress and self.engine.idle_s < math.inf:
+                        time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
+                # The last request may have been refused before any step.
                 self._step(answers)
-                if not self.engine.made_progress and self.engine.idle_s < math.inf:
-                    time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
-            # The last request may have been refused before any step.
-            self._step(answers)
-        finally:
-            # After an interrupt, no request may be left for the next call.
-            for message in messages:
-                self.engine.abort(message.request_id)
+            finally:
+                # After an interrupt, no request may be left for the next call.
+                for message in messages:
+                    self.engine.abort(message.request_id)
         return [answers[m.request_id].completion() for m in messages]
 
     def beam_search(
@@ -190,6 +226,7 @@ class LLM:
 
         Args and errors are those of `generate`.
         """
+        _check_several(prompts)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         groups = []
         for prompt, named in zip(prompts, self._resolved(adapters, ignore_defaults), strict=True):
@@ -274,3 +311,9 @@ class LLM:
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self._tokenizer_of(message.adapter_key))
         return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))
+
+
+def _check_several(prompts: object) -> None:
+    """Raises: InvalidRequest: it is one text, of which every character would be a prompt."""
+    if isinstance(prompts, str):
+        raise InvalidRequest("prompts is one text; give a list: [text]", param="prompts")

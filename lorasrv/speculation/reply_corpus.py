@@ -26,6 +26,10 @@ _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 CorpusKey = tuple[AdapterKey | None, str]
 
 
+ENTRY_BYTES = 1024
+"""Memory of an entry beside its tokens: a key with a salt of up to 256 characters, and its places in two tables."""
+
+
 class ReplyCorpus(Drafter):
     """Keep finished answers by adapter and salt, those used last, and draft from them.
 
@@ -36,8 +40,8 @@ class ReplyCorpus(Drafter):
     name = "corpus"
 
     def __init__(self, max_bytes: int) -> None:
-        self._texts: LRUCache[CorpusKey, array[int]] = LRUCache(max_bytes, getsizeof=sys.getsizeof)
-        self._max_tokens = min(MAX_TOKENS, max_bytes // MAX_TOKEN_BYTES)
+        self._texts: LRUCache[CorpusKey, array[int]] = LRUCache(max_bytes, getsizeof=_size)
+        self._max_tokens = min(MAX_TOKENS, max(0, max_bytes - ENTRY_BYTES) // MAX_TOKEN_BYTES)
 
     @property
     def kept_bytes(self) -> int:
@@ -57,12 +61,16 @@ class ReplyCorpus(Drafter):
         if len(text) + len(reply) >= self._max_tokens:
             text = _without_oldest(text)
         text.extend([BOUNDARY, *reply])
-        if sys.getsizeof(text) <= self._texts.maxsize:
+        if _size(text) <= self._texts.maxsize:
             self._texts[key] = text
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
         for key in [(a, s) for a, s in self._texts if a == adapter is not None or is_salted(s, salt)]:
             del self._texts[key]
+
+
+def _size(text: "array[int]") -> int:
+    return ENTRY_BYTES + sys.getsizeof(text)
 
 
 def _key(request: Request) -> CorpusKey:

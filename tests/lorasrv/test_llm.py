@@ -1,7 +1,10 @@
 """Offline use: as the server refuses and answers, and nothing is left behind."""
 
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_engine import GREEDY, PROMPT, offline_engine
@@ -10,6 +13,7 @@ from lorasrv.config import Limits
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import BeamOptions
+from lorasrv.worker import adapter_loader
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -36,6 +40,44 @@ def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: 
         assert not llm.engine.has_requests
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 20
         llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["_load", "_copy", "_plan"])
+def test_ctrl_c_waits_until_the_accounts_are_whole(
+    model: Path, adapter_dirs: dict[str, Path], alone, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an adapter is read or copied, or in the middle of a plan; the next call finds all as it should be."""
+    with offline_engine(model, adapter_dirs) as llm:
+        target = llm.engine._scheduler._planner if place == "_plan" else adapter_loader
+        name = place.strip("_") if place == "_plan" else place
+        real, left = getattr(target, name), [1]
+
+        def interrupted(*args: Any) -> Any:
+            if left:
+                left.pop()
+                signal.raise_signal(signal.SIGINT)
+            return real(*args)
+
+        monkeypatch.setattr(target, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT], GREEDY, ["one"])
+        llm.engine.check_integrity()
+        assert not llm.engine.has_requests
+        assert list(llm.generate([PROMPT], GREEDY, ["one"])[0].token_ids) == alone(PROMPT, GREEDY, "one")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_calls_of_several_threads_take_turns(model: Path, adapter_dirs: dict[str, Path], alone) -> None:
+    names = ["one", "two", None]
+    with offline_engine(model, adapter_dirs) as llm, ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda name: llm.generate([PROMPT] * 2, GREEDY, [name] * 2), names * 2))
+    for name, answers in zip(names * 2, found, strict=True):
+        assert [list(answer.token_ids) for answer in answers] == [alone(PROMPT, GREEDY, name)] * 2
+
+
+def test_one_text_is_no_list_of_prompts(model: Path) -> None:
+    with offline_engine(model) as llm, pytest.raises(InvalidRequest, match=r"give a list: \[text\]"):
+        llm.generate("Alice was", GREEDY)
 
 
 def test_a_rate_is_waited_for_and_a_deadline_is_an_error(model: Path, adapter_dirs: dict[str, Path], alone) -> None:

@@ -17,7 +17,7 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.speculation.forced_tokens import ForcedTokens
 from lorasrv.speculation.prompt_lookup import Prediction, PromptLookup
-from lorasrv.speculation.reply_corpus import MAX_TOKENS, ReplyCorpus
+from lorasrv.speculation.reply_corpus import ENTRY_BYTES, MAX_TOKENS, ReplyCorpus
 from lorasrv.speculation.speculator import ASKED_TOGETHER, Speculator
 from lorasrv.speculation.survival import MAX_ENTRIES, SurvivalTable
 from lorasrv.speculation_params import SpeculationParams
@@ -116,21 +116,22 @@ class TestWhoIsCopied:
         assert bool(speculator.kept_bytes) == is_kept
 
     def test_the_bytes_are_bounded_by_those_used_last(self) -> None:
-        speculator = Speculator([ReplyCorpus(400)], VOCAB)
+        most = 3 * ENTRY_BYTES + 400
+        speculator = Speculator([ReplyCorpus(most)], VOCAB)
         for number in range(6):
             finished(speculator, asked(answer=REPLY, cache_salt=str(number)))
-            assert 0 < speculator.kept_bytes <= 400
+            assert 0 < speculator.kept_bytes <= most
             assert proposal(speculator, asked("s", answer=REPLY[:2], cache_salt="0")) == tuple(REPLY[2:])
             speculator.forget(asked("s", cache_salt="never kept"))
         assert proposal(speculator, asked("s", answer=REPLY[:2], cache_salt="2")) == ()
 
-    @pytest.mark.parametrize("max_bytes", [0, 100, 600, 5000])
+    @pytest.mark.parametrize("max_bytes", [0, 100, ENTRY_BYTES + 600, 6000])
     def test_a_small_corpus_keeps_the_newest_answers(self, max_bytes: int) -> None:
         speculator = Speculator([ReplyCorpus(max_bytes)], VOCAB)
         for number in range(90):
             finished(speculator, asked(answer=[20 + number, *REPLY]))
             assert speculator.kept_bytes <= max_bytes
-        assert bool(proposal(speculator, asked("s", answer=[109]))) == (max_bytes > 500)
+        assert bool(proposal(speculator, asked("s", answer=[109]))) == (max_bytes > ENTRY_BYTES)
         assert proposal(speculator, asked("t", answer=[20])) == ()
         assert speculator.is_active, "it did not fail"
 
