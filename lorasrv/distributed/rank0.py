@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,9 +88,10 @@ class ProcessLauncher:
         return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)})
 
     def stop(self) -> None:
+        deadline = time.monotonic() + STOP_S
         for process in self._processes:
             try:
-                process.wait(STOP_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

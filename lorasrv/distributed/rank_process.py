@@ -20,8 +20,9 @@ _LOG = logging.getLogger(__name__)
 def main() -> None:
     """Run the rank until rank 0 says to stop, or is gone."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # Rank 0 gets a terminal's Ctrl-C as well, and ends the ranks when its requests are done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Rank 0 gets what a terminal or a supervisor sends to all as well, and ends the ranks when its requests are done.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sockets = RankSockets(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:4]))
     threading.Thread(target=beat, args=(sockets.pulse, lambda: os._exit(EXIT_CODE)), daemon=True).start()
     from lorasrv.distributed.rank_start import run_rank, torch_comm

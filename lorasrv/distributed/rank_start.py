@@ -1,5 +1,6 @@
 """Start a rank other than 0: load its part of the weights, make its part of the pool, serve."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ import torch
 
 from lorasrv.config import PAGE_SIZE_TOKENS, ModelOptions, PartitionOptions
 from lorasrv.distributed.comm import Comm
-from lorasrv.distributed.frames import Frame, Link
+from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.part_checkpoint import PartCheckpoint
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.rank_exchange import make_exchange
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.rank_worker import RankParts, RankWorker
-from lorasrv.distributed.team import DONE, LOADED, PROGRESS, RankSockets, failure
+from lorasrv.distributed.team import DONE, LOADED, PROGRESS, STOP, RankSockets, failure
 from lorasrv.distributed.torch_comm import TorchComm
 from lorasrv.errors import LorasrvError, ModelError, NotEnoughMemory
 from lorasrv.models.loader import open_checkpoint
@@ -63,13 +64,16 @@ def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
         Exception: a step failed, or rank 0 has gone.
     """
     orders, bulk = Link(sockets.orders), Link(sockets.bulk)
-    loaded = _load(orders)
-    if loaded is None:
+    try:
+        setup, weights, ops = _load(orders)
+        pool = orders.receive()
+        if pool.kind == STOP:
+            return False
+        comm = make_comm(setup, pool.fields["meeting"])
+        worker = RankWorker(_parts(setup, weights, ops, comm, pool.fields))
+    except (LorasrvError, MemoryError) as error:
+        _report(orders, error)
         return False
-    setup, weights, ops = loaded
-    pool = orders.receive()
-    comm = make_comm(setup, pool.fields["meeting"])
-    worker = RankWorker(_parts(setup, weights, ops, comm, pool.fields))
     loader = threading.Thread(target=worker.serve_bulk, args=(bulk,), name=f"rank-{setup.rank}-bulk", daemon=True)
     loader.start()
     orders.send(Frame(DONE))
@@ -95,39 +99,48 @@ def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv
     }
 
 
-def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops] | None:
-    """Load the rank's part, and tell rank 0 how that goes; None if it failed."""
+def _report(orders: Link, error: Exception) -> None:
+    """Tell rank 0 why this rank cannot start, and wait until it has read that: it may listen to another rank now, and
+    would see this one end first."""
+    kinds = {ModelError: "model", NotEnoughMemory: "memory", MemoryError: "memory"}
+    kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
+    with contextlib.suppress(LinkClosed):
+        orders.send(failure(error, kind))
+        while orders.receive().kind != STOP:
+            pass
+
+
+def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
+    """Load the rank's part, and tell rank 0 how that goes.
+
+    Raises:
+        LorasrvError, MemoryError: it cannot be loaded.
+    """
     fields = orders.receive().fields
     torch.set_num_threads(fields["threads"])
+    file = fields["model"]["quantized_weights"]
+    options = ModelOptions(**fields["model"] | {"quantized_weights": None if file is None else Path(file)})
+    device = resolve_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(fields["rank"])
+    checkpoint = open_checkpoint(options.model, options.load_format, options.quantized_weights)
     try:
-        file = fields["model"]["quantized_weights"]
-        options = ModelOptions(**fields["model"] | {"quantized_weights": None if file is None else Path(file)})
-        device = resolve_device(options.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(fields["rank"])
-        checkpoint = open_checkpoint(options.model, options.load_format, options.quantized_weights)
-        try:
-            whole, dtype = checkpoint.spec, getattr(torch, options.dtype)
-            shares = Partition.of(PartitionOptions(**fields["partition"])).shares(whole)
-            specs = tuple(RankSpec.of(whole, share) for share in shares)
-            kv_format = get_kv_format(fields["kv_cache_dtype"], options.dtype)
-            setup = RankSetup(fields["rank"], specs, options, device, kv_format)
-            ops = make_ops(options, whole, device)
-            ops.warm_up(dtype, kv_format, lambda what, done: None)
-            fmt = choose_format(options, checkpoint, ops)
+        whole, dtype = checkpoint.spec, getattr(torch, options.dtype)
+        shares = Partition.of(PartitionOptions(**fields["partition"])).shares(whole)
+        specs = tuple(RankSpec.of(whole, share) for share in shares)
+        kv_format = get_kv_format(fields["kv_cache_dtype"], options.dtype)
+        setup = RankSetup(fields["rank"], specs, options, device, kv_format)
+        ops = make_ops(options, whole, device)
+        ops.warm_up(dtype, kv_format, lambda what, done: None)
+        fmt = choose_format(options, checkpoint, ops)
 
-            def progress(what: str, done: float) -> None:
-                orders.send(Frame(PROGRESS, {"what": what, "done": done}))
+        def progress(what: str, done: float) -> None:
+            orders.send(Frame(PROGRESS, {"what": what, "done": done}))
 
-            part = PartCheckpoint(checkpoint, setup.spec)
-            weights = load_weights(part, fmt, dtype, progress=progress, device=device)
-        finally:
-            checkpoint.close()
-    except (LorasrvError, MemoryError) as error:
-        kinds = {ModelError: "model", NotEnoughMemory: "memory", MemoryError: "memory"}
-        kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
-        orders.send(failure(error, kind))
-        return None
+        part = PartCheckpoint(checkpoint, setup.spec)
+        weights = load_weights(part, fmt, dtype, progress=progress, device=device)
+    finally:
+        checkpoint.close()
     facts = {"weight_bytes": weights.nbytes, "fingerprint": weights.fingerprint}
     orders.send(Frame(LOADED, facts | {"codes": [weights.kept_codes, weights.remade_codes]}))
     return setup, weights, ops
