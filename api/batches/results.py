@@ -252,6 +252,7 @@ class ResultSink:
         self.tally = tally
         self._kept: deque[Result] = deque()
         self._lock = threading.Lock()
+        self._is_torn = False
         self._output = ResultFile(output)
         self._errors = self._output if errors == output else ResultFile(errors)
 
@@ -276,6 +277,10 @@ class ResultSink:
             OSError: writing failed.
         """
         with self._lock:
+            if self._is_torn:
+                return
+            # Until all is written: what follows half a line would be unreadable. The next sink cuts that off first.
+            self._is_torn = True
             taken = [self._kept.popleft() for _ in range(len(self._kept))]
             for file in (self._output, self._errors):
                 is_shared = self._errors is self._output
@@ -285,6 +290,7 @@ class ResultSink:
                 if is_shared:
                     break
             self._count(taken)
+            self._is_torn = False
 
     def _count(self, written: list[Result]) -> None:
         for result in written:

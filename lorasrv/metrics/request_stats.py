@@ -109,6 +109,8 @@ class _LiveRequest:
     first_s: float | None = None
     last_s: float = 0.0
     tokens: int = 0
+    # Of these, those that another replica has generated and counted.
+    resumed_tokens: int = 0
     timing: RequestTiming = field(default_factory=RequestTiming)
 
 
@@ -161,6 +163,8 @@ class RequestStats(RequestObserver):
                 message.fork_of is not None,
                 listener,
                 arrived_s,
+                tokens=len(message.resumed_token_ids),
+                resumed_tokens=len(message.resumed_token_ids),
             )
             if message.adapter_key is not None:
                 self.askers.pop(message.adapter_key, None)
@@ -246,7 +250,7 @@ class RequestStats(RequestObserver):
             total_s=now_s - arrived_s,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=timing.num_cached_tokens,
-            generated_tokens=request.tokens,
+            generated_tokens=request.tokens - request.resumed_tokens,
             steps=timing.num_steps,
             draft_tokens=timing.num_draft_tokens,
             accepted_draft_tokens=timing.num_accepted_tokens,

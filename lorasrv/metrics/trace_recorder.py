@@ -48,6 +48,7 @@ class TraceRecorder(RequestObserver):
         # Without a buffer of Python's: every line is the kernel's at once, and nothing is left for `close` to fail on.
         self._file: FileIO | None = path.open("a+b", buffering=0)
         try:
+            _cut_torn_line(self._file, path.name)
             self._start_s = clock() - _seconds_recorded(self._file, path.name)
         except BaseException:
             self._file.close()
@@ -114,7 +115,7 @@ def _line(request: _Open, output: RequestOutput, reason: FinishReason, start_s: 
     return TraceRequest(
         arrival_s=round(max(0.0, request.arrived_s - start_s), 6),
         prompt_tokens=output.num_prompt_tokens,
-        output_tokens=output.num_generated_tokens,
+        output_tokens=output.num_generated_tokens - len(message.resumed_token_ids),
         adapter=None if timing.fell_back else message.adapter_id or None,
         max_tokens=message.max_tokens,
         cached_tokens=timing.num_cached_tokens,
@@ -132,6 +133,22 @@ def _line(request: _Open, output: RequestOutput, reason: FinishReason, start_s: 
         accepted_tokens=timing.num_accepted_tokens,
         finish=reason.value,
     )
+
+
+def _cut_torn_line(file: FileIO, name: str) -> None:
+    """Cut off a last line without an end, which a full disk or a loss of power leaves.
+
+    Raises:
+        InvalidTrace: the line before is none of a trace.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_LINE_BYTES))
+    read = file.read(MAX_LINE_BYTES) or b""
+    whole, _, torn = read.rpartition(b"\n")
+    if whole and torn:
+        parse_line(whole.splitlines()[-1], f"{name}, last whole line")
+        file.truncate(size - len(torn))
+        _LOG.warning("the last line of %s had no end, and was cut off", name)
 
 
 def _seconds_recorded(file: FileIO, name: str) -> float:

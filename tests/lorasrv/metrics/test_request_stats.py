@@ -49,6 +49,17 @@ def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStat
     assert not traffic._open
 
 
+def test_tokens_of_another_replica_are_counted_there(traffic: RequestStats) -> None:
+    ends = []
+    traffic.listeners.append(ends.append)
+    rid, resumed = RequestId("r"), tuple(range(20))
+    message = EngineCoreRequest(rid, (1,), 30, SamplingParams(), adapter_id="mia", resumed_token_ids=resumed)
+    traffic.on_accepted([message], 1000.0)
+    for tokens in (20, 21, 30):
+        traffic.on_output(rid, output(rid, tokens, last=tokens == 30))
+    assert (traffic.of("mia").tokens, traffic.total.tokens, ends[0].generated_tokens) == (10, 10, 10)
+
+
 def test_who_left_is_no_answer(traffic: RequestStats) -> None:
     rid = accept(traffic, 0)
     traffic.on_finished(rid, "client")

@@ -139,6 +139,23 @@ def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
     assert 8 <= second.arrival_s < 60, "after the end of the first, by the time that lay between"
 
 
+def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
+    """A full disk leaves it, and a loss of power."""
+    path = tmp_path / "t"
+    for torn in (b'{"arrival_s": 2.0, "prom', b""):
+        with TraceRecorder(path, clock := Clock()) as recorder:
+            recorder.on_accepted([_message("a")], clock.now)
+            recorder.on_output(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
+        with path.open("ab") as file:
+            file.write(torn)
+    assert len(read_trace(path)) == 2
+    notes = tmp_path / "notes.txt"
+    notes.write_text("buy milk\nand br")
+    with pytest.raises(InvalidTrace):
+        TraceRecorder(notes)
+    assert notes.read_text() == "buy milk\nand br"
+
+
 def test_what_is_no_trace_is_not_written_to(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk\n")
