@@ -64,12 +64,12 @@ class TarReader:
     def next_member(self) -> tuple[str, int] | None:
         """Return name and bytes of the next member, None at the end."""
         block = self._file.read(tarfile.BLOCKSIZE)
-        if not any(block) and len(block) == tarfile.BLOCKSIZE:
+        if len(block) < tarfile.BLOCKSIZE:
+            raise InvalidArchive(f"{_NO_ARCHIVE}, or it ends early; copy it again")
+        if not any(block):
             return None
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
-            raise InvalidArchive(f"{_NO_ARCHIVE}, or it ends early; copy it again") from None
         except tarfile.HeaderError:
             raise InvalidArchive(f"{_NO_ARCHIVE}, or it is damaged") from None
         if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.size < 0:

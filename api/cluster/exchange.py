@@ -186,20 +186,20 @@ class Exchange:
     def _is_for_another(self, whole: _Whole) -> bool:
         """Return whether an answer says that the replica is full or stops, so that the next may take the request.
 
-        Only one other is asked where a replica is full: its answer, or the one that says the shorter wait, goes on.
+        Where a replica is full, one more that does not stop is asked: its answer, or that of the full one with the
+        shorter wait, goes on.
         """
         if whole.status == 429:
             self._full.append(whole)
             self._full.sort(key=lambda one: one.retry_after_s)
             return len(self._full) == 1
-        stops = whole.status == 503 and (b"connection", b"close") in whole.headers
-        if not stops or self._num_failed == MAX_RETRIES:
+        if whole.status != 503 or (b"connection", b"close") not in whole.headers:
             return False
         self._stopping = whole
-        return True
+        return self._num_failed < MAX_RETRIES
 
     async def _send_whole(self, whole: _Whole) -> None:
-        if whole.status == 429:
+        if self._full and whole in (self._full[-1], self._stopping):
             whole = self._full[0]
         if (usage := _USAGE.search(whole.body)) is not None:
             self._stats.observe_answer(self._peers.answer.adapter_id, int(usage[1]))

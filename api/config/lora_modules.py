@@ -63,7 +63,9 @@ def register_modules(
         try:
             done = add_folder(store, module.path.expanduser(), module.name, moves=False, tokenizer=tokenizer)
         except (AdapterError, OSError) as error:
-            reasons[module.name] = _reasons(error)
+            # Relative to the working directory, which may be another one than was thought.
+            is_there = module.path.expanduser().is_dir()
+            reasons[module.name] = _reasons(error) if is_there else [f"{module.path.absolute()} is not a folder"]
             continue
         for warning in (*_other_base(module, store.base.name), *_not_current(store, done), *_warnings(done)):
             _LOG.warning("--lora-modules %s: %s", module.name, warning)

@@ -188,7 +188,8 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """Stop the engine thread; requests that still run end with an error."""
         if self._thread.is_alive:
-            await asyncio.to_thread(self._thread.stop)
+            self._thread.stop()
+            await asyncio.to_thread(self._thread.join)
         self._fail_all("the server is shutting down", ServerStopping)
         self.input_processor.close()
         await self.grammars.aclose()

@@ -58,12 +58,16 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop behind the messages so far, and wait for that."""
+        """Stop behind the messages so far."""
         self._inbox.put(Shutdown())
+
+    def join(self) -> None:
+        """Wait for the end."""
         self._thread.join()
 
     def take_unposted(self) -> list[EngineOutput]:
-        """Return the outputs that no step will hand over any more. When the thread has ended or hangs."""
+        """Return the outputs that were not handed over. A thread that still runs may hand over some of them again: call
+        it when all streams end."""
         outputs, self._unposted = self._unposted, []
         return outputs
 

@@ -65,7 +65,8 @@ class Blocker(NamedTuple):
 
     @property
     def is_of_adapter(self) -> bool:
-        """Return whether requests wait until an adapter's state changes: it has places before a snapshot."""
+        """Return whether requests wait until an adapter's state changes; pages of a snapshot have places when its
+        adapter has some."""
         return self.kind in ("load", "host memory", "snapshot")
 
 

@@ -172,7 +172,7 @@ class Scheduler:
     def on_swap_failed(self, request_id: RequestId, step: SchedulerOutput) -> SchedulerOutput:
         """Note that a request's pages could not be swapped out or in: they are computed again.
 
-        Returns: the step in flight that is to be computed, without this request.
+        Returns: the step without this request.
         """
         if (request := self._queue.requests.get(request_id)) is not None:
             self._in_flight.leave_out(step.number, request)

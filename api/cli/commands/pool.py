@@ -131,7 +131,7 @@ def _by_pages(holders: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _adapter_cells(adapter: dict[str, Any]) -> tuple[str, ...]:
     return (
-        _name(adapter),
+        _name(adapter) if adapter["versions"] else f"{_name(adapter)} (deleted)",
         str(adapter["pages"]),
         f"{100 * adapter['bytes_used'] / max(1, adapter['bytes_held']):.0f} %",
         str(adapter["requests"]),
@@ -146,5 +146,5 @@ def _request_cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    """Return the versions of a content, or its digest if they were deleted."""
-    return ", ".join(holder["versions"]) or f"{short_digest(holder['digest'])} (deleted)"
+    """Return the versions of a content, or its digest: of a sum, or if they were deleted."""
+    return ", ".join(holder["versions"]) or short_digest(holder["digest"])

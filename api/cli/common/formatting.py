@@ -90,7 +90,10 @@ def _form(text: str) -> Form:
 
 
 DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder written by PEFT's save_pretrained(), or by MLX.")
+    Path,
+    typer.Argument(
+        exists=True, file_okay=False, metavar="DIR", help="Folder written by PEFT's save_pretrained(), or by MLX."
+    ),
 ]
 PartialOption = Annotated[
     bool, typer.Option("--allow-partial", help="Accept it although modules named in its config have no tensors.")

@@ -154,7 +154,7 @@ def connected(url: str, key: str | None = None, *, wait_s: float | None = None) 
         with Client(url, key or client_key(url), wait_s=wait_s) as client:
             yield client
     except InvalidAddress as error:
-        raise CliError(f"--server: {error}", code=ExitCode.USAGE) from None
+        raise CliError(str(error), code=ExitCode.USAGE) from None
     except ServerUnreachable as error:
         raise CliError(str(error), code=ExitCode.UNREACHABLE) from None
     except Refused as error:

@@ -1,9 +1,14 @@
 """Define tools, tool calls, and the helpers shared by their readers, independent of HTTP and templates."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
+
+MAX_DEPTH = 64
+"""Deepest nesting of arguments, as of the bodies that repeat them."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +65,20 @@ def read_call(value: Any, names: frozenset[str], keys: Sequence[str]) -> ToolCal
 
 
 def _written(arguments: Any) -> str | None:
-    """Return arguments as JSON text; None if a number is too large for it."""
+    """Return arguments as JSON text that a later request may repeat, half a pair of surrogates as U+FFFD.
+
+    Returns: None if a number is too large for JSON, or they are nested too deep.
+    """
+    level = [arguments]
+    for _ in range(MAX_DEPTH):
+        values = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        level = [each for each in values if isinstance(each, dict | list)]
+    if level:
+        return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(arguments, allow_nan=False)  # half of a pair of surrogates is text only as its escape
+        return _SURROGATES.sub("\ufffd", json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
-    return text
 
 
 def parse_json(text: str) -> Any:

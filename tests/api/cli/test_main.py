@@ -145,7 +145,7 @@ class TestExitCodes:
         """A script that waits for a server on 3 would wait for ever."""
         done = cli("list", "--server", url)
         assert (done.code, done.out) == (2, "")
-        assert done.err == f"lorasrv: --server: {url} is not a server address; expected http://HOST:PORT\n"
+        assert done.err == f"lorasrv: {url} is not a server address; expected http://HOST:PORT\n"
 
     def test_something_else_answers(self, cli, server, dispatcher) -> None:
         dispatcher[0].app = always(200, b"<html>")

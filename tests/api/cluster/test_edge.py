@@ -182,6 +182,14 @@ def test_draining_and_full_replicas_leave_the_third(cluster: Any) -> None:
     assert ask(cluster).headers["retry-after"] == "7", "of those that are full, the shorter wait"
 
 
+def test_that_one_is_full_is_told_before_that_others_stop(cluster: Any) -> None:
+    cluster.replicas[0].answer = full(7)
+    for replica in cluster.replicas[1:]:
+        replica.answer = full(2, 503, "connection: close")
+    answer = ask(cluster)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
 @pytest.mark.parametrize("error", [EngineDead("the engine died"), ServerStopping("the server is shutting down")])
 @pytest.mark.parametrize("path", [CHAT, TGI])
 def test_a_replica_whose_engine_ends_sends_its_requests_on(cluster: Any, path: str, error: Exception) -> None:

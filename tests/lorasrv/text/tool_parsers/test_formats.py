@@ -40,6 +40,7 @@ def _hermes(call: str) -> str:
 
 P, C = '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
 PL = P.replace("arguments", "parameters")
+DEEP = "[" * 64 + "]" * 64
 NAN = '{"name": "clock", "arguments": NaN}'
 ANSWERS = [
     (HERMES, "Hello  there \n", ["Hello  there \n"]),
@@ -55,8 +56,9 @@ ANSWERS = [
     (HERMES, _hermes('{"name": ["clock"], "arguments": {}}'), [_hermes('{"name": ["clock"], "arguments": {}}')]),
     (LLAMA, '{"name": {"a": 1}, "parameters": {}}', ['{"name": {"a": 1}, "parameters": {}}']),
     (LLAMA, '{"name": "clock", "parameters": {"a": NaN}}', ['{"name": "clock", "parameters": {"a": NaN}}']),
-    # Half an emoji is text only as its escape, and a number that JSON cannot hold makes no call.
-    (HERMES, _hermes(C.replace("{}", r'{"a": "\ud83d"}')), [ToolCall("clock", r'{"a": "\ud83d"}')]),
+    # Half an emoji is no text, and what a later request could not repeat makes no call.
+    (HERMES, _hermes(C.replace("{}", r'{"a": "\ud83d"}')), [ToolCall("clock", '{"a": "\ufffd"}')]),
+    (HERMES, _hermes(C.replace("{}", f'{{"a": {DEEP}}}')), [_hermes(C.replace("{}", f'{{"a": {DEEP}}}'))]),
     (HERMES, _hermes(C.replace("{}", r'{"a": "\ud83d\ude00"}')), [ToolCall("clock", '{"a": "😀"}')]),
     (HERMES, _hermes(C.replace("{}", '{"a": 1e999}')), [_hermes(C.replace("{}", '{"a": 1e999}'))]),
     (HERMES, "", []),
