@@ -52,7 +52,7 @@ def masses_of(
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.0, marks=pytest.mark.exhaustive)])
 @every_case
 def test_matches_reference(ops: Ops, name: str, softcap: float | None) -> None:
     """The sums over two layers are twice the reference over what the pages hold."""

@@ -655,7 +655,9 @@ def test_a_limit_that_a_server_has_not_heard_of_is_all_its(state: Shared, monkey
     assert shares(state) == [0, RUNNING, 0]
 
 
-@pytest.mark.parametrize(("most", "seconds"), [(1, 1), (1, 3), (1, 6), (2, 20)])
+@pytest.mark.parametrize(
+    ("most", "seconds"), [(1, 1), *(pytest.param(1, s, marks=pytest.mark.exhaustive) for s in (3, 6)), (2, 20)]
+)
 def test_nobody_starves_where_a_limit_is_too_small(
     state: Shared, monkeypatch: pytest.MonkeyPatch, most: int, seconds: int
 ) -> None:

@@ -181,7 +181,7 @@ class Day:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(24), pytest.param(range(24, 3000), marks=pytest.mark.exhaustive)], ids=["some", "many"]
+    "seeds", [range(16), pytest.param(range(16, 3000), marks=pytest.mark.exhaustive)], ids=["some", "many"]
 )
 def test_days(seeds: range) -> None:
     for seed in seeds:

@@ -50,7 +50,7 @@ def draws(width: int, drafted: Floats | None, count: int = DRAWS) -> Floats:
 
 
 @pytest.mark.parametrize("drafted", [Q, P, None], ids=["another model", "the same", "chosen"])
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_the_result_is_distributed_as_the_model_says(width: int, drafted: Floats | None) -> None:
     assert abs(deviation(draws(width, drafted), P)) < 4
 

@@ -137,7 +137,7 @@ def test_answers_are_the_same(
     assert late.most_under_way == 2
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.exhaustive), "swap"])
 def test_preempted_ones_too(
     model: Path, library: AdapterStore, plain_engine: Drafted, preemption: str, kind: str
 ) -> None:
