@@ -69,7 +69,8 @@ def quantize(
 
     _check_output(output, force)
     if bits is not None and (quantization, quantization_group) != (None, None):
-        raise CliError("--bits chooses formats and groups; leave out --quantization and --quantization-group")
+        why = "--bits chooses formats and groups; leave out --quantization and --quantization-group"
+        raise CliError(why, code=ExitCode.USAGE)
     begun = time.monotonic()
     with closing(open_checkpoint(model)) as checkpoint:
         formats: SiteFormats = {}

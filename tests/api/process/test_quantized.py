@@ -203,7 +203,7 @@ def test_formats_that_are_none_end_with_one_line(
     monkeypatch.chdir(tmp_path)
     where = ("--store", tmp_path / "store", "--port", "0", "--kernels", "torch") if command[0] == "serve" else ()
     done = refused(*command, "--model", model, *where)
-    assert (done.code, done.errors) == (1, [f"lorasrv: {says}"])
+    assert (done.code, done.errors) == (2, [f"lorasrv: {says}"])
     assert not list(tmp_path.glob("x*"))
 
 
@@ -270,7 +270,7 @@ def test_damaged_blocks_end_with_one_line(refused: Callable[..., Any], tmp_path:
         (
             lambda folder: None,
             ("--quantize", "gptq"),
-            "--quantization gptq: this is no GPTQ checkpoint; choose auto, int8, int4 or none",
+            "--quantize gptq: this is no GPTQ checkpoint; choose auto, int8, int4 or none",
         ),
     ],
 )
@@ -285,4 +285,5 @@ def test_what_cannot_be_served_ends_with_one_line(
     change(folder)
     where = ("--model", folder, "--store", tmp_path / "store", "--port", "0", "--kernels", "torch")
     done = refused("serve", *where, *flags)
-    assert (done.code, done.errors) == (1, [f"lorasrv: {says}"])
+    # An option that does not fit is wrong usage; a file that does not is not.
+    assert (done.code, done.errors) == (2 if flags else 1, [f"lorasrv: {says}"])
