@@ -270,7 +270,9 @@ BOUNDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["linears", "served", "files", pytest.param("pages", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "kind", ["linears", "served", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("files", "pages"))]
+)
 def test_kernels_keep_registers_barriers_and_copies_in_bounds(kind: str) -> None:
     check(kind, 90)
 
