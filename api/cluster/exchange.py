@@ -199,7 +199,7 @@ class Exchange:
         return self._num_failed < MAX_RETRIES
 
     async def _send_whole(self, whole: _Whole) -> None:
-        if self._full and whole in (self._full[-1], self._stopping):
+        if self._full and (whole.status == 429 or whole is self._stopping):
             whole = self._full[0]
         if (usage := _USAGE.search(whole.body)) is not None:
             self._stats.observe_answer(self._peers.answer.adapter_id, int(usage[1]))

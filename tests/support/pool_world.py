@@ -15,7 +15,7 @@ from all_drafts import every_draft, scripted
 
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
-from lorasrv.config import Limits, MemoryOptions, SchedulerOptions
+from lorasrv.config import Limits, LimitShare, MemoryOptions, SchedulerOptions
 from lorasrv.kv_policy import HOLE
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.prefix_cache import PageChain
@@ -256,6 +256,41 @@ class World:
                 end = (wanted.first + place) * PAGE_SIZE + slot + 1
                 self.units[page, slot] = _tag(key, salt, b"", tuple(wanted.token_ids[:end]))
         self.books.snapshots.on_copied(name, 1e-3)
+
+    def receive(self, name: SnapshotName, count: int) -> None:
+        """A peer has sent pages, or they are in the pool; 0: that failed."""
+        if name in self.fetching:
+            self.fetch(name, count)
+        else:
+            self.fill(name, fails=not count)
+
+    def end(self, accepted: list[RequestId], end_load: Callable[[AdapterKey], None]) -> None:
+        """Nothing fails any more: every request ends, once, and gives back all that it had."""
+        self.swaps_fail = self.steps_fail = self.row_fails = False
+        for name in NAMES:
+            self.scheduler.quotas.set_share(name, LimitShare())
+        for number in range(3000):
+            if not (self.scheduler.has_requests or self.flights):
+                break
+            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
+            arriving, coming = sorted(self.loading | self.copying.keys()), sorted({*self.fetching, *self.filling})
+            assert arriving or coming or number < 2 or self.made_progress, "the engine sleeps, and requests wait"
+            for name in coming:
+                self.receive(name, number % 4)
+            for key in arriving:
+                end_load(key)
+            self.step(number)
+        for name in sorted({*self.fetching, *self.filling}):
+            self.receive(name, 0)
+        for lease in self.lent:
+            self.books.exchange.end(lease)
+        self.step(0)
+        ended = [output.request_id for output in self.outputs if output.finish_reason is not None]
+        assert sorted(ended) == sorted(accepted), "every accepted request ends exactly once"
+        assert self.books.kv.num_pages == 0
+        assert not self.books.adapters.pins()
+        assert not self.swapped
+        self.scheduler.check_integrity()
 
     def lend(self, request: Request) -> None:
         """A peer asks for the pages of a request. What has been moved between steps is copied first."""

@@ -122,13 +122,7 @@ class Day:
             arrives = world.fail if draw.random() < 0.15 else world.load if key in world.loading else world.copy
             arrives(key)
         elif coming := sorted({*world.fetching, *world.filling}):
-            self.receive(draw.choice(coming), draw.choice([0, 1, 3, 99]))
-
-    def receive(self, name: Any, count: int) -> None:
-        if name in self.world.fetching:
-            self.world.fetch(name, count)
-        else:
-            self.world.fill(name, fails=not count)
+            world.receive(draw.choice(coming), draw.choice([0, 1, 3, 99]))
 
     def somebody_leaves(self) -> None:
         if requests := sorted(self.world.scheduler._queue.requests):
@@ -151,33 +145,9 @@ class Day:
         self.world.books.adapter_manager.reserve(key, layout_of(key), self.world.now + self.draw.choice([0.0, 5.0]))
 
     def end(self) -> None:
-        """Nobody comes any more and nothing fails: every request ends, once, and gives everything back."""
+        """Nobody comes any more and nothing fails."""
         world = self.world
-        world.swaps_fail = world.steps_fail = world.row_fails = False
-        for name in NAMES:
-            world.scheduler.quotas.set_share(name, LimitShare())
-        for number in range(3000):
-            if not (world.scheduler.has_requests or world.flights):
-                break
-            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
-            arriving, coming = sorted(world.loading | world.copying.keys()), sorted({*world.fetching, *world.filling})
-            assert arriving or coming or number < 2 or world.made_progress, "the engine sleeps, and requests wait"
-            for name in coming:
-                self.receive(name, number % 4)
-            for key in arriving:
-                (world.load if key in world.loading else world.copy)(key)
-            world.step(number)
-        for name in sorted({*world.fetching, *world.filling}):
-            self.receive(name, 0)
-        for lease in world.lent:
-            world.books.exchange.end(lease)
-        world.step(0)
-        ended = [output.request_id for output in world.outputs if output.finish_reason is not None]
-        assert sorted(ended) == sorted(self.accepted), "every accepted request ends exactly once"
-        assert world.books.kv.num_pages == 0
-        assert not world.books.adapters.pins()
-        assert not world.swapped
-        world.scheduler.check_integrity()
+        world.end(self.accepted, lambda key: (world.load if key in world.loading else world.copy)(key))
 
 
 @pytest.mark.parametrize(

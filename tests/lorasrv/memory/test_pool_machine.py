@@ -11,7 +11,6 @@ from mispredict import expect_short_answers
 from pool_world import LIMITS, NAMES, PAGE_BYTES, PAGE_SIZE, PEER, World, key_of, layout_of
 
 from adapter_store.spec import AdapterKey
-from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import POLICIES, Limits, LimitShare, MemoryOptions, SchedulerOptions
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.kv_policy import SelectPolicy, WindowPolicy
@@ -137,7 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
     def receive(self, data: st.DataObject, count: int) -> None:
         """A peer has sent pages, or they are in the pool."""
         name = data.draw(st.sampled_from(sorted({*self.world.fetching, *self.world.filling})))
-        self._end_fetch(name, count)
+        self.world.receive(name, count)
 
     @precondition(lambda self: self.world.scheduler.num_running)
     @rule(data=st.data())
@@ -226,12 +225,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.world.scheduler.check_integrity()
             self.world.check_lent()
 
-    def _end_fetch(self, name: SnapshotName, count: int) -> None:
-        if name in self.world.fetching:
-            self.world.fetch(name, count)
-        else:
-            self.world.fill(name, fails=not count)
-
     def _end_load(self, key: AdapterKey, fails: bool = False) -> None:
         world = self.world
         if fails or (key in self.deleted and key in world.loading):
@@ -244,35 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        world = self.world
-        world.swaps_fail = world.steps_fail = world.row_fails = False
-        for name in NAMES:
-            world.scheduler.quotas.set_share(name, LimitShare())
-        for number in range(3000):
-            if not (world.scheduler.has_requests or world.flights):
-                break
-            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
-            arriving = sorted(world.loading | world.copying.keys())
-            coming = sorted({*world.fetching, *world.filling})
-            assert arriving or coming or number < 2 or world.made_progress, (
-                "the engine sleeps, and requests wait for ever"
-            )
-            for name in coming:
-                self._end_fetch(name, count=number % 4)
-            for key in arriving:
-                self._end_load(key)
-            world.step(number)
-        for name in sorted({*world.fetching, *world.filling}):
-            self._end_fetch(name, count=0)
-        for lease in world.lent:
-            world.books.exchange.end(lease)
-        world.step(0)
-        ended = [o.request_id for o in world.outputs if o.finish_reason is not None]
-        assert sorted(ended) == sorted(self.accepted), "every accepted request ends exactly once"
-        assert world.books.kv.num_pages == 0
-        assert not world.books.adapters.pins()
-        assert not world.swapped
-        world.scheduler.check_integrity()
+        self.world.end(self.accepted, self._end_load)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
