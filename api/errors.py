@@ -110,7 +110,8 @@ ANSWERS: Mapping[type[Exception], Answer] = {
         507, "store_full", SERVER, retry=False, message="the disk of the adapter store is full; nothing was stored"
     ),
     store_errors.StoreFollows: Answer(409, "store_follows", retry=False),
-    store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0),
+    # Another server that follows the registry may reach it.
+    store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0, closes=True),
     store_errors.OriginRefused: Answer(502, "registry_refused", SERVER, retry=False),
     store_errors.CacheFull: Answer(503, "adapter_cache_full", SERVER, retry_after_s=5.0),
     store_errors.InvalidArchive: Answer(400, "invalid_archive"),

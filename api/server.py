@@ -220,9 +220,12 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        reason = error.strerror or error
-        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; --port 0 takes a free port") from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
+    return CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes a free port")
 
 
 def serve_on(
@@ -297,6 +300,12 @@ def serve_on(
         with profile_written(settings.profile, engine.profile):
             allow_open_files(settings.max_connections)
             server = _EngineServer(app, tell_ready, watchdog)
+            try:
+                listener.listen()
+            except OSError as error:
+                # Another server bound the address while this one was loading.
+                host, port = listener.getsockname()[:2]
+                raise _cannot_listen(host, port, error) from None
             server.run(sockets=[listener])
 
 

@@ -309,7 +309,7 @@ class LLM:
         return self._own_tokenizers.of(key) or self.tokenizer
 
     def _answer(self, message: EngineCoreRequest) -> _Answer:
-        detokenizer = Detokenizer(self._tokenizer_of(message.adapter_key))
+        detokenizer = Detokenizer(self._tokenizer_of(message.adapter_key), message.text)
         return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))
 
 

@@ -28,7 +28,7 @@ from lorasrv.outputs import (
     RequestTiming,
     TokenLogprobs,
 )
-from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -451,8 +451,7 @@ class EngineCoreRequest:
     hold: object = None
     # Which tokens may come next; None: any.
     constraint: TokenConstraint | None = None
-    # Special tokens that are written as text.
-    shown_token_ids: frozenset[int] = frozenset()
+    text: TextOptions = PLAIN_TEXT
     # Options of the beam search that the request belongs to.
     beams: BeamOptions | None = None
     speculation: SpeculationParams = ANY_SPECULATION

@@ -1,4 +1,4 @@
-"""Define a request's sampling, beam search and watermark options and the ranges of their fields. Torch-free.
+"""Define a request's options of sampling, beam search, watermark and text, and the ranges of their fields. Torch-free.
 
 docs/sampling.md explains the options. NaN is in no range, as every comparison with it is false.
 """
@@ -197,3 +197,20 @@ class BeamOptions:
             )
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequest('early_stopping must be true, false or "never"', param="early_stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """Choose which text the tokens of an answer become."""
+
+    # Special tokens have no text, but for those that are shown.
+    skip_special_tokens: bool = True
+    shown_token_ids: frozenset[int] = frozenset()
+    # Without a leading blank that the tokenizer would strip. False where the text goes on with the prompt's.
+    strip_start: bool = True
+    # With the stop string or stop token that ends the answer.
+    keep_stop: bool = False
+
+
+PLAIN_TEXT = TextOptions()
+EVERY_TOKEN = TextOptions(skip_special_tokens=False)

@@ -24,11 +24,11 @@ from api.cluster.exchange import Exchange
 from api.cluster.forwarding import Destination, RawHeaders, check_framing, destination, forwarded, returned, target_of
 from api.cluster.own_routes import GUARDED, OPEN, named_replica
 from api.cluster.peers import Peers, RequestPeers
-from api.cluster.survey import Survey
+from api.cluster.survey import ANSWER_S, Survey
 from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
 from api.errors import ApiError, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
 SUSPECT_S = 1.0
 """So long a replica that did not answer comes last."""
@@ -120,14 +120,16 @@ class Edge:
         takes_pages = self._secret is not None and scope["path"] in GENERATING
         client = headers.get("authorization", "")
         peers = self._peers.of(ask, client) if takes_pages else RequestPeers(self._peers, ask)
-        request = _request(scope, body)
-        keeps = self._secret if self._kept_bytes + len(body) <= MAX_KEPT_BYTES else None
-        self._kept_bytes += len(body)
+        num_bytes = len(body)
+        keeps = self._secret if self._kept_bytes + num_bytes <= MAX_KEPT_BYTES else None
+        exchange = Exchange(self, self._upstreams, self.stats, scope, send, peers, _request(scope, body), keeps)
+        # The exchange lets it go once it is of no use any more.
+        del body
+        self._kept_bytes += num_bytes
         try:
-            exchange = Exchange(self, self._upstreams, self.stats, scope, send, peers, request, keeps)
             await run_until_disconnect(receive, exchange.run())
         finally:
-            self._kept_bytes -= len(body)
+            self._kept_bytes -= num_bytes
 
     async def _ask_registry(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pipe a request and its answer. Nothing is sent twice: it may change the store."""
@@ -164,12 +166,16 @@ class Edge:
         path = scope["path"]
         replica = named_replica(self._chooser, path, scope.get("query_string", b""))
         if replica is not None:
-            await self._pipe_from(replica.url, scope, receive, send)
+            try:
+                await self._pipe_from(replica.url, scope, receive, send)
+            except Unreachable as error:
+                why = f"replica {replica.id} does not answer ({error})"
+                raise NoReplicaReady(why, retry_after_s=RETRY_AFTER_S) from None
             return True
         answer = OPEN.get(path) or GUARDED.get(path)
         if answer is None:
             return False
-        if path in GUARDED and (refusal := await self._refusal(scope)) is not None:
+        if path in GUARDED and (refusal := await run_until_disconnect(receive, self._refusal(scope))):
             await refusal(scope, receive, send)
         else:
             figures = {} if self._survey is None else self._survey.figures
@@ -189,8 +195,9 @@ class Edge:
             async with self.choose(Ask(None, 0.0), tried) as replica:
                 tried.add(replica.id)
                 try:
-                    status, body = await self._upstreams.fetch(replica.url, question)
-                except (Unreachable, Broken):
+                    async with asyncio.timeout(ANSWER_S):
+                        status, body = await self._upstreams.fetch(replica.url, question)
+                except (Unreachable, Broken, TimeoutError):
                     continue
             return None if status == 200 else Response(body, status, media_type="application/json")
 

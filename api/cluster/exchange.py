@@ -1,5 +1,6 @@
 """Get one request answered: by the first replica of its rank, and by others while nothing of an answer has begun."""
 
+import asyncio
 import math
 import re
 from collections.abc import Collection
@@ -24,6 +25,8 @@ MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
 """Answers of up to so many bytes are read as a whole before their first byte goes on: until then another replica may
 begin again."""
+MOVE_S = 5.0
+"""So long a stream of a draining replica waits until another goes on with it; then it stays where it is."""
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 _HIDDEN = frozenset({RESUME})
 
@@ -176,6 +179,9 @@ class Exchange:
         await self._send_head(reply.status, reply.headers)
         if reply.header(b"content-type").startswith(b"text/event-stream"):
             self._copy = EventStreamCopy(reply.header(RESUME) if self._secret is not None else b"")
+            if not self._copy.may_resume:
+                # Nobody will be asked again; streams may last for hours.
+                self._request = replace(self._request, body=b"")
             return await self._copy_events(replica, reply, piece)
         while piece:
             await self._send_chunk_or_body(reply, piece)
@@ -235,7 +241,9 @@ class Exchange:
         others = self._tried | self._replicas.unlike(draining)
         try:
             async with self._replicas.choose(self._peers.answer, others) as replica:
-                gone_on = await self._asked(replica, taken_from(draining))
+                # Nobody reads this stream meanwhile.
+                async with asyncio.timeout(MOVE_S):
+                    gone_on = await self._asked(replica, taken_from(draining))
                 if gone_on is None:
                     return None
                 if not _is_stream(gone_on):
@@ -245,7 +253,7 @@ class Exchange:
                 self._tried.add(replica.id)
                 self._stats.moved += 1
                 return await self._copied(replica, gone_on)
-        except NoReplicaReady:
+        except (NoReplicaReady, TimeoutError):
             return None
 
     async def _go_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:

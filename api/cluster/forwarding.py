@@ -72,13 +72,15 @@ def check_framing(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def forwarded(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> RawHeaders:
     """Return the headers of a client that a replica sees, without those that say how long the body is."""
     given = list(headers)
-    dropped = _HOP_BY_HOP | _FRAMING | _named_by_connection(given) | {b"x-request-id"}
+    dropped = (_HOP_BY_HOP | _FRAMING | _named_by_connection(given) | {b"x-request-id"}) - {b"host"}
+    # HTTP/1.1, which replicas are asked in, has a Host even where HTTP/1.0 had none.
+    host = [] if any(name == b"host" for name, _ in given) else [(b"host", b"")]
     kept = [
         (name, value)
         for name, value in given
         if name not in dropped and (name == MIN_REVISION or not name.startswith(OURS))
     ]
-    return [*kept, (b"x-request-id", request_id.encode())]
+    return [*host, *kept, (b"x-request-id", request_id.encode())]
 
 
 def returned(headers: Iterable[tuple[bytes, bytes]], hidden: frozenset[bytes] = frozenset()) -> RawHeaders:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.survey import ReplicaFigures
+from api.errors import ApiError
 from api.observability.metrics.registry import as_text
 
 OF_REPLICA = frozenset({"/metrics", "/v1/pool", "/info"})
@@ -21,11 +22,19 @@ Figures = Mapping[str, ReplicaFigures]
 
 
 def named_replica(chooser: Chooser, path: str, query: bytes) -> ReplicaAddress | None:
-    """Return the replica that a query names; None if it names none that is known."""
+    """Return the replica that a query names; None if it names none.
+
+    Raises:
+        ApiError: there is no such replica.
+    """
     if path not in OF_REPLICA or b"replica=" not in query:
         return None
     [name, *_] = parse_qs(query.decode("latin-1")).get("replica", [""])
-    return next((one for one in chooser.replicas() if one.id == name), None)
+    known = {one.id: one for one in chooser.replicas()}
+    if name not in known:
+        why = f"there is no replica {name[:64]!r}; there are {', '.join(sorted(known)) or 'none'}"
+        raise ApiError(404, why, code="not_found", param="replica")
+    return known[name]
 
 
 def health(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
@@ -38,8 +39,7 @@ class Survey:
 
     def __init__(self, chooser: Chooser, upstreams: Upstreams, stats: EdgeStats, secret: str) -> None:
         self._chooser, self._upstreams, self._stats = chooser, upstreams, stats
-        headers = [(b"host", b"replica"), (b"authorization", f"Bearer {secret}".encode())]
-        self._question = UpstreamRequest("GET", b"/v1/replica", headers)
+        self._secret = f"Bearer {secret}".encode()
         self.figures: Mapping[str, ReplicaFigures] = {}
 
     @property
@@ -66,10 +66,15 @@ class Survey:
             )
         self._chooser.weigh(speed_weights(rates))
 
+    def _question(self, replica: ReplicaAddress) -> UpstreamRequest:
+        # A replica without keys answers to its own address alone.
+        host = urlsplit(replica.url).netloc.encode()
+        return UpstreamRequest("GET", b"/v1/replica", [(b"host", host), (b"authorization", self._secret)])
+
     async def _ask(self, replica: ReplicaAddress) -> ReplicaFigures | None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                status, body = await self._upstreams.fetch(replica.url, self._question)
+                status, body = await self._upstreams.fetch(replica.url, self._question(replica))
             return _figures(json.loads(body)) if status == 200 else None
         except (Unreachable, Broken, TimeoutError, ValueError, KeyError, TypeError):
             return None

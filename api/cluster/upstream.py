@@ -144,8 +144,9 @@ class Upstreams:
 
     async def _connect(self, url: str) -> "_Connection":
         address, loop = urlsplit(url), asyncio.get_running_loop()
-        host, port = address.hostname or "", address.port or 80
-        make = loop.create_connection(lambda: _Connection(self, url), host, port)
+        is_tls = address.scheme == "https"
+        host, port = address.hostname or "", address.port or (443 if is_tls else 80)
+        make = loop.create_connection(lambda: _Connection(self, url), host, port, ssl=is_tls or None)
         try:
             async with asyncio.timeout(CONNECT_S):
                 return (await make)[1]

@@ -19,6 +19,7 @@ from api.serving.services import Services, ServicesDep
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
+from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -82,7 +83,9 @@ async def _plan(
         _tokenizer(target, services), parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0
     )
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
-    return GenerationPlan(writer, figures.answer_id, [prompt], sampling, parameters.num_choices, grammar)
+    # As in TGI, an answer goes on with its prompt's text, and has the stop sequence that ended it.
+    text = TextOptions(strip_start=bool(parameters.apply_chat_template), keep_stop=True)
+    return GenerationPlan(writer, figures.answer_id, [prompt], sampling, parameters.num_choices, grammar, text)
 
 
 def _tokenizer(target: ResolvedModel, services: Services) -> Tokenizer:

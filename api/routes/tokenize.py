@@ -82,7 +82,7 @@ def _ids(body: TokenizeBody, services: Services, tokenizer: Tokenizer) -> list[i
     check_tellable(told, template)
     plain = [message.plain() for message in told]
     try:
-        return template.encode(plain, tokenizer, body.add_generation_prompt is not False, check)
+        return template.encode(plain, tokenizer, check=check, **body.prompt_end(told[-1]))
     except ContextLengthExceeded as error:
         raise error.renamed({"prompt": "messages"}) from None
 

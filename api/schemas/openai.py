@@ -18,7 +18,7 @@ from api.schemas.tools import Message, ToolFields
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES, OnCold
-from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams
+from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams, TextOptions
 
 MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 256
@@ -90,6 +90,8 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # A strict enum would not accept a string.
@@ -169,6 +171,11 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
             **{name: getattr(self, name) for name in _AS_GIVEN},
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def text_options(self, shown_token_ids: frozenset[int] = frozenset(), *, strip_start: bool) -> TextOptions:
+        """Build the options of the answer's text."""
+        skip, keep_stop = self.skip_special_tokens is not False, bool(self.include_stop_str_in_output)
+        return TextOptions(skip, shown_token_ids, strip_start, keep_stop)
 
     def _wanted_temperature(self) -> float | None:
         """Return the temperature; FSD is deterministic, so it implies 0 unless one is given."""

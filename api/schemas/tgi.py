@@ -25,6 +25,8 @@ MAX_TOP_TOKENS = 20
 _INERT_VALUES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(GenerationBody.model_fields, (None,)),
     **INERT_VALUES,
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
     "schema": (None,),
     "num_return_sequences": (None, 1),
     "length_penalty": (None, 1),

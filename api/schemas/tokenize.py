@@ -7,11 +7,11 @@ from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Body, Items, KnownBody
 from api.schemas.openai import MAX_MESSAGES
-from api.schemas.tools import Message
+from api.schemas.tools import Message, PromptEndFields
 from api.schemas.unsupported import INERT_VALUES
 
 
-class TokenizeBody(KnownBody):
+class TokenizeBody(PromptEndFields, KnownBody):
     """Tokenize a `prompt`, or `messages` rendered with the chat template. `model` is checked, and changes nothing.
 
     `add_special_tokens` defaults to the tokenizer's own tokens for a prompt, and to none for messages, whose template
@@ -24,7 +24,6 @@ class TokenizeBody(KnownBody):
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Define the fields of a chat: messages, tools and template variables, as in OpenAI and vLLM."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -128,14 +128,46 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
-class ToolFields(Body):
+class PromptEnd(TypedDict, total=False):
+    """Hold arguments of `ChatTemplate.encode`."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class PromptEndFields(Body):
+    """Define how a conversation's prompt ends: with the header of an answer, with the last message, or in the middle of
+    that, which the answer continues."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def prompt_end(self, last: Message) -> PromptEnd:
+        """Return the arguments of `ChatTemplate.encode`, given the last message.
+
+        Raises:
+            InvalidRequest: the fields contradict each other, or the message is about tools.
+        """
+        if not self.continue_final_message:
+            return {"add_generation_prompt": self.add_generation_prompt is not False}
+        if self.add_generation_prompt:
+            raise _no_end("excludes add_generation_prompt: true; leave that out")
+        if last.is_about_tools:
+            raise _no_end("needs a last message of text alone")
+        return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _no_end(why: str) -> InvalidRequest:
+    return InvalidRequest(f"continue_final_message {why}", param="continue_final_message")
+
+
+class ToolFields(PromptEndFields):
     """Define the tool and template fields of a chat. Templates get the tools as the client wrote them."""
 
     tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
 
     @property
     def uses_tools(self) -> bool:

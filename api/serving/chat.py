@@ -117,14 +117,12 @@ def _prompt(
     def check(texts: Sequence[str]) -> None:
         check_could_fit(texts, tokenizer, engine.max_model_len * (MAX_CONTEXTS if may_drop else 1))
 
-    def encode(told: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
-        return template.encode(told, tokenizer, body.add_generation_prompt is not False, check, **variables)
-
+    encode = partial(template.encode, tokenizer=tokenizer, check=check)
+    whole = partial(encode, **variables, **body.prompt_end(body.messages[-1]))
     if not may_drop:
-        return encode(messages, **variables), None
+        return whole(messages), None
     first = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
     room = room_for_prompt(engine.max_model_len, body.wanted_tokens())
-    whole = partial(encode, **variables)
     bare = partial(encode, **{name: value for name, value in variables.items() if name != "tools"})
     return fitted(messages, max(first, num_fixed), room, engine.max_model_len, whole, bare)
 

@@ -31,7 +31,7 @@ from api.serving.services import Services
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded
 from lorasrv.request import OnCold, persona_salt
-from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -78,8 +78,7 @@ class GenerationPlan:
     # Number of answers per prompt.
     width: int
     grammar: Grammar | None = None
-    # Special tokens whose text is part of the answer.
-    shown_token_ids: frozenset[int] = frozenset()
+    text: TextOptions = PLAIN_TEXT
     beams: BeamOptions | None = None
     # Whether only the prompt is returned.
     unanswered: bool = False
@@ -175,7 +174,7 @@ async def generate(
             **shared,
             request_id=planned.request_id,
             constraint=await engine.grammars.compile(grammar, caller.principal, own) if grammar is not None else None,
-            shown_token_ids=planned.shown_token_ids,
+            text=planned.text,
             beams=planned.beams,
             **({} if resuming is None else resuming.options),
         )
@@ -241,7 +240,8 @@ async def _plan_completion(
     body: CompletionBody, target: ResolvedModel, services: Services, caller: Caller
 ) -> GenerationPlan:
     grammar = await run_in_threadpool(body.grammar)
-    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), grammar)
+    text = body.text_options(strip_start=False)
+    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), grammar, text)
 
 
 async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
@@ -249,10 +249,9 @@ async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, 
     plan = await services.in_thread(
         texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
     )
-    shown, prompts = plan.shown_token_ids, [plan.prompt]
-    return await _plan(
-        body, target, services, caller, prompts, plan.protocol_format, plan.grammar, shown, plan.dropped_turns
-    )
+    text = body.text_options(plan.shown_token_ids, strip_start=not body.continue_final_message)
+    prompts, grammar, dropped = [plan.prompt], plan.grammar, plan.dropped_turns
+    return await _plan(body, target, services, caller, prompts, plan.protocol_format, grammar, text, dropped)
 
 
 _PLANNERS: dict[type[GenerationBody], Callable[..., Coroutine[Any, Any, GenerationPlan]]] = {
@@ -269,7 +268,7 @@ async def _plan(
     prompts: Sequence[Prompt],
     protocol_format: ProtocolFormat,
     grammar: Grammar | None,
-    shown_token_ids: frozenset[int] = frozenset(),
+    text: TextOptions,
     dropped_turns: int | None = None,
 ) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
@@ -297,7 +296,7 @@ async def _plan(
         sampling,
         body.num_tried,
         grammar,
-        shown_token_ids,
+        text,
         body.beams,
         body.unanswered,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lorasrv.outputs import RequestOutput, TokenLogprobs
+from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer, token_id_bytes
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -151,7 +152,7 @@ class PromptEcho:
         """Build from a text as sent, or from token ids as their text, special tokens included."""
         if isinstance(prompt, str):
             return cls._of_text(prompt, tokenizer, add_special_tokens)
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)
         pieces, offsets, length = [], [], 0
         for token in prompt:
             offsets.append(length)

@@ -6,6 +6,7 @@ second refuses. A stream whose tokens depend on more, or that says more of them 
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None) ->
     if request.kv_policy is not None or request.accept == REJECTION:
         return ""
     text = None if grammar is None else grammar.text
-    facts = engine, fingerprint(request).hex(), request.sampling.seed, sorted(request.shown_token_ids), text
+    shown = asdict(request.text) | {"shown_token_ids": sorted(request.text.shown_token_ids)}
+    facts = engine, fingerprint(request).hex(), request.sampling.seed, shown, text
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -20,6 +20,7 @@ from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import finite, mean_logprob
 from api.serving.openai_responses import ResponseBuilder
 from lorasrv.outputs import FinishReason, RequestOutput, TokenLogprobs
+from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -52,10 +53,8 @@ class TokenWriter:
         """
         if len(output.logprobs) != len(output.token_ids):
             raise _no_probability()
-        pieces = list(output.token_texts)
-        if pieces:
-            pieces[-1] += _stop_of(output)
-        return [self._entry(*found) for found in zip(output.token_ids, output.logprobs, pieces, strict=True)]
+        found = zip(output.token_ids, output.logprobs, output.token_texts, strict=True)
+        return [self._entry(*one) for one in found]
 
     def prefill(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None] | None) -> list[Json]:
         """Return the prompt's tokens; the text of special tokens is their name.
@@ -65,7 +64,7 @@ class TokenWriter:
         """
         if found is None or [None, *token_ids[1:]] != [None, *(f and f.token_id for f in found[1:])]:
             raise _no_probability()
-        pieces = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        pieces = Detokenizer(self.tokenizer, EVERY_TOKEN)
         logprobs = [None, *(f and finite(f.logprob) for f in found[1:])]
         entries: list[Json] = [
             {"id": token_id, "text": pieces.push(token_id), "logprob": logprob}
@@ -209,7 +208,7 @@ class TgiResponseBuilder:
         return self.tokens.prefill(self.prompt_ids, next(found, None))
 
     def _text(self, outputs: Sequence[RequestOutput]) -> str:
-        return self._full("".join(text_of(output) for output in outputs))
+        return self._full("".join(output.text for output in outputs))
 
     def _full(self, text: str) -> str:
         return self.inputs + text if self.parameters.return_full_text else text
@@ -229,7 +228,7 @@ class TokenEvents:
         Raises:
             ApiError: a log-probability is missing, or the answer ends early.
         """
-        self._text.append(text_of(output))
+        self._text.append(output.text)
         entries = self._builder.tokens.entries(output)
         if output.finished and not entries:
             raise _broken_off()
@@ -254,15 +253,6 @@ class TokenEvents:
         return event(body if usage is None else {**body, "usage": usage})
 
 
-def text_of(output: RequestOutput) -> str:
-    """Return an output's text with the stop sequence that ended it."""
-    return output.text + _stop_of(output)
-
-
-def _stop_of(output: RequestOutput) -> str:
-    return output.stop_reason if isinstance(output.stop_reason, str) else ""
-
-
 def finish_reason(output: RequestOutput) -> str:
     """Return the finish reason in TGI's words.
 
@@ -278,7 +268,7 @@ def finish_reason(output: RequestOutput) -> str:
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of one token within a text: part of a character is U+FFFD, a special token its name."""
-    alone = Detokenizer(tokenizer, skip_special_tokens=False)
+    alone = Detokenizer(tokenizer, EVERY_TOKEN)
     # Some decoders strip a space from the beginning of a text: decode the token a second time.
     alone.push(token_id)
     alone.flush()

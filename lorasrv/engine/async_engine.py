@@ -451,10 +451,7 @@ class AsyncEngine:
 
     def _stream(self, request: EngineCoreRequest) -> RequestStream:
         own = self._own_tokenizers and self._own_tokenizers.of(request.adapter_key)
-        # With a grammar the text must be exactly that of the tokens.
-        detokenizer = Detokenizer(
-            own or self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None
-        )
+        detokenizer = Detokenizer(own or self.tokenizer, request.text)
         processor = OutputProcessor(len(request.prompt_token_ids), request.sampling, detokenizer)
         return RequestStream(self, request, processor)
 

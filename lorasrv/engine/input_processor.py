@@ -23,7 +23,15 @@ from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId, slowest
 from lorasrv.request import AdapterTerm, EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
-from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
+from lorasrv.sampling_params import (
+    MAX_LOGPROBS,
+    PLAIN_TEXT,
+    BeamOptions,
+    SamplingParams,
+    TextOptions,
+    Watermark,
+    check_token_ids,
+)
 from lorasrv.speculation_params import (
     ANY_SPECULATION,
     LONG_SIGHTED_DRAFTERS,
@@ -58,7 +66,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     timeout_s: float | None
     constraint: TokenConstraint | None
-    shown_token_ids: frozenset[int]
+    text: TextOptions
     beams: BeamOptions | None
     speculation: SpeculationParams
     kv_policy: KvPolicy | None
@@ -159,7 +167,7 @@ class InputProcessor:
         priority: int = 0,
         timeout_s: float | None = None,
         constraint: TokenConstraint | None = None,
-        shown_token_ids: frozenset[int] = frozenset(),
+        text: TextOptions = PLAIN_TEXT,
         beams: BeamOptions | None = None,
         speculation: SpeculationParams = ANY_SPECULATION,
         kv_policy: KvPolicy | None = None,
@@ -222,7 +230,8 @@ class InputProcessor:
             timeout_s=timeout_s,
             hold=hold,
             constraint=constraint,
-            shown_token_ids=shown_token_ids,
+            # With a grammar the text must be exactly that of the tokens.
+            text=text if constraint is None else replace(text, strip_start=False),
             beams=beams,
             speculation=_drafting(speculation, kv_policy, words),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),

@@ -32,6 +32,7 @@ class OutputProcessor:
         longest = max((len(stop) for stop in sampling.stop), default=0)
         self._beginnings = [tuple(s[:n] for s in sampling.stop if len(s) > n) for n in range(1, longest)]
         self._detokenizer = detokenizer
+        self._keep_stop = detokenizer.options.keep_stop
         self._num_generated = 0
         self._num_chars = 0
         self._held = ""
@@ -53,8 +54,8 @@ class OutputProcessor:
             is_last = number == len(tokens)
             offsets.append(self._num_chars)
             self._num_generated += 1
-            # A stop token has no text.
-            text = "" if is_last and output.stop_token_id is not None else self._detokenizer.push(token)
+            is_stop = is_last and output.stop_token_id is not None
+            text = "" if is_stop and not self._keep_stop else self._detokenizer.push(token)
             self._num_chars += len(text)
             if ended and is_last:
                 text += self._detokenizer.flush()
@@ -98,7 +99,7 @@ class OutputProcessor:
             begins = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stop)
             at, stop = min((found for found in begins if found[0] >= 0), key=lambda found: found[0], default=(-1, None))
             if stop is not None:
-                return text[:at], stop
+                return text[: at + len(stop) if self._keep_stop else at], stop
         shown = len(text) - self._possible_stop_length(text)
         self._held = text[shown:]
         return text[:shown], None

@@ -138,7 +138,7 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _NOT_ASCII = re.compile(f"[^\\x00-\\x7f{MARKS}]")
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
-    | {"raise_exception", "strftime_now", "chat_template", "tokenize", "tokenizer", "continue_final_message"}
+    | {"raise_exception", "strftime_now", "chat_template", "tokenize", "tokenizer", "continue_final_message", "check"}
 )
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -208,6 +208,8 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         add_generation_prompt: bool = True,
         check: Callable[[Sequence[str]], object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """Render the prompt as token ids; special tokens come from the template only, never from message content.
@@ -215,9 +217,11 @@ class ChatTemplate:
         Args:
             check: called with the whole text, in pieces, before it is tokenized, which takes a hundred times as long as
                 rendering. Its exceptions propagate.
+            continue_final_message: end with the last message's text, which the answer then continues. As in
+                transformers, white space at its end stays only where the template keeps it.
 
         Raises:
-            InvalidRequest: see `render`.
+            InvalidRequest: see `render`; or the template does not write the last message's text.
         """
         guard = self._guard(tokenizer)
         plain = [_plain(message) for message in messages]
@@ -226,7 +230,13 @@ class ChatTemplate:
         guarded = [
             guard.mark_tokens(message, mark) | {"role": role} for message, role in zip(plain, roles, strict=True)
         ]
+        end = guard.choose_mark((plain, kwargs, mark)) if continue_final_message else ""
+        if end:
+            # The blank tells whether the template keeps white space at the end of a message.
+            guarded[-1]["content"] += end + " "
         text = self.render(guarded, add_generation_prompt, **guard.mark_tokens(kwargs, mark))
+        if end:
+            text = _before(end, text)
         pieces = guard.pieces(text, mark)
         if check is not None:
             check(pieces)
@@ -244,6 +254,14 @@ class ChatTemplate:
         if known is None:
             known = self._guards[id(tokenizer)] = (tokenizer, PromptGuard(tokenizer.added_tokens, self.source))
         return known[1]
+
+
+def _before(end: str, text: str) -> str:
+    head, found, tail = text.rpartition(end)
+    if not found:
+        why = "the base's chat template does not write the last message's text, which was to be continued"
+        raise InvalidRequest(f"continue_final_message: {why}", param="continue_final_message")
+    return head if tail.startswith(" ") else head.rstrip()
 
 
 def _refused(reason: str) -> InvalidRequest:

@@ -5,30 +5,19 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Protocol
 
+from lorasrv.sampling_params import PLAIN_TEXT, TextOptions
 from lorasrv.text.tokenizer import Decoding, Tokenizer
 
 
 class Detokenizer:
-    """Decode one growing sequence with constant work per token.
+    """Decode one growing sequence with constant work per token."""
 
-    Args:
-        skip_special_tokens: omit special tokens from the text.
-        shown: special tokens written all the same.
-        strip_start: False keeps a leading blank that the tokenizer would strip.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        shown: frozenset[int] = frozenset(),
-        strip_start: bool = True,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions = PLAIN_TEXT) -> None:
+        self.options = options
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - options.shown_token_ids if options.skip_special_tokens else frozenset()
         decoding = tokenizer.decoding
-        self._stream = _stream(decoding if strip_start else replace(decoding, strip_start=False))
+        self._stream = _stream(decoding if options.strip_start else replace(decoding, strip_start=False))
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is now certain. Ids outside the vocabulary have none."""

@@ -222,7 +222,7 @@ class Drafted:
         for ask, group in zip(asks, self.messages(asks, f"run {self.num_runs}" if salt is None else salt), strict=True):
             for message in group:
                 rid = message.request_id
-                detokenizer = Detokenizer(self.tokenizer, strip_start=message.constraint is None)
+                detokenizer = Detokenizer(self.tokenizer, message.text)
                 processors[rid] = OutputProcessor(len(ask.prompt), message.sampling, detokenizer)
                 said[rid] = Said()
                 if ask.abort_after is not None:

@@ -29,7 +29,7 @@ from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold
-from lorasrv.sampling_params import SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
 from lorasrv.speculation_params import ANY_SPECULATION
 from lorasrv.worker.disk_threads import DiskReadStats
 
@@ -55,7 +55,7 @@ DEFAULTS: RequestOptions = {
     "priority": 0,
     "timeout_s": None,
     "constraint": None,
-    "shown_token_ids": frozenset(),
+    "text": PLAIN_TEXT,
     "beams": None,
     "speculation": ANY_SPECULATION,
     "kv_policy": None,

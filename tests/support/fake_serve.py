@@ -1,14 +1,13 @@
 """The real `lorasrv` command; only the engine is the double, as a model would bring torch and seconds.
 
-`--model` says what it does: "slow" loads for a minute, "hanging" stops after two tokens, a number kills the process
-at that request.
+`--model` says what it does: "slow" loads until its standard input ends, "hanging" stops after two tokens, a number
+kills the process at that request.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def main() -> None:
                 progress("loading the model", layer / 8)
             engine, does = cls(), config.model.model
             if does == "slow":
-                time.sleep(60)
+                sys.stdin.read()
             elif does == "hanging":
                 engine.breaks(2, HANG)
             elif does.isdigit():

@@ -42,7 +42,7 @@ def spelled(tokenizer: Tokenizer, text: str, *, eos: bool = True) -> Callable[..
         ids = tokenizer.encode(said, add_special_tokens=False) + [EOS] * eos
         if sampling.max_tokens is not None:
             ids = ids[: sampling.max_tokens]
-        processor = OutputProcessor(len(asked.prompt), sampling, Detokenizer(tokenizer))
+        processor = OutputProcessor(len(asked.prompt), sampling, Detokenizer(tokenizer, asked.text))
         return list(_processed(processor, rid, index, ids, asked.prompt, sampling))
 
     return outputs

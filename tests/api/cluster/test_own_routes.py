@@ -1,6 +1,7 @@
 """What the edge answers by itself, who may read it, and what it learns of its replicas."""
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ def replica_of(name: str, slower: float = 1.0) -> Any:
     def answer(seen: Seen) -> None:
         if seen.line.startswith("GET /v1/replica "):
             assert seen.header("authorization") == [f"Bearer {SECRET}"]
+            # A replica without keys refuses any other.
+            assert seen.header("host")[0].startswith("127.0.0.1:")
             costs = {key: value * slower for key, value in STEPS.items()}
             said = {"model": "base", "fingerprint": "x", "step_costs": costs, "requests": 3, "adapters": 5}
             seen.answer(json.dumps(said).encode())
@@ -39,7 +42,9 @@ def cluster() -> Iterator[SimpleNamespace]:
         replicas = [opened.enter_context(fake_replica(replica_of(f"r{number}", 1 + number))) for number in range(3)]
         edge = opened.enter_context(edge_of([one.url for one in replicas], secret=SECRET))
         eventually(lambda: len(edge.edge._survey.figures) == 3)
-        yield SimpleNamespace(replicas=replicas, **vars(edge))
+        ended = threading.Event()
+        opened.callback(ended.set)
+        yield SimpleNamespace(replicas=replicas, ended=ended, **vars(edge))
 
 
 def test_health_needs_no_key_and_ready_needs_a_replica(cluster: Any) -> None:
@@ -100,6 +105,23 @@ def test_a_query_names_a_replica(cluster: Any) -> None:
     for path in ("/metrics", "/v1/pool", "/info"):
         answer = cluster.http.get(f"{path}?replica=r2&x=1", headers=ADMIN).json()
         assert answer == {"by": "r2", "line": f"GET {path}?replica=r2&x=1 HTTP/1.1"}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/pool", "/info"])
+def test_a_query_that_names_no_replica_or_a_dead_one(cluster: Any, path: str) -> None:
+    gone = cluster.http.get(f"{path}?replica=r9", headers=ADMIN)
+    assert (gone.status_code, gone.json()["error"]["param"]) == (404, "replica")
+    cluster.replicas[1].answer = dies
+    dead = cluster.http.get(f"{path}?replica=r1", headers=ADMIN)
+    assert (dead.status_code, dead.json()["error"]["code"]) == (503, "no_replica_ready")
+    assert dead.json()["error"]["message"].startswith("replica r1 does not answer")
+
+
+def test_figures_are_told_though_a_replica_hangs(cluster: Any) -> None:
+    for replica in cluster.replicas[:2]:
+        replica.answer = lambda seen: cluster.ended.wait(60)
+    assert cluster.http.get("/v1/replicas", headers=ADMIN).status_code == 200
+    cluster.ended.set()
 
 
 def test_the_base_is_known_by_its_name(cluster: Any) -> None:

@@ -161,8 +161,8 @@ def test_tokens_of_one_step_have_a_text_each() -> None:
     """As drafts bring them."""
     found = tuple(TokenLogprobs(token, -0.5) for token in (5, 6, 7))
     output = RequestOutput(
-        RequestId("r"), "abc", (5, 6, 7), 1, 3, RequestTiming(), FinishReason.STOP, "!", logprobs=found,
-        token_texts=("ab", "", "c"),
+        RequestId("r"), "abc!", (5, 6, 7), 1, 3, RequestTiming(), FinishReason.STOP, "!", logprobs=found,
+        token_texts=("ab", "", "c!"),
     )  # fmt: skip
     writer = tgi_responses.TokenWriter(tiny_tokenizer())
     assert [token["text"] for token, _ in writer.entries(output)] == ["ab", "", "c!"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.chat_template import ChatTemplate
 
 FIELDS: dict[str, Any] = {
     "presence_penalty": 0.5,
@@ -25,6 +26,27 @@ def test_every_field_reaches_the_engine(server, engine, route: str) -> None:
     sampling = engine.added[0].sampling
     assert {name: getattr(sampling, name) for name in FIELDS} == FIELDS
     assert sampling.logit_bias == ((7, -100.0), (42, 3.5))
+
+
+def test_text_that_goes_on_with_the_prompt_keeps_its_blank(server, engine) -> None:
+    turns = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once"}]
+    assert server.complete().status_code == server.chat().status_code == 200
+    assert server.chat(messages=turns, continue_final_message=True).status_code == 200
+    assert [added.text.strip_start for added in engine.added] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"add_generation_prompt": True}, "excludes add_generation_prompt"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "text alone"),
+    ],
+)
+def test_a_message_that_cannot_go_on_is_refused(server, engine, fields: dict[str, Any], why: str) -> None:
+    engine.chat_template = ChatTemplate("<tool_call>{{ messages | tojson }}{{ tools }}{{ add_generation_prompt }}")
+    answer = server.chat(continue_final_message=True, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+    assert why in answer.json()["error"]["message"]
 
 
 def test_null_and_nothing_are_the_defaults(server, engine) -> None:

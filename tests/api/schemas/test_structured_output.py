@@ -189,10 +189,10 @@ class TestTools:
         with_template(templates.MISTRAL)
         engine.script = say('[TOOL_CALLS] [{"name": "clock", "arguments": {}}]')
         call = self.ask(server).json()["choices"][0]["message"]["tool_calls"][0]
-        assert engine.added[0].shown_token_ids == {255}
+        assert engine.added[0].text.shown_token_ids == {255}
         assert len(call["id"]) == 9, "Mistral's template refuses any other id"
         server.chat()
-        assert engine.added[1].shown_token_ids == frozenset()
+        assert engine.added[1].text.shown_token_ids == frozenset()
 
     def test_a_conversation_with_calls(self, server, engine) -> None:
         called = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}

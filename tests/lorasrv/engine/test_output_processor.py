@@ -15,7 +15,7 @@ from lorasrv.config import NO_SHARE
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import AdapterDeleted, EngineOverloaded
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
-from lorasrv.sampling_params import SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams, TextOptions
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -23,10 +23,14 @@ LONG = replace(GREEDY, max_tokens=400)
 
 
 def _steps(
-    tokenizer: Tokenizer, answer: str | list[int], sampling: SamplingParams, **last: object
+    tokenizer: Tokenizer,
+    answer: str | list[int],
+    sampling: SamplingParams,
+    text: TextOptions = PLAIN_TEXT,
+    **last: object,
 ) -> list[RequestOutput]:
     """Feed an answer token by token, the last with a finish reason, until the processor says that it is over."""
-    processor = OutputProcessor(5, sampling, Detokenizer(tokenizer))
+    processor = OutputProcessor(5, sampling, Detokenizer(tokenizer, text))
     ids = tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
     outputs: list[RequestOutput] = []
     for token in ids:
@@ -69,13 +73,17 @@ def test_stop_strings_cut_exactly(
     assert _text(outputs) == want
     assert outputs[-1].finish_reason is (FinishReason.STOP if hit else FinishReason.LENGTH)
     assert outputs[-1].stop_reason == hit
+    kept = _steps(builtin_tokenizer, text, SamplingParams(stop=stop), TextOptions(keep_stop=True))
+    assert (_text(kept), kept[-1].stop_reason) == (want + (hit or ""), hit)
 
 
-def test_a_stop_token_is_not_shown(builtin_tokenizer: Tokenizer) -> None:
+def test_a_stop_token_is_shown_only_if_it_is_kept(builtin_tokenizer: Tokenizer) -> None:
     last = builtin_tokenizer.encode("one two", add_special_tokens=False)[-1]
     ends = {"finish_reason": FinishReason.STOP, "stop_token_id": last}
     outputs = _steps(builtin_tokenizer, "one two", SamplingParams(), **ends)
     assert (_text(outputs), outputs[-1].stop_reason) == ("one", last)
+    kept = _steps(builtin_tokenizer, "one two", SamplingParams(), TextOptions(keep_stop=True), **ends)
+    assert (_text(kept), kept[-1].stop_reason) == ("one two", last)
 
 
 @given(st.text(alphabet="ab c", max_size=30), st.lists(st.text(alphabet="ab c", min_size=1, max_size=4), max_size=3))

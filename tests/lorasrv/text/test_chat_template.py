@@ -87,6 +87,27 @@ def test_text_and_ids_equal_transformers(
     assert ours.encode(chat, tiny_tokenizer, add_generation_prompt=prompt) == ids
 
 
+@pytest.mark.parametrize("chat", [chat[:-1] for chat in CONVERSATIONS if len(chat) > 2] + [turns("Tell.", "Once ")])
+@pytest.mark.parametrize("which", ["builtin", "llama3-like"])
+def test_a_last_message_that_goes_on_equals_transformers(
+    template: ChatTemplate, transformers_tokenizer: Any, tiny_tokenizer: Tokenizer, chat: Chat, which: str
+) -> None:
+    source = template.source if which == "builtin" else LLAMA3_LIKE
+    ids = transformers_tokenizer.apply_chat_template(
+        chat, tokenize=True, return_dict=False, chat_template=source, continue_final_message=True
+    )
+    ours = ChatTemplate(source, SPECIAL)
+    assert ours.encode(chat, tiny_tokenizer, False, continue_final_message=True) == ids
+    assert ours.encode(chat, tiny_tokenizer, False) != ids
+
+
+def test_a_last_message_that_the_template_leaves_out_cannot_go_on(builtin_tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(InvalidRequest, match="does not write the last message") as refused:
+        template.encode(turns("a", "b"), builtin_tokenizer, False, continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
+
+
 def test_tools_and_other_variables_reach_the_template(transformers_tokenizer: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"é": [1, None, True]}}}]
     ours = ChatTemplate(LLAMA3_LIKE, SPECIAL).render(CONVERSATIONS[0], tools=tools)
@@ -123,6 +144,8 @@ def test_special_tokens_in_content_stay_text(
     chat, honest = (turns(text, text, "ok", system=text) for text in (content, "x"))
     ids, wanted = (template.encode(turns, builtin_tokenizer) for turns in (chat, honest))
     assert special_count(ids, builtin_tokenizer) == special_count(wanted, builtin_tokenizer)
+    goes_on = template.encode(chat[:3], builtin_tokenizer, False, continue_final_message=True)
+    assert special_count(goes_on, builtin_tokenizer) == special_count(wanted, builtin_tokenizer) - 4
     assert builtin_tokenizer.decode(ids, skip_special_tokens=False) == template.render(chat)
 
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import sentencepiece
 
+from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer, _byte_alphabet
 from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerSource
 
@@ -14,7 +15,7 @@ SENTENCEPIECE = {strip: sentencepiece(WORDS, strips=strip) for strip in (False, 
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    detokenizer = Detokenizer(tokenizer, TextOptions(skip_special_tokens=skip))
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
@@ -77,6 +78,16 @@ def test_a_character_over_several_tokens_waits_for_its_last(builtin_tokenizer: T
     detokenizer = Detokenizer(builtin_tokenizer)
     assert detokenizer.push(ids[0]) == ""
     assert detokenizer.flush() == builtin_tokenizer.decode(ids[:1]) == "\ufffd"
+
+
+def test_text_that_goes_on_keeps_the_blank_that_others_lose() -> None:
+    tokenizer = SENTENCEPIECE[True]
+    ids = tokenizer.encode(f" {WORDS[0]}", add_special_tokens=False)
+    texts = [
+        "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+        for detokenizer in (Detokenizer(tokenizer), Detokenizer(tokenizer, TextOptions(strip_start=False)))
+    ]
+    assert texts == [WORDS[0], f" {WORDS[0]}"]
 
 
 def test_special_tokens_are_skipped_unless_wanted(builtin_tokenizer: Tokenizer) -> None:

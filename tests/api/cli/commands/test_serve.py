@@ -113,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def run(*options: object) -> "subprocess.Popen[str]":
-        running.append(fake_serve.serve("--store", tmp_path / "store", *options))
+        running.append(fake_serve.serve("--store", tmp_path / "store", *options, stdin=subprocess.PIPE))
         return running[-1]
 
     yield run
@@ -181,6 +181,21 @@ def test_stopped_while_loading(start: Start) -> None:
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 0
+
+
+def test_an_address_taken_while_loading(start: Start) -> None:
+    """Two servers can bind an address; the first that listens has it."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        process = start("--model", "slow", "--port", port)
+        while "75 %" not in process.stderr.readline():
+            assert process.poll() is None
+        other.listen()
+        last = refused(process)[-1]
+    why = "Address already in use; --port 0 takes a free port"
+    assert last == f"lorasrv: cannot listen on 127.0.0.1:{port}: {why}"
 
 
 @pytest.mark.parametrize(
