@@ -4,6 +4,7 @@ docs/sampling.md explains the options. NaN is in no range, as every comparison w
 """
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from lorasrv.errors import ConfigError, InvalidRequest
 
@@ -86,6 +87,7 @@ class SamplingParams:
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
             "max_tokens",
@@ -120,6 +122,29 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Return whether earlier tokens change the logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+_INTEGERS = ("max_tokens", "top_k", "seed", "min_tokens", "fsd_ngram", "logprobs", "prompt_logprobs")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "fsd_alpha"),
+)
+_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+
+
+def _check_types(p: SamplingParams) -> None:
+    """Check what Python code passes; bodies of requests are typed."""
+    for names, kind, what in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
+        for name in names:
+            value = getattr(p, name)
+            is_given = value is not None or name not in _OPTIONAL
+            is_right = isinstance(value, kind) and not isinstance(value, bool)
+            _check(is_right or not is_given, name, f"must be {what}, not {value!r}")
+    is_stop = isinstance(p.stop, tuple | list) and all(isinstance(stop, str) for stop in p.stop)
+    _check(is_stop, "stop", f"must be a tuple of texts, not {p.stop!r}")
+    pairs = p.logit_bias if isinstance(p.logit_bias, tuple | list) else (p.logit_bias,)
+    is_bias = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
+    _check(is_bias, "logit_bias", "must be a tuple of pairs, of a token's id and its bias")
 
 
 def _check_logit_fields(p: SamplingParams) -> None:

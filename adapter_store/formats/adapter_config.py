@@ -295,6 +295,7 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
     before = len(problems)
     if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
+    _check_selection(config, problems)
     _check_fields(config, problems)
     ranks = list(_patterns(config, "rank_pattern", problems))
     alphas = list(_patterns(config, "alpha_pattern", problems, sum(pattern.size for pattern, _, _ in ranks)))
@@ -338,13 +339,15 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
     _check_peft_type(config, problems)
     for key, value in config.items():
         rule = FIELD_RULES.get(key)
-        if rule is None and value:
+        # For PEFT, {} turns a feature on, with every value by default.
+        is_set = value or isinstance(value, Mapping)
+        if rule is None and is_set:
             problems.add(
                 "unsupported_config_key",
                 show(key)[1:-1],
                 f"= {show(value)} is not known here and could change the result; remove it if it is only a note",
             )
-        elif rule is not None and rule.decision is Decision.REFUSED and value:
+        elif rule is not None and rule.decision is Decision.REFUSED and is_set:
             problems.add(
                 f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.description}. {_remedy(rule)}"
             )
@@ -523,6 +526,18 @@ def _patterns(
         yield pattern, number, where
 
 
+def _check_selection(config: Config, problems: ProblemList) -> None:
+    """Refuse fields that select modules by a value of a type that PEFT has no meaning for."""
+    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(field)
+        if value is not None and not isinstance(value, str) and _strings(value) is None:
+            problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be a text or a list of texts")
+    value = config.get("layers_to_transform")
+    if value not in (None, []) and _layers(value) is None:
+        what = f"= {show(value)}; it must be the number of a layer or a list of numbers"
+        problems.add("invalid_layers_to_transform", "layers_to_transform", what)
+
+
 def _targets(config: Config) -> tuple[str, ...] | None:
     """Return the modules named literally, None if another field changes what plain names mean."""
     excluded, layers = config.get("exclude_modules"), config.get("layers_to_transform")
@@ -549,7 +564,7 @@ def _strings(value: object) -> tuple[str, ...] | None:
 
 def _layers(value: object) -> frozenset[int] | None:
     items = value if isinstance(value, list) else [value]
-    layers = [item for item in items if isinstance(item, int)]
+    layers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
     return frozenset(layers) if items and len(layers) == len(items) else None
 
 

@@ -41,6 +41,14 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "return_full_text": _OFF,
     "merged_adapters": _NULL,
     "adapter_parameters": _NULL,
+    # SGLang: its name of the adapter, and structured output
+    "lora_path": (None, "", []),
+    "regex": (None, ""),
+    "ebnf": (None, ""),
+    "json_schema": (None, "", {}),
+    "stop_regex": (None, "", []),
+    "custom_logit_processor": (None, ""),
+    "no_stop_trim": _OFF,
     # structured output: white space in JSON
     "guided_whitespace_pattern": _NULL,
     # fields of chat that plain completions do not have

@@ -570,7 +570,7 @@ def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) 
     Raises:
         InvalidRequest: a field asks for random sampling or changes the scores; `param` names it.
     """
-    free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p")
+    free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature")
     for field in fields(sampling):
         if field.init and field.name not in free and getattr(sampling, field.name) != field.default:
             raise InvalidRequest(f"{field.name} does not go with beam search; leave it out", param=field.name)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from lorasrv.errors import InvalidRequest
@@ -43,6 +44,26 @@ def test_out_of_range_names_the_field(field: str, values: tuple[object, ...]) ->
             SamplingParams(**{"temperature": 0.0, field: value})
         assert caught.value.param == field, value
         assert str(caught.value).startswith(field), value
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("stop", ("keeper", ["x", 1], None)),
+        ("logit_bias", ({5: 1.0}, ((5,),), None)),
+        ("temperature", (None, "1", True)),
+        *((name, (2.5, True, "2")) for name in ("max_tokens", "top_k", "seed", "logprobs", "min_tokens")),
+    ],
+)
+def test_a_wrong_type_names_the_field(field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest, match=f"^{field} must be ") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field, value
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(1)).top_k == 3
 
 
 def test_fields_that_contradict_each_other() -> None:

@@ -77,8 +77,10 @@ def batch(
 def _check_paths(source: Path, target: Path) -> None:
     if not source.is_file():
         raise CliError(f"there is no file {source}", code=ExitCode.USAGE)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise CliError(f"results cannot be written to {target}: name a file in a folder", code=ExitCode.USAGE)
+    is_other = target.exists() and not target.is_file()
+    if is_other or not target.absolute().parent.is_dir():
+        # Results are read again when the command goes on after an interruption.
+        raise CliError(f"results cannot be written to {target}: name a regular file", code=ExitCode.USAGE)
 
 
 @contextmanager

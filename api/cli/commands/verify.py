@@ -53,7 +53,11 @@ def verify(
 
 
 def _read_prompts(file: Path) -> list[str]:
-    lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8").split("\n")]
+    except UnicodeDecodeError as error:
+        why = f"--prompts: {file.name} is not UTF-8 (byte {error.start})"
+        raise CliError(why, code=ExitCode.USAGE) from None
     if not any(lines):
         raise CliError(f"--prompts: {file.name} has no line with a prompt", code=ExitCode.USAGE)
     return [line for line in lines if line]

@@ -245,6 +245,8 @@ def _layouts(
     else:
         if not options.store.is_dir():
             raise CliError(f"--store: the folder {options.store} does not exist", code=ExitCode.USAGE)
+        if not (options.store / "index.sqlite3").is_file():
+            raise CliError(f"--store: there is no adapter store in {options.store}", code=ExitCode.USAGE)
         with AdapterStore(options.store, base_shapes(spec)) as store:
             sizes = AdapterSizes.of(spec, itemsize, options.rank, trace, store)
     names = {request.adapter for request in trace if request.adapter is not None}

@@ -56,8 +56,14 @@ def write_codes(
     facts = _header(formats) | {"base": _sample(checkpoint)}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
+        # Made here, as every other file is: the library makes one that nobody else may read.
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         save_file(tensors, unfinished, facts)
+        unfinished.chmod(mode)
         os.replace(unfinished, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -91,7 +91,7 @@ class ComparisonStats:
     @property
     def has_effect(self) -> bool:
         """Return whether the adapter changes any logit beyond float32 rounding."""
-        return self.linears.adapted > 0 and self.effect.max_abs > 0
+        return self.effect.max_abs > 0
 
     @property
     def shows_in_logits(self) -> bool:
@@ -172,6 +172,10 @@ def _notes(figures: ComparisonStats) -> list[str]:
     if not figures.shows_in_logits:
         return [
             "the adapter's effect on these prompts is below the error that rounding alone may make: "
-            "the comparison of single linears is what counts"
+            + (
+                "the comparison of single linears is what counts"
+                if figures.linears.adapted
+                else "as it adapts no linear of a layer, this says little; verify it with a base of --dtype float32"
+            )
         ]
     return []

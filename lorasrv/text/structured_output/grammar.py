@@ -60,7 +60,9 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
     Raises:
         InvalidRequest: see `json_of`.
     """
-    whole = {"not": {}} if schema is False else {} if schema is True else dict(schema)
+    if schema is False:
+        raise InvalidRequest(f"{param}: no value satisfies the schema false", param=param)
+    whole = {} if schema is True else dict(schema)
     _check_depth(whole, param)
     _check_patterns(whole, param)
     if not can_end(whole):
@@ -69,7 +71,8 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
 
 
 def _without_annotations(schema: Any) -> Any:
-    """Remove the formats that are not enforced from a schema of checked depth, leaving literal data unchanged."""
+    """Remove what demands nothing from a schema of checked depth: formats that are not enforced, `uniqueItems: false`.
+    Literal data is left unchanged."""
     if isinstance(schema, list):
         return [_without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
@@ -80,6 +83,8 @@ def _without_annotations(schema: Any) -> Any:
             kept[keyword] = {name: _without_annotations(inner) for name, inner in value.items()}
         elif keyword in _DATA:
             kept[keyword] = value
+        elif keyword == "uniqueItems" and value is False:
+            continue
         elif keyword != "format" or not isinstance(value, str) or value in FORMATS:
             kept[keyword] = _without_annotations(value)
     return kept
@@ -122,6 +127,8 @@ def grammar_of(text: str, param: str) -> Grammar:
         if not isinstance(parsed, dict) or "grammars" not in parsed:
             raise InvalidRequest(f"{param} is JSON, but not an llguidance grammar: `grammars` is missing", param=param)
         _check_depth(parsed, param)
+        if parsed.get("max_tokens") is not None:
+            raise InvalidRequest(f"{param}: max_tokens belongs into the request, not into the grammar", param=param)
         return _checked(json.dumps(parsed), param)
     if "::=" in text:
         raise InvalidRequest(f"{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)

@@ -213,6 +213,6 @@ class GrammarState:
 
 
 def one_line(error: str, most: int = 240) -> str:
-    """Return llguidance's message without line breaks and state dumps."""
-    message = " ".join(error.replace("<non-verbose/>", "").split())[:most]
+    """Return llguidance's message without line breaks, state dumps and the trace of a panic."""
+    message = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())[:most]
     return NO_SENTENCE if message == "NoExtensionBias" else message

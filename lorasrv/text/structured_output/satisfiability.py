@@ -183,7 +183,8 @@ class _Walk:
         return all(self.ends(part, inside) for part in _needed(schema))
 
     def _target(self, ref: str) -> Any:
-        if not ref.startswith("#"):
+        # Others name a document elsewhere, or an anchor, which llguidance finds.
+        if ref != "#" and not ref.startswith("#/"):
             return True
         found: Any = self._root
         for name in ref[1:].split("/")[1:]:

@@ -92,6 +92,7 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str) -> None:
     assert str(REFUSED_VALUES[field])[:10] in found[field]
     assert FIELD_RULES[field].remedy[1:] in found[field]
     accepted(build.config(**{field: None}))
+    assert list(refusals(build.config(**{field: {}}))) == [field]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,11 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str) -> None:
         ("init_lora_weights", "corda"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "loftq"),
         ("init_lora_weights", "next_year"), ("init_lora_weights", 3),
         ("rank_pattern", [1]), ("alpha_pattern", "x"), ("peft_version", 2**70),
-        ("future_strength", 7)
+        ("target_modules", {"q_proj": 1}), ("target_modules", [1]), ("target_modules", 5),
+        ("exclude_modules", {"q_proj": 1}), ("exclude_modules", 5),
+        ("layers_to_transform", "1"), ("layers_to_transform", [1.5]), ("layers_to_transform", {"1": 1}),
+        ("layers_to_transform", True),
+        ("future_strength", 7), ("future_config", {})
     ]
 )  # fmt: skip
 def test_bad_values_name_the_field(field: str, value: Any) -> None:

@@ -71,7 +71,6 @@ def test_a_partial_adapter_is_refused_unless_allowed(case: str) -> None:
         ({"target_modules": []}, 1),
         ({"exclude_modules": r".*\.1\..*"}, 1),
         ({"layers_to_transform": [0], "layers_pattern": "h"}, 1),
-        ({"layers_to_transform": "0"}, 1),
     ],
 )
 def test_what_the_config_leaves_out_or_does_not_say_is_not_missed(changes: dict[str, Any], layers: int) -> None:

@@ -150,6 +150,7 @@ class TestDefaults:
         ({"stop_token_ids": (VOCAB,)}, {}, "stop_token_ids", r"token ids in \[0, 384\)"),
         ({"stop_token_ids": (-1,)}, {}, "stop_token_ids", r"token ids in \[0, 384\)"),
         ({"seed": 1}, {"beams": BeamOptions(2)}, "seed", "does not go with beam search"),
+        ({"top_p": 0.5}, {"beams": BeamOptions(2)}, "top_p", "does not go with beam search"),
     ],
 )
 def test_refusals_name_the_field(sampling: dict[str, Any], fields: dict[str, Any], param: str, words: str) -> None:

@@ -174,6 +174,13 @@ class TestRight:
         peft_adapter(model, tmp_path / "x", strength=0.3, target_modules=targets, save_embedding_layers=False)
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path / "x"))
 
+    def test_an_adapter_of_the_head_alone_has_an_effect(self, job_of, tiny_hf_checkpoints, tmp_path: Path) -> None:
+        model = tiny_hf_checkpoints["llama"]()
+        options = {"target_modules": ["lm_head"], "save_embedding_layers": False}
+        peft_adapter(model, tmp_path / "x", strength=0.3, **options)
+        done = expect(ComparisonOutcome.EXACT, job_of(source=tmp_path / "x"))
+        assert (done.verdict.notes, done.verdict.figures.linears.adapted) == ((), 0)
+
     def test_an_untrained_adapter_is_told(self, job_of) -> None:
         verdict = expect(ComparisonOutcome.EXACT, job_of(trained=False)).verdict
         assert verdict.figures.effect.max_abs == 0

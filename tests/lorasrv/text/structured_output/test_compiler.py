@@ -190,7 +190,7 @@ FIELDS = {
         ("guided_json", {"$ref": "https://example.org/s"}, "example.org"),
         ("guided_json", ENDLESS, "requires itself"),
         ("guided_json", ENDLESS_LIST, "requires itself"),
-        ("guided_json", False, "not"),
+        ("guided_json", False, "no value"),
         ("guided_json", {"uniqueItems": True}, "uniqueItems"),
         ("guided_json", LENIENT, "uniqueItems"),
         ("guided_json", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
@@ -207,6 +207,7 @@ FIELDS = {
         ("guided_grammar", 'start: start "a"', "no finite sentence"),
         ("guided_grammar", 'start: /[a-z]+/ "," start', "no finite sentence"),
         ("guided_grammar", 'root ::= "a"', "Lark"),
+        ("guided_grammar", '{"grammars": [{"lark_grammar": "start: /a*/"}], "max_tokens": 9}', "into the request"),
         ("guided_grammar", "start: nothing", "nothing"),
         ("guided_grammar", "start: x{100000}\nx: y{0,1000}\ny: A?\nA: /a/", "guided"),
     ],
@@ -224,6 +225,24 @@ def test_refusals_name_the_field_and_say_why(builtin_compiling: Compiling, field
     assert "\n" not in message
     assert len(message) < 400
     assert builtin_compiling.num_started == started, "it does not cost the process"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"$ref": "#num", "$defs": {"n": {"$anchor": "num", "type": "integer"}}},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+    ],
+    ids=["anchor", "uniqueItems"],
+)
+def test_schemas_that_demand_nothing_impossible(builtin_compiling: Compiling, given: Any) -> None:
+    builtin_compiling.compile(FIELDS["guided_json"](given, "guided_json"))
+
+
+def test_a_panic_is_told_without_its_trace(builtin_compiling: Compiling) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        builtin_compiling.compile(FIELDS["guided_grammar"]('start: t "b"\nt[lazy]: /[ab]*/', "guided_grammar"))
+    assert "backtrace" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
