@@ -57,7 +57,7 @@ def match_saved(
             parameter = f"{at}.weight"
             width = base.norms.get(module, base.hidden_size)
             if config is not None and not any(at.endswith(own) for own in config.modules_to_save):
-                message = "is not in modules_to_save, so PEFT would leave its weight out; name it there"
+                message = "is not in modules_to_save, and PEFT would write it over the base's; name it there"
                 problems.add("untargeted_modules", at, message)
         elif name := parts.get(BASE_BIAS) or parts.get(BIAS):
             if parts.keys() >= {BASE_BIAS, BIAS}:
@@ -108,8 +108,12 @@ def check_promised(
                 f"{show(own)} names {inside}; only norms, head and embedding are served so. Train again without it"
             )
             problems.add("unsupported_modules_to_save", "modules_to_save", message)
-    outside = base.ends or OUTSIDE_LAYERS
-    promised = [name for name in (*norms, base.final_norm, *outside) if name and name.endswith(config.modules_to_save)]
+    whole = [name for name in (*norms, base.final_norm, *(base.ends or OUTSIDE_LAYERS)) if name]
+    for own in config.modules_to_save:
+        if hidden := next((name for name in whole if not name.endswith(own) and _ends_like(name, own)), None):
+            message = f"{show(own)} is a pattern for PEFT, in which a dot is any letter, and names {hidden}; name that"
+            problems.add("unsupported_modules_to_save", "modules_to_save", message)
+    promised = [name for name in whole if name.endswith(config.modules_to_save)]
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"
         problems.add("missing_saved_modules", "modules_to_save", message)
@@ -166,3 +170,8 @@ def _check_width(name: str, at: str, width: int, header: SafetensorsHeader, prob
     if header.tensors[name].shape != (width,):
         shape = list(header.tensors[name].shape)
         problems.add("shape_mismatch", at, f"{name.rpartition(at)[2][1:]} is {shape}; this base takes [{width}]")
+
+
+def _ends_like(name: str, pattern: str) -> bool:
+    tail = name[-len(pattern) :]
+    return len(tail) == len(pattern) and all(own in (".", letter) for own, letter in zip(pattern, tail, strict=True))

@@ -26,7 +26,7 @@ def missing_modules(
     """
     named = {place: module_name(base, *place) for place in base.places() if place not in found}
     inside = [name for (layer, _), name in named.items() if adapter_config.targets(layer, name)]
-    outside = [name for name in OUTSIDE_LAYERS if adapter_config.targets(None, name)]
+    outside = [name for name in base.ends or OUTSIDE_LAYERS if adapter_config.targets(None, name)]
     return (*inside, *(name for name in outside if not any(f".{name}." in f".{tensor}" for tensor in tensor_names)))
 
 

@@ -88,6 +88,15 @@ class _Tensors:
         is_tied = self.base.tied and self.config.ensure_weight_tying and end == self.head
         return WEIGHT in self.parts[end] and (named[end] or (is_tied and named[self.embedding]))
 
+    def frozen_name(self, end: str) -> str:
+        """Return the name that the base's own table has in PEFT's model, where other names are not looked for."""
+        parts = self.parts[end]
+        if A in parts or B in parts:
+            return f"{end}.base_layer.weight"
+        if end in self.ids or (end == self.head and self.shares_ids):
+            return f"{end}.token_adapter.base_layer.weight"
+        return f"{end}.original_module.weight" if self.has_copy(end) else f"{end}.weight"
+
     def frozen(self) -> Iterator[VocabRows]:
         """Yield the base's own tables, for each module that they replace."""
         for end, parts in self.parts.items():
@@ -113,6 +122,11 @@ def _trained(tensors: _Tensors, problems: ProblemList) -> Iterator[VocabRows]:
     if unknown := [own for own, _ in tensors.config.token_indices if not tensors.end_of(own)]:
         what = f"names {unknown[0]!r}, which is neither {tensors.embedding} nor {tensors.head} of this base"
         problems.add(f"unsupported_{_TOKENS}", _TOKENS, what)
+    for end in tensors.parts:
+        names = [own or "the embedding" for own, _ in tensors.config.token_indices if tensors.end_of(own) == end]
+        if len(names) > 1:
+            what = f"names {end} twice, as {' and '.join(names)}; name it once"
+            problems.add(f"unsupported_{_TOKENS}", _TOKENS, what)
     for end, parts in tensors.parts.items():
         source = tensors.embedding if end == tensors.head and tensors.shares_ids else end
         ids, name = tensors.ids.get(source), tensors.parts[source].get(TOKEN_ROWS)
@@ -141,8 +155,11 @@ def _check_conflicts(tensors: _Tensors, rows: tuple[VocabRows, ...], problems: P
             problems.add(
                 f"unsupported_{_TOKENS}", end, "has LoRA and trained rows, in PEFT neither; train it in one way"
             )
-        if len([kind for kind in (WEIGHT, FROZEN) if kind in parts]) == 2 and not tensors.has_copy(end):
-            problems.add("duplicate_module", end, "has two tensors for its weight; save the adapter again")
+    for own in {own.name: own for own in rows if own.frozen}.values():
+        source = next(end for end in tensors.parts if own.parameter.startswith(end))
+        if own.parameter != (wanted := tensors.frozen_name(source)):
+            what = f"PEFT would not find {own.parameter}, it looks for {wanted}; save the adapter again"
+            problems.add("unread_weight", source, what)
     differ = tensors.ids.keys() >= tensors.parts.keys() and not tensors.shares_ids
     if tensors.base.tied and tensors.config.ensure_weight_tying and differ:
         what = "names other tokens of lm_head than of the embedding, which ensure_weight_tying contradicts, in PEFT too"

@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
         {"base_model.model.model.norm.weight": torch.ones(33)}, {"modules_to_save": ["model.norm"]},
         "shape_mismatch", "takes [32]",
     ),
+    "a dot that is any letter": ({}, {"modules_to_save": ["lm.head"]}, "unsupported_modules_to_save", "names lm_head"),
     "head promised": ({}, {"modules_to_save": ["lm_head"]}, "missing_saved_modules", "lm_head"),
     "a linear's copy": (
         {f"{PREFIX}0.self_attn.v_proj.weight": torch.ones(KV, 32)}, {},

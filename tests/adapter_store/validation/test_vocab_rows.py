@@ -39,7 +39,7 @@ def trained(module: str, of: str, *ids: int) -> VocabRows:
 
 
 BOTH = rows(9, f"{EMBEDDING}.weight", f"{HEAD}.weight")
-OWN_BASE = rows(9, f"{EMBEDDING}.base_layer.weight")
+OWN_BASE = rows(9, f"{EMBEDDING}.weight")
 MEANT: dict[str, tuple[Tensors, bool, dict[str, Any], tuple[VocabRows, ...]]] = {
     "copies": (BOTH, False, {"modules_to_save": ["embed_tokens", "lm_head"]}, (copy(EMBEDDING), copy(HEAD))),
     "a copy, and the head as it is": (
@@ -51,10 +51,10 @@ MEANT: dict[str, tuple[Tensors, bool, dict[str, Any], tuple[VocabRows, ...]]] = 
     "a copy beside a tied head": (
         rows(9, f"{EMBEDDING}.weight"), True, {"modules_to_save": ["embed_tokens"]}, (copy(EMBEDDING),)
     ),
-    "the base's own": (OWN_BASE, False, {}, (copy(EMBEDDING, f"{EMBEDDING}.base_layer.weight", frozen=True),)),
+    "the base's own": (OWN_BASE, False, {}, (copy(EMBEDDING, frozen=True),)),
     "the base's own, tied": (
         OWN_BASE, True, {},
-        tied(copy(EMBEDDING, f"{EMBEDDING}.base_layer.weight", frozen=True))
+        tied(copy(EMBEDDING, frozen=True))
     ),
     "both of the base, tied": (BOTH, True, {}, tied(copy(HEAD, frozen=True))),
     "tokens": (rows(2, f"{EMBEDDING}.{DELTA}"), False, {TOKENS: [7, 3]}, (trained(EMBEDDING, EMBEDDING, 7, 3),)),
@@ -108,7 +108,18 @@ REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
         "unsupported_modules_to_save", "leaves the LoRA out",
     ),
     "two of the base's own": (
-        rows(9, f"{HEAD}.weight", f"{HEAD}.base_layer.weight"), False, {}, "duplicate_module", "two tensors for its"
+        rows(9, f"{HEAD}.weight", f"{HEAD}.base_layer.weight"), False, {}, "unread_weight", "not find lm_head.base"
+    ),
+    "two lists for one table": (
+        rows(2, f"{EMBEDDING}.{DELTA}"), False, {TOKENS: {"embed_tokens": [7, 3], "tokens": [1, 2]}},
+        f"unsupported_{TOKENS}", "twice, as embed_tokens and tokens"
+    ),
+    "the base's own under another name": (
+        rows(9, f"{HEAD}.original_module.weight"), False, {}, "unread_weight", "it looks for lm_head.weight"
+    ),
+    "the base's own beside trained rows": (
+        rows(9, f"{EMBEDDING}.weight") | rows(2, f"{EMBEDDING}.{DELTA}"), False, {TOKENS: [7, 3]},
+        "unread_weight", "token_adapter.base_layer.weight"
     ),
     "more tokens": (
         rows(10, f"{HEAD}.weight"), False, {"modules_to_save": ["lm_head"]}, "unsupported_vocabulary",
@@ -176,7 +187,7 @@ REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
 SIZES: dict[str, tuple[Tensors, bool, dict[str, Any], int]] = {
     "copies": (rows(12, f"{EMBEDDING}.weight", f"{HEAD}.weight"), False, {"modules_to_save": ["lm_head"]}, 12),
     "fewer": (rows(8, f"{EMBEDDING}.weight"), True, {}, 8),
-    "one tied table": (rows(10, f"{EMBEDDING}.base_layer.weight"), True, {}, 10),
+    "one tied table": (rows(10, f"{EMBEDDING}.weight"), True, {}, 10),
     "tokens": (
         rows(2, f"{EMBEDDING}.{DELTA}", f"{HEAD}.{DELTA}"), False,
         {TOKENS: {"embed_tokens": [9, 10], "lm_head": [10, 9]}}, 11
