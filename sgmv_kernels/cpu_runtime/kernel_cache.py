@@ -15,6 +15,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 _KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
 _SOURCES = *_KERNELS, "formats/*.py", "backend.py"
 """Files whose constants and code kernels are made of."""
+
+
+OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
+"""Settings that do not count: kernels use the instructions of this processor, whatever other code is made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ def _compile(module: str, function: str) -> ObjectCode:
     import numba
 
     logger.info("compiling %s.%s, once on this machine", module, function)
+    _provide_halves()
     source = getattr(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}"), function)
     kernel = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(source)
     library = kernel._library
@@ -107,9 +113,20 @@ def _new_engine() -> Any:
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    _provide_halves()
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
     _engines.append(llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine))
     return _engines[-1]
+
+
+def _provide_halves() -> None:
+    """Tell LLVM where the conversions of fp16 are, for processors without them: generated code calls these although no
+    module names them."""
+    for name in ("__extendhfsf2", "__truncsfhf2"):
+        if llvm.address_of_symbol(name) is None:
+            with suppress(OSError, AttributeError):
+                function = getattr(ctypes.CDLL("libgcc_s.so.1"), name)
+                llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
 def _provide(name: str) -> None:
@@ -201,7 +218,8 @@ def _version() -> str:
     known = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parents[1].glob(pattern)):
         known.update(path.read_bytes())
-    known.update(repr(sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))).encode())
+    settings = (item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in OF_TARGET)
+    known.update(repr(sorted(settings)).encode())
     known.update(f"{numba_version()} {llvmlite.__version__} {processor()}".encode())
     return known.hexdigest()[:16]
 

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from sgmv_kernels.cpu_runtime.kernel_cache import address_of, cache_directory, compile_into, missing
+from sgmv_kernels.cpu_runtime.kernel_cache import OF_TARGET, address_of, cache_directory, compile_into, missing
 from sgmv_kernels.cpu_runtime.kernel_names import OF_SOME_MODELS, Kernel
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ MOST_WORKERS = 4
 STALLED_S = 240.0
 """Time without a new kernel after which the compiling process is given up."""
 _POLL_S = 0.05
+CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+"""How the compiler ends where it cannot go on; the process that serves must not try the same."""
 _IN_BACKGROUND, _LOWEST_PRIORITY = "--in-background", 19
 
 
@@ -52,7 +54,11 @@ class Compilation:
     errors: IO[bytes]
 
     def wait(self, progress: Progress) -> None:
-        """Wait for the process; log why, if kernels are missing afterwards."""
+        """Wait for the process; log why, if kernels are missing afterwards.
+
+        Raises:
+            ImportError: the compiler crashes on this machine.
+        """
         what = f"compiling {len(self.kernels)} kernels, once on this machine"
         left, since, is_over = len(self.kernels), time.monotonic(), False
         progress(what, 0.0)
@@ -65,6 +71,8 @@ class Compilation:
                 progress(what, 1 - left / len(self.kernels))
             if left and not is_over:
                 time.sleep(_POLL_S)
+        if left and abs(self.process.poll() or 0) in CRASHES:
+            raise ImportError(f"the kernels cannot be compiled on this machine: {self._why()}")
         if left:
             logger.warning("%d kernels are compiled in this process, as %s", *self.left())
 
@@ -94,7 +102,8 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
     with tempfile.TemporaryFile() as errors:
         names = [*([_IN_BACKGROUND] if in_background else []), *map(".".join, absent)]
         # OpenBLAS would start threads, beside which nothing should be forked.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        kept = {name: value for name, value in os.environ.items() if name not in OF_TARGET}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
                 [*COMMAND, *names],
@@ -154,6 +163,9 @@ def compiling_in_background(kernels: Sequence[Kernel], after_s: float) -> Iterat
 def kernel_address(module: str, function: str) -> int:
     """Return the address of a kernel. One that is missing is compiled first, which takes seconds, in another process if
     it can be kept.
+
+    Raises:
+        ImportError: it cannot be compiled.
     """
 
     def tell(what: str, share: float) -> None:
@@ -166,7 +178,11 @@ def kernel_address(module: str, function: str) -> int:
 
 
 def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
-    """Compile kernels that are not kept yet, and wait for them."""
+    """Compile kernels that are not kept yet, and wait for them.
+
+    Raises:
+        ImportError: the compiler crashes on this machine.
+    """
     with compiling(kernels) as compilation:
         if compilation is not None:
             compilation.wait(progress)

@@ -135,6 +135,14 @@ def test_no_process_can_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "no process can be started to compile kernels: " in caplog.text
 
 
+def test_a_compiler_that_crashes_is_not_run_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the server with it; without the kernels, torch computes."""
+    said = "import os, sys; print('LLVM ERROR: no', file=sys.stderr, flush=True); os.abort()"
+    monkeypatch.setattr(kernel_compiler, "COMMAND", (sys.executable, "-c", said))
+    with pytest.raises(ImportError, match=r"cannot be compiled on this machine: .* LLVM ERROR: no"):
+        kernel_compiler.compile_missing(KERNELS, lambda *_: None)
+
+
 WORKERS = f"""
 import os, sys, types
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
