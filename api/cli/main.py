@@ -1,6 +1,7 @@
 """Run the `lorasrv` command. Subcommands import their dependencies when they run, so that `--help` stays fast."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -227,6 +228,10 @@ def _root(
 
 def main() -> NoReturn:
     """Run the command; each error becomes one clear line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal's encoding may lack a letter of an answer.
+            stream.reconfigure(errors="replace")
     try:
         code = _run()
         sys.stdout.flush()

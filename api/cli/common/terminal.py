@@ -2,6 +2,7 @@
 files.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,8 +51,14 @@ def err() -> "Console":
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON on stdout and flush it, as the reader of a pipe waits for it."""
-    print(one_line(value), flush=True)
+    """Print one line of JSON on stdout and flush it, as the reader of a pipe waits for it. Letters that the
+    encoding lacks are escaped."""
+    line = one_line(value)
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(value)
+    print(line, flush=True)
 
 
 def say(text: str) -> None:

@@ -1,6 +1,7 @@
 """What holds for every command: an example in its help, --json, exit codes, Ctrl-C, closed pipes, completion."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -172,6 +173,14 @@ class TestExitCodes:
         finally:
             os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_letters_that_the_terminal_lacks(self, server, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONUTF8", "0")
+        monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+        done = cli_process.run("generate", "hi", "--server", server.url)
+        assert (done.returncode, done.stdout) == (0, "Hello w?rld\n")
+        done = cli_process.run("generate", "hi", "--json", "--server", server.url)
+        assert json.loads(done.stdout)["text"] == "Hello wörld"
 
     def test_ctrl_c(self, server, engine, eventually) -> None:
         engine.breaks(2, HANG)

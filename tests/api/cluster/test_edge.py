@@ -1,5 +1,6 @@
 """The edge in front of replicas that die, hang and refuse at every place: what the client gets, and who was asked."""
 
+import gc
 import json
 import threading
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from raw_client import RawClient, json_request
 from server import eventually
 
 from api.asgi.sse import event
+from api.cluster.exchange import Exchange
 from api.errors import describe_at
 from lorasrv.errors import EngineDead, ServerStopping
 
@@ -332,6 +334,33 @@ def test_headers_that_go_through_and_those_that_do_not(cluster: Any) -> None:
     assert got.headers.get_list("set-cookie") == ["a=1", "b=2"]
     assert not {"keep-alive", "x-private", "connection"} & set(got.headers)
     assert got.headers.get_list("date") != ["then"]
+
+
+@pytest.mark.parametrize("lines", ["HTTP/1.0\r\n", "HTTP/1.1\r\nhost: a\r\nconnection: host, close\r\n"])
+def test_a_host_that_is_missing_or_named_by_connection(cluster: Any, lines: str) -> None:
+    with RawClient(cluster.port) as client:
+        got = client.send(f"POST {CHAT} {lines}content-length: 2\r\n\r\n{{}}".encode()).read()
+    assert b" 200 " in got.split(b"\r\n")[0]
+    [seen] = cluster.replicas[0].seen
+    assert [host for host in seen.header("host") if host] == (["a"] if "host: a" in lines else [])
+
+
+def test_a_body_that_no_stream_can_need_again_is_let_go(cluster: Any) -> None:
+    """A stream may last for hours."""
+    bodies, earlier = [], [one for one in gc.get_objects() if type(one) is Exchange]
+
+    def answer(seen: Seen) -> None:
+        seen.begin_stream()
+        seen.chunk(EVENT)
+        exchanges = [one for one in gc.get_objects() if type(one) is Exchange and one not in earlier]
+        eventually(lambda: not any(one._request.body for one in exchanges))
+        bodies.extend(one._request.body for one in exchanges)
+        seen.chunk(DONE)
+        seen.end()
+
+    cluster.replicas[0].answer = answer
+    assert ask(cluster, stream=True).status_code == 200
+    assert bodies == [b""]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/adapters"])
