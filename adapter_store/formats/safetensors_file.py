@@ -22,6 +22,8 @@ from adapter_store.spec import BaseShapes
 
 ENDED = "ended while it was read; upload it again"
 LENGTH_BYTES = 8
+LFS_POINTER = b"version "
+"""First bytes of what Git keeps in place of a large file."""
 BYTES_PER_TENSOR = 256
 MIN_HEADER_CAP_BYTES = 1 << 20
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
@@ -89,6 +91,10 @@ def _header_length(first: bytes, file_bytes: int, cap_bytes: int) -> int:
     length = int.from_bytes(first, "little")
     if length <= min(cap_bytes, file_bytes - LENGTH_BYTES):
         return length
+    if first == LFS_POINTER:
+        raise _invalid(
+            "not_safetensors", "is a pointer of Git LFS, not the weights; run git lfs pull, and upload it again"
+        )
     # Checked only for implausible lengths: a header of 1,152 bytes begins with 80 04, as a pickle does.
     if hint := _other_format(first):
         raise _invalid(

@@ -89,6 +89,7 @@ def test_every_tensor_with_a_problem_is_counted() -> None:
         (b"\x80\x04\x95" + bytes(100), "not_safetensors"),
         (b"PK\x03\x04" + bytes(100), "not_safetensors"),
         (b"GGUF" + bytes(100), "not_safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "not_safetensors"),
         ((2**63).to_bytes(8, "little") + b"{}", "header_too_large"),
         ((100).to_bytes(8, "little") + b"{}", "truncated"),
     ],
