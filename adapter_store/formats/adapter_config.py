@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
+from adapter_store.formats.module_selection import NO_SELECTION, ModuleSelection, read_selection, strings
 from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Pattern, parse_pattern
 from adapter_store.spec import AddedToken
 
@@ -61,7 +62,6 @@ def _is_scalar(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-ALL_LINEAR = "all-linear"
 MIN_MAX_NAMES = 1024
 NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save")
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
@@ -119,13 +119,11 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "trainable_token_indices": _honoured("rows of embed_tokens, and of lm_head, replace the base's"),
     "added_tokens": _honoured("not PEFT's: tokens of the adapter's own, which `upload` reads from its tokenizer.json"),
     "target_modules": _honoured(
-        "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"
+        "must select the modules that have tensors: names, all-linear, or an expression for whole names"
     ),
-    "exclude_modules": _honoured("with target_modules; a pattern is never evaluated, the tensors decide"),
+    "exclude_modules": _honoured("with target_modules: names, or an expression"),
     "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
-    "layers_pattern": _honoured(
-        "with layers_to_transform; any value but `layers` is never evaluated, the tensors decide"
-    ),
+    "layers_pattern": _honoured("with layers_to_transform: what stands before a layer's number"),
     "base_model_name_or_path": _harmless(
         "a name or quantization other than the served base's is a warning; shapes decide"
     ),
@@ -177,9 +175,8 @@ RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. Of several patterns the first match counts.
 
-    `target_modules` is None if the config does not name modules literally: then the tensors alone say which modules
-    are adapted, unless `all_linear` selects every linear module of the layers. `token_indices` has the tokens of each
-    module that `trainable_token_indices` names; "" is the embedding, whatever its name.
+    `token_indices` has the tokens of each module that `trainable_token_indices` names; "" is the embedding, whatever
+    its name.
     """
 
     r: int
@@ -187,11 +184,8 @@ class AdapterConfig:
     use_rslora: bool
     rank_pattern: tuple[tuple[Pattern, int], ...] = ()
     alpha_pattern: tuple[tuple[Pattern, float], ...] = ()
-    target_modules: tuple[str, ...] | None = None
-    exclude_modules: tuple[str, ...] = ()
-    layers_to_transform: frozenset[int] | None = None
+    selection: ModuleSelection = NO_SELECTION
     base_model_name: str = ""
-    all_linear: bool = False
     bias: str = "none"
     use_dora: bool = False
     lora_bias: bool = False
@@ -199,11 +193,6 @@ class AdapterConfig:
     token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
     added_tokens: tuple[AddedToken, ...] = ()
-
-    @property
-    def names_modules(self) -> bool:
-        """Return whether the config says which modules are adapted."""
-        return self.all_linear or self.target_modules is not None
 
     def rank(self, module_name: str) -> int:
         """Return the rank of a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
@@ -214,25 +203,6 @@ class AdapterConfig:
         alpha = next((a for pattern, a in self.alpha_pattern if pattern.matches(module_name)), self.lora_alpha)
         rank = self.rank(module_name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-
-    def targets(self, layer: int | None, module_name: str) -> bool:
-        """Return whether the config names this module as adapted, as PEFT decides it.
-
-        `layer` is None outside the layers. False if the config names modules by a pattern, or not at all.
-        """
-        if _names(self.exclude_modules, module_name):
-            return False
-        if self.all_linear or self.target_modules is None:
-            # PEFT takes no layers_to_transform with all-linear.
-            return self.all_linear and layer is not None
-        if module_name in self.target_modules:
-            return True
-        in_layer = self.layers_to_transform is None or layer in self.layers_to_transform
-        return in_layer and _names(self.target_modules, module_name)
-
-
-def _names(suffixes: tuple[str, ...], module_name: str) -> bool:
-    return any(module_name == s or module_name.endswith("." + s) for s in suffixes)
 
 
 def parse_config(data: bytes) -> dict[str, object]:
@@ -295,7 +265,6 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
     before = len(problems)
     if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
-    _check_selection(config, problems)
     _check_fields(config, problems)
     ranks = list(_patterns(config, "rank_pattern", problems))
     alphas = list(_patterns(config, "alpha_pattern", problems, sum(pattern.size for pattern, _, _ in ranks)))
@@ -305,11 +274,8 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         use_rslora=_flag(config, "use_rslora", problems),
         rank_pattern=tuple((p, _rank(v, f, problems)) for p, v, f in ranks),
         alpha_pattern=tuple((p, _alpha(v, f, problems)) for p, v, f in alphas),
-        target_modules=_targets(config),
-        exclude_modules=_strings(config.get("exclude_modules")) or (),
-        layers_to_transform=_layers(config.get("layers_to_transform")),
+        selection=read_selection(config, problems, sum(pattern.size for pattern, _, _ in (*ranks, *alphas))),
         base_model_name=_text(config.get("base_model_name_or_path")),
-        all_linear=_is_all_linear(config),
         bias=_bias(config.get("bias"), problems),
         use_dora=_flag(config, "use_dora", problems),
         lora_bias=_flag(config, "lora_bias", problems),
@@ -440,7 +406,7 @@ def _bias(value: object, problems: ProblemList) -> str:
 
 
 def _saved_modules(value: object, problems: ProblemList) -> tuple[str, ...]:
-    names = _strings(value or [])
+    names = strings(value or [])
     if names is None:
         problems.add(
             "invalid_modules_to_save", "modules_to_save", f"= {show(value)}; it must be a list of module names"
@@ -524,48 +490,6 @@ def _patterns(
             problems.add(f"unsupported_{field}", where, "is too much, with those before it; list the modules' names")
             return
         yield pattern, number, where
-
-
-def _check_selection(config: Config, problems: ProblemList) -> None:
-    """Refuse fields that select modules by a value of a type that PEFT has no meaning for."""
-    for field in ("target_modules", "exclude_modules", "layers_pattern"):
-        value = config.get(field)
-        if value is not None and not isinstance(value, str) and _strings(value) is None:
-            problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be a text or a list of texts")
-    value = config.get("layers_to_transform")
-    if value not in (None, []) and _layers(value) is None:
-        what = f"= {show(value)}; it must be the number of a layer or a list of numbers"
-        problems.add("invalid_layers_to_transform", "layers_to_transform", what)
-
-
-def _targets(config: Config) -> tuple[str, ...] | None:
-    """Return the modules named literally, None if another field changes what plain names mean."""
-    excluded, layers = config.get("exclude_modules"), config.get("layers_to_transform")
-    is_plain = (
-        (not excluded or _strings(excluded) is not None)
-        and (layers is None or layers == [] or _layers(layers) is not None)
-        and config.get("layers_pattern") in (None, "", [], "layers", ["layers"])
-    )
-    return (_strings(config.get("target_modules")) or None) if is_plain else None
-
-
-def _is_all_linear(config: Config) -> bool:
-    excluded = config.get("exclude_modules")
-    return _text(config.get("target_modules")).lower() == ALL_LINEAR and (
-        not excluded or _strings(excluded) is not None
-    )
-
-
-def _strings(value: object) -> tuple[str, ...] | None:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    return None
-
-
-def _layers(value: object) -> frozenset[int] | None:
-    items = value if isinstance(value, list) else [value]
-    layers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-    return frozenset(layers) if items and len(layers) == len(items) else None
 
 
 def _text(value: object) -> str:

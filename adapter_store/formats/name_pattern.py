@@ -1,6 +1,6 @@
-"""Keys of rank_pattern and alpha_pattern, matched as PEFT does: `re.match(rf"(.*\\.)?({key})$", module_name)`.
+"""Regular expressions of a config, matched with module names as PEFT matches them.
 
-PEFT's keys are regular expressions, and an uploaded one could keep Python's engine busy for years. Simple keys are
+An uploaded expression could keep Python's engine busy for years. Simple keys of rank_pattern and alpha_pattern are
 compared by hand: letters, digits, `_`, `.` for any character, `\\.` for a literal dot, `^` or `$` at the ends.
 All others are matched by RE2, whose time is linear in the name's length, and their sizes together are bounded. Only
 forms that Python and RE2 read alike are accepted (`_FORMS`): no lookaround, backreferences or flags.
@@ -24,11 +24,12 @@ _FORMS = re.compile(
       | [*+?] (?! \+ )
       | \( (?! \? ) | \(\?:
       | \\ [.dDwWb_/-]
-      | \[ \^? (?: [A-Za-z0-9_.] (?: - [A-Za-z0-9] )? )+ \]
+      | \[ \^? (?: \\ [dw] | [A-Za-z0-9_.] (?: - [A-Za-z0-9] )? )+ \]
       | \{ (?: 0 | [1-9][0-9]{0,2} ) (?: , (?: 0 | [1-9][0-9]{0,2} )? )? \} (?! \+ )
     )*""",
     re.VERBOSE,
 )
+_LAYER = "layer"
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_")
 
 
@@ -44,12 +45,30 @@ class Pattern(Protocol):
 
 
 def parse_pattern(key: str) -> Pattern:
-    """Read a key.
+    """Read a key of rank_pattern or alpha_pattern, which PEFT matches with the end of a module's name.
 
     Raises:
-        ValueError: it is no expression of Python's, or one that is not matched here; says why.
+        ValueError: see `Expression`.
     """
-    return NamePattern.parse(key) or Expression(key)
+    return NamePattern.parse(key) or Expression(key, rf"(.*\.)?({key})$")
+
+
+def whole_name(expression: str) -> "Expression":
+    """Read `target_modules` or `exclude_modules`, which PEFT matches with the whole name.
+
+    Raises:
+        ValueError: see `Expression`.
+    """
+    return Expression(expression, f"(?:{expression})$")
+
+
+def layer_of(expression: str) -> "Expression":
+    """Read an entry of `layers_pattern`: its `group` is the number of the layer in a name.
+
+    Raises:
+        ValueError: see `Expression`.
+    """
+    return Expression(expression, rf"(?:^|.*?\.){expression}\.(?P<{_LAYER}>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +111,23 @@ class NamePattern:
 class Expression:
     """Match by a regular expression of the forms that Python and RE2 read alike.
 
+    Args:
+        given: the expression of the config.
+        whole: PEFT's expression around it, matched from the beginning of a name.
+
     Raises:
-        ValueError: it has other forms, or is no expression.
+        ValueError: it has other forms, or is no expression of Python's; says why.
     """
 
-    def __init__(self, key: str) -> None:
-        if len(key) > MAX_EXPRESSION_CHARS:
-            raise ValueError(f"has {len(key)} characters; at most {MAX_EXPRESSION_CHARS} are read")
-        if (read := _FORMS.match(key)) is None or read.end() < len(key):
-            rest = key[read.end() if read else 0 :][:20]
+    def __init__(self, given: str, whole: str) -> None:
+        if len(given) > MAX_EXPRESSION_CHARS:
+            raise ValueError(f"has {len(given)} characters; at most {MAX_EXPRESSION_CHARS} are read")
+        if (read := _FORMS.match(given)) is None or read.end() < len(given):
+            rest = given[read.end() if read else 0 :][:20]
             raise ValueError(f"has at {rest!r} what is not matched here: {SERVED_FORMS} are")
         # Imported only here: other adapters do not need it.
         import re2
 
-        whole = rf"(.*\.)?({key})$"
         options = re2.Options()
         options.max_mem, options.log_errors = _MAX_BYTES, False
         try:
@@ -117,5 +139,9 @@ class Expression:
         self.size: int = self._compiled.programsize
 
     def matches(self, module_name: str) -> bool:
-        """Return whether PEFT would apply the key to this module."""
+        """Return whether the expression matches the name."""
         return self._compiled.match(module_name) is not None
+
+    def group(self, module_name: str) -> Any:
+        """Return the text of the group `layer` in a name that the expression matches; None if it took no part."""
+        return self._compiled.match(module_name)[_LAYER]

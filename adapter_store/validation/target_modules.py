@@ -1,15 +1,14 @@
 """Comparison of the modules that the config names with those that the file has tensors for.
 
 PEFT adapts what the config names and loads from the file what fits: a named module without tensors stays as
-initialized, and tensors for an unnamed one are dropped with a warning. Here both are reported. `all-linear` names
-every linear module of the layers. If the config names modules by a pattern, or not at all, the tensors are the only
-list and nothing can be missing.
+initialized, and tensors for an unnamed one are dropped with a warning. Here both are reported. If the config selects no
+modules, or by an expression that is not matched here, the tensors are the only list and nothing can be missing.
 """
 
 from collections.abc import Collection
 
 from adapter_store.errors import ProblemList
-from adapter_store.formats.adapter_config import AdapterConfig
+from adapter_store.formats.module_selection import ModuleSelection
 from adapter_store.formats.tensor_names import TensorPlace, module_name
 from adapter_store.spec import BaseShapes
 
@@ -18,15 +17,15 @@ OUTSIDE_LAYERS = ("model.embed_tokens", "lm_head")
 
 
 def missing_modules(
-    adapter_config: AdapterConfig, base: BaseShapes, found: Collection[tuple[int, str]], tensor_names: Collection[str]
+    selection: ModuleSelection, base: BaseShapes, found: Collection[tuple[int, str]], tensor_names: Collection[str]
 ) -> tuple[str, ...]:
     """Return full names of modules that the config names and no tensor is for, in the order of the layers.
 
     `found` holds those of the layers that have tensors; outside the layers, any tensor that contains the name counts.
     """
     named = {place: module_name(base, *place) for place in base.places() if place not in found}
-    inside = [name for (layer, _), name in named.items() if adapter_config.targets(layer, name)]
-    outside = [name for name in base.ends or OUTSIDE_LAYERS if adapter_config.targets(None, name)]
+    inside = [name for name in named.values() if selection.selects(name)]
+    outside = [name for name in base.ends or OUTSIDE_LAYERS if selection.selects(name)]
     return (*inside, *(name for name in outside if not any(f".{name}." in f".{tensor}" for tensor in tensor_names)))
 
 
@@ -43,15 +42,15 @@ def check_complete(missing: tuple[str, ...], num_expected: int, problems: Proble
 
 
 def check_targeted(
-    adapter_config: AdapterConfig, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
+    selection: ModuleSelection, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
 ) -> None:
     """Record a problem if there are tensors for modules that the config leaves out."""
-    if not adapter_config.names_modules:
+    if not selection.is_known:
         return
     unnamed = {
         (place.layer, place.module)
         for place in places
-        if not any(adapter_config.targets(_layer_of(place, base), name) for name in spellings(place, base))
+        if not any(selection.selects(name) for name in spellings(place, base))
     }
     if unnamed:
         first = module_name(base, *min(unnamed))
@@ -61,10 +60,6 @@ def check_targeted(
             f"leaves out {len(unnamed)} modules that the file has tensors for (first: {first}): PEFT would drop them. "
             "Set target_modules, exclude_modules and layers_to_transform to what was trained",
         )
-
-
-def _layer_of(place: TensorPlace, base: BaseShapes) -> int | None:
-    return None if place.module in base.ends else place.layer
 
 
 def spellings(place: TensorPlace, base: BaseShapes) -> tuple[str, ...]:

@@ -183,12 +183,12 @@ def _check_modules(
     allow_partial: bool,
 ) -> tuple[str, ...]:
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
-    check_targeted(adapter_config, base, matched.places, problems)
+    check_targeted(adapter_config.selection, base, matched.places, problems)
     check_promised(matched.groups, base, adapter_config, problems)
     check_tying(matched.groups, base, adapter_config, problems)
     found = {(place.layer, place.module) for place in matched.places}
     missing = (
-        *missing_modules(adapter_config, base, found, header.tensors),
+        *missing_modules(adapter_config.selection, base, found, header.tensors),
         *missing_biases(matched.groups, base, adapter_config),
     )
     if not allow_partial:
@@ -256,6 +256,8 @@ def match_modules(
     rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
     notices |= dict.fromkeys([*notices_of(tuple(modules), saved, base), *row_notices(rows)])
+    if adapter_config is not None and (unmatched := adapter_config.selection.unmatched):
+        notices[f"{unmatched} is an expression that is not matched here; the tensors say what is adapted"] = None
     if added:
         notices[f"has {len(added)} tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
     if heads:

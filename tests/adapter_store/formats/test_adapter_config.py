@@ -405,29 +405,44 @@ TARGETS = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+EXPRESSIONS = st.sampled_from(
+    [
+        r".*\.(q|k)_proj", "q_proj", ".*", r"model\.layers\.\d\..*", r".*layers\.[\d]{1,}\.mlp.*?", r".*\b1\..*",
+        "(?:lm_)?head", "self_attn", "x|.*up_proj", "All-Linear",
+    ]
+)  # fmt: skip
+PATTERNS = st.sampled_from(["layers", "h", "layer[s]", "model.layers", r"model\.layers|x", "lay.*", "q", ""])
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=400)
 @given(
-    targets=st.lists(TARGETS, min_size=1, max_size=4),
-    excluded=st.lists(TARGETS, max_size=2),
+    targets=st.lists(TARGETS, min_size=1, max_size=4) | EXPRESSIONS,
+    excluded=st.lists(TARGETS, max_size=2) | EXPRESSIONS,
     layers=st.none() | st.integers(0, 12) | st.lists(st.integers(0, 12), max_size=3),
-    pattern=st.sampled_from([None, "layers", ["layers"], []]),
+    pattern=st.none() | PATTERNS | st.lists(PATTERNS.filter(bool), max_size=2),
     name=st.sampled_from(NAMES),
 )
-def test_what_the_config_targets_is_what_peft_targets(
-    targets: list[str], excluded: list[str], layers: Any, pattern: Any, name: str
+def test_what_the_config_selects_is_what_peft_adapts(
+    targets: Any, excluded: Any, layers: Any, pattern: Any, name: str
 ) -> None:
-    if not layers and pattern:
-        pattern = None  # PEFT refuses such a config
+    if isinstance(targets, str):
+        layers = None  # PEFT refuses such a config
+    if layers is None:
+        pattern = None
+    if excluded == "All-Linear":
+        excluded = None
     fields = {
         "target_modules": targets, "exclude_modules": excluded, "layers_to_transform": layers,
         "layers_pattern": pattern
     }  # fmt: skip
-    theirs = bool(check_target_module_exists(LoraConfig(**fields), name))
+    linears = {name for name in NAMES if name != "lm_head"}
+    of_peft = LoraConfig(**fields | ({"target_modules": linears} if targets == "All-Linear" else {}))
+    theirs = bool(check_target_module_exists(of_peft, name))
     problems = ProblemList()
     adapter_config = read_adapter_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}, problems)
     assert adapter_config is not None
-    layer = None if name == "lm_head" else int(name.split(".")[2])
-    assert adapter_config.targets(layer, name) == theirs
+    assert adapter_config.selection.is_known
+    assert adapter_config.selection.selects(name) == theirs
 
 
 TOGETHER: dict[str, tuple[Any, ...]] = {

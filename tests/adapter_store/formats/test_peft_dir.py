@@ -158,7 +158,8 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
         of(
             build.tensors(),
             base_model_name_or_path="unsloth/tiny-llama-unsloth-bnb-4bit",
-            target_modules=r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.x)",
+            target_modules=r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|v_proj).*?)"
+            r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|mlp)\.(?:(?:q_proj|v_proj)))",
             auto_mapping={"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}
         ),
         Taken(warnings=("trained on 'tiny-llama-unsloth-bnb-4bit', served on 'tiny-llama': another",))

@@ -24,6 +24,7 @@ PARTIAL: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "embeddings": ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, 1, "model.embed_tokens"),
     "all linear ones": ({"target_modules": "All-Linear"}, 10, "model.layers.0.self_attn.k_proj"),
+    "all that an expression matches": ({"target_modules": ".*proj"}, 10, "model.layers.0.self_attn.k_proj"),
     "all but some": (
         {"target_modules": "all-linear", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]}, 2,
         "model.layers.0.mlp.down_proj"
@@ -65,12 +66,12 @@ def test_a_partial_adapter_is_refused_unless_allowed(case: str) -> None:
         ({"target_modules": ["q_proj", "v_proj", "k_proj"], "exclude_modules": ["k_proj"]}, 2),
         ({"target_modules": ["q_proj", "v_proj", "fc1", "c_attn"]}, 2),
         ({"target_modules": ["layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]}, 1),
-        ({"target_modules": ".*"}, 1),
-        ({"target_modules": "all-linear", "exclude_modules": ".*mlp.*"}, 1),
+        ({"target_modules": r".*\.0\..*(?:q|v)_proj"}, 1),
+        ({"target_modules": "all-linear", "exclude_modules": r".*(mlp|k_proj|o_proj|\.1\.).*"}, 1),
         ({"target_modules": None}, 1),
         ({"target_modules": []}, 1),
         ({"exclude_modules": r".*\.1\..*"}, 1),
-        ({"layers_to_transform": [0], "layers_pattern": "h"}, 1),
+        ({"layers_to_transform": [0], "layers_pattern": "model.lay..s"}, 1),
     ],
 )
 def test_what_the_config_leaves_out_or_does_not_say_is_not_missed(changes: dict[str, Any], layers: int) -> None:
@@ -84,7 +85,9 @@ def test_what_the_config_leaves_out_or_does_not_say_is_not_missed(changes: dict[
     [
         {"target_modules": ["q_proj"]},
         {"layers_to_transform": [0]},
+        {"target_modules": r".*\.q_proj"},
         {"exclude_modules": ["0.self_attn.v_proj", "1.self_attn.v_proj"]},
+        {"exclude_modules": r"model\.layers\.\d+\.self_attn\.v_proj"},
         {"target_modules": "all-linear", "exclude_modules": ["v_proj", "k_proj", "o_proj", *MLP]},
     ],
 )
@@ -92,6 +95,19 @@ def test_tensors_that_peft_would_drop_are_refused(changes: dict[str, Any]) -> No
     [problem] = problems_of(lambda: check(build.config(**changes), build.file())).values()
     assert problem.code == "untargeted_modules"
     assert "leaves out 2 modules" in problem.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "(?!vision).*q_proj"}, {"exclude_modules": "(?=x)"}, {"target_modules": "(" * 9},
+        {"layers_to_transform": [0], "layers_pattern": r"(?<=a)b"}, {"target_modules": "(.*q{900}){4}"},
+    ],
+)  # fmt: skip
+def test_a_selection_that_is_not_matched_here_is_left_to_the_tensors(fields: dict[str, Any]) -> None:
+    report = check(build.config(**fields), build.file()).report
+    [unmatched] = [name for name in fields if name != "layers_to_transform"]
+    assert [notice for notice in report.notices if notice.startswith(f"{unmatched} is an expression")]
 
 
 def test_a_partial_adapter_stays_accepted(tmp_path: Any) -> None:

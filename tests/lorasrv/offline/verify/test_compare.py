@@ -189,10 +189,10 @@ class TestRight:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"target_modules": FOR_EVER},
+            {"target_modules": f"{FOR_EVER}|.*_proj"},
             {"exclude_modules": FOR_EVER},
-            {"layers_to_transform": [0, 1, 2], "layers_pattern": FOR_EVER},
-            {"layers_to_transform": [0, 1, 2], "layers_pattern": [FOR_EVER]},
+            {"layers_to_transform": [0, 1, 2], "layers_pattern": f"{FOR_EVER}|model.layers"},
+            {"layers_to_transform": [0, 1, 2], "layers_pattern": [FOR_EVER, "layers"]},
         ],
         ids=lambda fields: max(fields),
     )
