@@ -32,7 +32,7 @@ from api.cli.commands import (
     watermark,
 )
 from api.cli.common.command_line import rewritten
-from api.cli.common.options import ServerDefaults, with_api_key, with_option_groups
+from api.cli.common.options import ServerDefaults, with_api_key, with_finite_numbers, with_option_groups
 from api.cli.common.settings_options import settings_command
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
@@ -88,7 +88,8 @@ def _command(
     """Add a subcommand with its examples."""
     # A paragraph each, and no markup: a bracket would be some.
     shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
-    of.command(name, cls=cls, epilog="\n\n".join(shown))(with_api_key(with_option_groups(function)))
+    wrapped = with_api_key(with_finite_numbers(with_option_groups(function)))
+    of.command(name, cls=cls, epilog="\n\n".join(shown))(wrapped)
 
 
 _command(

@@ -16,7 +16,7 @@ import typer
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, client_key, connected
 from api.cli.common.settings_options import given_settings
-from api.cli.common.terminal import CliError, ExitCode, err, note, print_json, progress, say
+from api.cli.common.terminal import CliError, ExitCode, err, names_file, note, print_json, progress, say
 
 if TYPE_CHECKING:
     from api.batches.job import Job
@@ -122,7 +122,7 @@ def _embedded(
 def _run(job: "Job", asking: AbstractAsyncContextManager["Ask"], concurrency: int, ordered: bool) -> None:
 
     try:
-        with watching(job) as tell:
+        with watching(job) as tell, names_file(job.target):
             asyncio.run(job.run(asking, concurrency, ordered=ordered, tell=tell))
     finally:
         if job.tally.done < job.total:

@@ -12,7 +12,7 @@ import typer
 from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
 from api.cli.common.options import JsonOption, duration
-from api.cli.common.terminal import CliError, note, print_json, print_table, progress, say
+from api.cli.common.terminal import CliError, names_file, note, print_json, print_table, progress, say
 from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir, size
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _written(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically and durably."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("xb") as file:
+        with names_file(path), partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

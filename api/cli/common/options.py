@@ -1,6 +1,7 @@
 """Define options that several commands share, the client that they configure, and the completion of adapter ids."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,20 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     grouped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     grouped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return grouped
+
+
+def with_finite_numbers(command: Callable[..., None]) -> Callable[..., None]:
+    """Refuse options that are NaN or infinite, which are in no range and no JSON."""
+
+    @wraps(command)
+    def finite(*args: Any, **options: Any) -> None:
+        for name, value in options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                hint = f"'--{name.replace('_', '-')}'"
+                raise typer.BadParameter(f"{value} is not a finite number.", param_hint=hint)
+        command(*args, **options)
+
+    return finite
 
 
 def with_api_key(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 files.
 """
 
+import errno
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from api.asgi.json_lines import one_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
 DIGEST_CHARS = 12
+_OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class ExitCode(IntEnum):
@@ -48,6 +52,17 @@ def err() -> "Console":
     from rich.console import Console
 
     return Console(file=sys.stderr, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def names_file(path: "Path") -> Iterator[None]:
+    """Add the file's name to errors of writing it, which Python raises without it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_WRITING or error.filename:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def print_json(value: Any) -> None:

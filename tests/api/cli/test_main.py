@@ -132,7 +132,8 @@ class TestExitCodes:
             assert (done.code, "Usage: " in done.out + done.err) == (2, True)
 
     @pytest.mark.parametrize(
-        "arguments", ["fly", "list --what", "upload", "serve --port x", "generate x --max-tokens 0"]
+        "arguments",
+        ["fly", "list --what", "upload", "serve --port x", "generate x --max-tokens 0", "verify x --timeout nan"],
     )
     def test_usage(self, cli, arguments: str) -> None:
         assert cli(*arguments.split()).code == 2

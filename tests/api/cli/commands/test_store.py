@@ -1,9 +1,11 @@
 """Commands store gc, fsck, export and import; their work is tested in tests/adapter_store/maintenance."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from answers import failed
@@ -85,6 +87,12 @@ class TestMoving:
     def test_a_failed_export_leaves_nothing(self, run, filled: Path, tmp_path: Path) -> None:
         damage(filled)
         failed(run("export", tmp_path / "a.tar"), 1, "are damaged")
+        assert not list(tmp_path.glob("a.tar*"))
+
+    def test_a_full_disk_is_told_with_the_file(self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr("adapter_store.maintenance.archive.export_store", full)
+        failed(run("export", tmp_path / "a.tar"), 1, f"No space left on device: {tmp_path / 'a.tar'}")
         assert not list(tmp_path.glob("a.tar*"))
 
     def test_what_is_no_archive(self, cli, tmp_path: Path) -> None:
