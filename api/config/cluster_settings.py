@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr
 
-from api.config.option_spec import OptionSpec
+from api.config.option_spec import OptionSpec, flag
 from api.config.replication_settings import BOTH, ReplicationSettings
 from lorasrv.errors import ConfigError
 
@@ -56,7 +56,7 @@ class ClusterSettings(ReplicationSettings):
         for name in _OF_SEVERAL:
             if name in self.model_fields_set:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is of several replicas; give --replicas, or leave it out"
+                    f"{flag(name)} is of several replicas; give --replicas, or leave it out"
                 )
         if self.registry_key is not None and self.registry is None:
             raise ConfigError("--registry-key is for the server that --registry names; give that, or leave it out")

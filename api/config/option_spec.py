@@ -1,6 +1,9 @@
 """Option spec: how an option of the server is spelled and described, declared beside its field."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ByteSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +27,34 @@ class OptionSpec:
     engine: str = ""
     # Whether the flag takes text, because words are allowed besides numbers.
     takes_text: bool = False
+
+
+def option_specs(settings: type[BaseModel]) -> dict[str, OptionSpec]:
+    """Return the declarations of a class's options by name."""
+    return {
+        name: next(part for part in field.metadata if isinstance(part, OptionSpec))
+        for name, field in settings.model_fields.items()
+    }
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option's name."""
+    return "--" + name.replace("_", "-")
+
+
+def texts(value: object) -> object:
+    """Split texts at commas: one may hold several origins or names. Other values stay as they are."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    return tuple(one.strip().rstrip("/") for part in parts for one in str(part).split(",") if one.strip())
+
+
+def _not_negative(value: object) -> object:
+    if str(value).strip().startswith("-"):
+        raise ValueError(f"must not be negative, not {value}")
+    return value
+
+
+Size = Annotated[ByteSize, BeforeValidator(_not_negative)]
+"""Bytes, also as 512MiB or 2GB."""

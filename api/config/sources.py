@@ -16,7 +16,8 @@ from pydantic import ByteSize, SecretStr, ValidationError
 
 from adapter_store.registry.near_names import near_names
 from api.config.file import ENVIRONMENT, ConfigFile, check_keys, find, read
-from api.config.settings import OPTIONS, SPELLINGS, ServerSettings, flag
+from api.config.option_spec import flag
+from api.config.settings import OPTIONS, SPELLINGS, ServerSettings
 from lorasrv.errors import ConfigError
 
 PREFIX = "LORASRV_"

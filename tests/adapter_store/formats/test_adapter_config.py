@@ -37,7 +37,8 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.formats.weights import load_weights
 from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import CheckedAdapter, check_adapter, check_files, max_names
-from api.config.settings import ServerSettings, flag
+from api.config.option_spec import flag
+from api.config.settings import ServerSettings
 
 
 def refusals(config: Any) -> dict[str, str]:
