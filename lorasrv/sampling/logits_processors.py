@@ -122,26 +122,15 @@ BANNED = float("-inf")
 Mask = npt.NDArray[np.bool_]
 
 
-def adjusted(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """Return the logits that tokens are chosen from, without changing the given ones.
+def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """Adjust logits in place and return them.
 
     Args:
         logits: [B, V] fp32.
-        rows: B rows.
+        rows: B rows; the logits of those that ask for nothing are bounded only.
 
     Returns: [B, V] fp32; -inf excludes a token.
     """
-    asking = [number for number, row in enumerate(rows) if row.changes_logits]
-    if not asking:
-        return logits
-    (numbers,) = upload([np.array(asking)], logits.device)
-    changed = logits.clone()
-    changed[numbers] = adjusted_rows(logits.index_select(0, numbers), [rows[number] for number in asking])
-    return changed
-
-
-def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """Adjust the logits in place, for rows that all need it."""
     _add_bias(logits, rows)
     _penalise(logits, rows)
     for row_logits, row in zip(logits, rows, strict=True):

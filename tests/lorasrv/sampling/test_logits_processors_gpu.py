@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted
+from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows
 from lorasrv.sampling.sampler import sample
 from lorasrv.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ ASKED = [
 def test_logits_are_the_cpus() -> None:
     logits = torch.randn(len(ASKED), 70) * 3
     rows = [SamplingMetadata(params, 6, HISTORY) for params in ASKED]
-    torch.testing.assert_close(adjusted(logits.cuda(), rows).cpu(), adjusted(logits, rows))
+    torch.testing.assert_close(adjusted_rows(logits.cuda(), rows).cpu(), adjusted_rows(logits.clone(), rows))
     assert sample(logits.cuda(), rows) == sample(logits, rows)
 
 
