@@ -58,6 +58,15 @@ def result(label: str = "lorasrv", tok_per_s: float = 50.0, **figures: Any) -> d
 
 
 class TestReport:
+    def test_results_are_read_back(self, tmp_path: Path) -> None:
+        file = tmp_path / "r.jsonl"
+        file.write_text("\n".join(json.dumps(result(label)) for label in "ab"))
+        assert [read["label"] for read in report.read_results([file])] == ["a", "b"]
+        for bad in ("[]", "{", '{"bench": 2}', '{"bench": 1}'):
+            file.write_text("\n" + bad)
+            with pytest.raises(report.InvalidResults, match=r"r\.jsonl:2: "):
+                report.read_results([file])
+
     def test_a_section(self) -> None:
         title, _, one, two, blank, *facts, end = report.section("x", [result(), result("peer", 9.0)]).splitlines()[1:]
         assert title == (

@@ -67,7 +67,7 @@ def convert_mlx(
         names = _names(header, problems)
         problems.raise_if_any()
         _write(target / WEIGHTS_NAME, file, header, names)
-    written = _config(config, names, rank, scale) | _targets(names.values(), keys, config.get("num_layers"))
+    written = _config(config, rank, scale) | _targets(names.values(), keys, config.get("num_layers"))
     (target / CONFIG_NAME).write_text(json.dumps(written))
     notice = f"converted from MLX: {len(names)} tensors transposed, r={rank}, scaling {scale:g}"
     ignored = ignored_files(folder, source.name)
@@ -144,7 +144,7 @@ def _transposed(file: BinaryIO, infos: Iterable[TensorInfo]) -> Iterator[bytes]:
         yield np.frombuffer(data, NUMPY_TYPES[info.dtype]).reshape(info.shape).T.tobytes()
 
 
-def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, scale: float) -> dict[str, object]:
+def _config(config: Mapping[str, object], rank: int, scale: float) -> dict[str, object]:
     """Return the config that PEFT would have written."""
     model = config.get("model")
     return {

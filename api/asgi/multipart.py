@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.errors import ApiError
 
+FILE_FIELD = "file"
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 1024
 MAX_HEADERS = 8
@@ -46,7 +47,7 @@ def check_form_headers(request: Request) -> int:
     return int(length)
 
 
-async def receive_form(request: Request, write: Write, file_field: str = "file") -> Form:
+async def receive_form(request: Request, write: Write) -> Form:
     """Read the whole form; `write` gets the file's bytes, in a worker thread.
 
     Raises:
@@ -54,7 +55,7 @@ async def receive_form(request: Request, write: Write, file_field: str = "file")
         Exception: raised by `write`.
     """
     _, options = parse_options_header(request.headers.get("content-type"))
-    reader = _Reader(options.get(b"boundary", b""), write, file_field)
+    reader = _Reader(options.get(b"boundary", b""), write)
     pending = bytearray()
     async for chunk in request.stream():
         pending += chunk
@@ -68,10 +69,9 @@ async def receive_form(request: Request, write: Write, file_field: str = "file")
 class _Reader:
     """Handle the parser's callbacks, for one thread at a time."""
 
-    def __init__(self, boundary: bytes, write: Write, file_field: str) -> None:
+    def __init__(self, boundary: bytes, write: Write) -> None:
         self._form = Form()
         self._write = write
-        self._file_field = file_field
         self._num_parts = 0
         self._is_whole = False
         self._header_name = bytearray()
@@ -128,14 +128,14 @@ class _Reader:
             raise _malformed("a part has no name")
         self._name = _text(options[b"name"])
         self._value = bytearray()
-        if self._name == self._file_field:
+        if self._name == FILE_FIELD:
             if self._form.filename is not None:
-                raise _malformed(f"it has two parts named {self._file_field!r}")
+                raise _malformed(f"it has two parts named {FILE_FIELD!r}")
             # Some clients send bytes as a part without a filename.
-            self._form.filename = _text(options.get(b"filename", b"")) or self._file_field
+            self._form.filename = _text(options.get(b"filename", b"")) or FILE_FIELD
             self._value = None
         elif b"filename" in options:
-            raise _malformed(f"only the part named {self._file_field!r} may be a file")
+            raise _malformed(f"only the part named {FILE_FIELD!r} may be a file")
         elif self._name in self._form.fields:
             raise _malformed("it has two parts of the same name")
 

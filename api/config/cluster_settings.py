@@ -55,9 +55,7 @@ class ClusterSettings(ReplicationSettings):
         """
         for name in _OF_SEVERAL:
             if name in self.model_fields_set:
-                raise ConfigError(
-                    f"{flag(name)} is of several replicas; give --replicas, or leave it out"
-                )
+                raise ConfigError(f"{flag(name)} is of several replicas; give --replicas, or leave it out")
         if self.registry_key is not None and self.registry is None:
             raise ConfigError("--registry-key is for the server that --registry names; give that, or leave it out")
         if self.role != BOTH and self.read_cluster_secret() is None:

@@ -32,16 +32,15 @@ class Leases:
 
     A follower counts its lease from before it asked, so that by its clock it always ends first: no two machines' clocks
     are compared. The folder has the names of followers, so that the next process knows for whom to wait: until each has
-    asked again, or its lease is over, `lease_s` after the start.
+    asked again, or its lease is over, `LEASE_S` after the start.
 
     Args:
         folder: of the store.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, lease_s: float = LEASE_S) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._clock = folder / FILE_NAME, clock
-        self.lease_s = lease_s
-        self._all_known_s = clock() + lease_s
+        self._all_known_s = clock() + LEASE_S
         # Followers of the process before that have not asked this one yet.
         self._unknown = _read(self._file)
         self._kept = self._unknown
@@ -62,7 +61,7 @@ class Leases:
         """
         if replica not in self._kept:
             await self._keep(replica)
-        self._leases[replica] = _Lease(revision, self._clock() + self.lease_s)
+        self._leases[replica] = _Lease(revision, self._clock() + LEASE_S)
         self._unknown -= {replica}
         self._tell()
 

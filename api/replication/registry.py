@@ -16,7 +16,7 @@ from adapter_store.registry.feed import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.auth.principal import KeyLimits
-from api.replication.headers import BETWEEN_S, RENEW_S
+from api.replication.headers import BETWEEN_S, LEASE_S, RENEW_S
 from api.replication.key_feed import KeyFeed
 from api.replication.leases import Leases
 from api.replication.lending import LendingLimiter
@@ -156,7 +156,7 @@ class Registry:
         if self._limits[0] != tag:
             self._limits = tag, {key["name"]: KeyLimits(**json.loads(key["limits"])) for key in keys}
         return {
-            "lease_s": self.leases.lease_s,
+            "lease_s": LEASE_S,
             "history": now.history,
             "revision": now.revision,
             "keys": tag,

@@ -40,21 +40,16 @@ class PulseMonitor:
         end: called once, with the reason, when one is dead.
     """
 
-    def __init__(
-        self,
-        pulses: Mapping[int, socket.socket],
-        end: Callable[[str], None] = end_process,
-        silence_s: float = SILENCE_S,
-    ) -> None:
+    def __init__(self, pulses: Mapping[int, socket.socket], end: Callable[[str], None] = end_process) -> None:
         self._pulses, self._end = dict(pulses), end
-        self._silence_s, self._allowed_s = silence_s, max(silence_s, LOADING_S)
+        self._allowed_s = LOADING_S
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-pulses", daemon=True)
         self._thread.start()
 
     def loaded(self) -> None:
         """Note that all ranks serve, so that silence is short from now on."""
-        self._allowed_s = self._silence_s
+        self._allowed_s = SILENCE_S
 
     def close(self) -> None:
         """Stop watching: the ranks are to end."""

@@ -37,12 +37,11 @@ class TorchComm(Comm):
         device: torch.device,
         meeting: Path,
         groups: Sequence[tuple[int, ...]],
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(rank)
         self._device = device
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=TIMEOUT_S)
         with _told():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",

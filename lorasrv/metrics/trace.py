@@ -73,11 +73,6 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     return tuple(requests)
 
 
-def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a whole trace, replacing an existing file."""
-    path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")
-
-
 def parse_line(line: str | bytes, where: str) -> TraceRequest:
     """Parse one request.
 

@@ -25,13 +25,14 @@ from pathlib import Path
 
 from harness import ASSETS, Server, arguments, machine_line, open_loop, quantile, row, run_json, table, unique_prompt
 from bench_tiers import make_store, names, pool_bytes, server_of
+from traces import write_trace
 
 from api.cli.bench.client import Ask as Sending
 from api.cli.bench.client import BenchClient, RequestOutcome
 from api.client import Client
 from api.cluster.chooser import ReplicaAddress, StaticChooser
 from lorasrv.memory.cost_model import PARTS
-from lorasrv.metrics.trace import TraceRequest, read_trace, write_trace
+from lorasrv.metrics.trace import TraceRequest, read_trace
 from lorasrv.offline.cluster.machine import Router
 from lorasrv.offline.planner.laws import TrafficLaw
 from lorasrv.offline.planner.machine_profile import MachineProfile

@@ -10,19 +10,52 @@ it.
 """
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api.cli.bench.stats import InvalidResults, Result, read_results
+from api.cli.bench.stats import FORMAT, Result
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 # An absolute path that is no part of a URL.
 PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'=]+/)*([^\s/'=]+)")
 MISSING = "–"
+
+
+class InvalidResults(Exception):
+    """Report a file that does not contain lines of `lorasrv bench --json`."""
+
+
+def read_results(paths: Iterable[Path]) -> list[Result]:
+    """Read all lines of all files, in order.
+
+    Raises:
+        InvalidResults: a line is not a result; names file, line and problem.
+        OSError: a file cannot be read.
+    """
+    found = []
+    for path in paths:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if line.strip():
+                found.append(_parse(line, f"{path.name}:{number}"))
+    return found
+
+
+def _parse(line: str, where: str) -> Result:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise InvalidResults(f"{where}: not a line of JSON") from None
+    if not isinstance(value, dict) or value.get("bench") != FORMAT:
+        raise InvalidResults(f"{where}: not a result of `lorasrv bench --json` (bench: {FORMAT})")
+    missing = {"settings", "server", "machine", "figures"} - value.keys()
+    if missing:
+        raise InvalidResults(f"{where}: {', '.join(sorted(missing))} is missing")
+    return value
 
 
 class NoSection(Exception):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -95,13 +94,12 @@ class BenchClient:
         chat: bool = False,
         key: str | None = None,
         timeout_s: float = 600.0,
-        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
         self._chat = chat
         self._http = httpx2.AsyncClient(
             base_url=url,
-            headers={**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})},
+            headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(timeout_s, connect=max(CONNECT_S, min(timeout_s, 60.0)), pool=None),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=not is_loopback(urlsplit(url).hostname or ""),

@@ -1,10 +1,8 @@
 """Summarise a load: throughput, latencies, goodput, failures; write it as one line of JSON, and read it back."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from api.cli.bench.client import RequestOutcome
@@ -129,10 +127,6 @@ Result = dict[str, Any]
 """Keys: bench (the format), label, time, settings, server, machine, client, commit, command, figures, interrupted."""
 
 
-class InvalidResults(Exception):
-    """Report a file that does not contain lines of `lorasrv bench --json`."""
-
-
 def result(label: str, figures: LoadStats, interrupted: bool, **surroundings: Any) -> Result:
     """Build the line of a load point. `surroundings`: settings, server, machine, client, commit, command, time."""
     return {
@@ -142,31 +136,3 @@ def result(label: str, figures: LoadStats, interrupted: bool, **surroundings: An
         "figures": figures.to_dict(),
         **({"interrupted": True} if interrupted else {}),
     }
-
-
-def read_results(paths: Iterable[Path]) -> list[Result]:
-    """Read all lines of all files, in order.
-
-    Raises:
-        InvalidResults: a line is not a result; names file, line and problem.
-        OSError: a file cannot be read.
-    """
-    found = []
-    for path in paths:
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-            if line.strip():
-                found.append(_parse(line, f"{path.name}:{number}"))
-    return found
-
-
-def _parse(line: str, where: str) -> Result:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        raise InvalidResults(f"{where}: not a line of JSON") from None
-    if not isinstance(value, dict) or value.get("bench") != FORMAT:
-        raise InvalidResults(f"{where}: not a result of `lorasrv bench --json` (bench: {FORMAT})")
-    missing = {"settings", "server", "machine", "figures"} - value.keys()
-    if missing:
-        raise InvalidResults(f"{where}: {', '.join(sorted(missing))} is missing")
-    return value

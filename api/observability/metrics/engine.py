@@ -110,16 +110,6 @@ TIERS = {
         {"pool": "adapter_evictions_total", "host": "host_cache_evictions_total"},
     ),
 }
-ELSEWHERE = frozenset(
-    {
-        "requests_finished_total",
-        "adapter_load_failures_total",
-        "adapter_load_seconds_total",
-        "snapshots_refused_total",
-        "peer_prompts_refused_total",
-    }
-)
-"""Fields of the snapshot that other metrics here show in more detail."""
 
 
 class EngineCollector(Collector):

@@ -60,13 +60,13 @@ class Popularity:
         counts = Counter(r.adapter for r in trace if r.adapter is not None)
         return cls([name for name, _ in counts.most_common()], fit_zipf(counts.values()))
 
-    def spread(self, trace: Sequence[TraceRequest], num_adapters: int, seed: int = 0) -> list[TraceRequest]:
+    def spread(self, trace: Sequence[TraceRequest], num_adapters: int) -> list[TraceRequest]:
         """Distribute the trace's requests over another number of adapters.
 
         New adapters take the sizes of the trace's in turn. Each request keeps its quantile of the popularity whatever
         the number, so that different numbers are comparable.
         """
-        rng = random.Random(seed)
+        rng = random.Random(0)
         ends = list(itertools.accumulate(1 / rank**self.exponent for rank in range(1, num_adapters + 1)))
 
         def moved(request: TraceRequest) -> TraceRequest:

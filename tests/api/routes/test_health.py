@@ -13,10 +13,21 @@ from answers import coded, error_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.storage.blobs import PROBE_BYTES
-from api.observability.metrics.engine import CALIBRATION, DRAFTS, ELSEWHERE, TIERS
+from api.observability.metrics.engine import CALIBRATION, DRAFTS, TIERS
 from api.serving.services import StoreProbe
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.metrics.engine_stats import EngineStats
+
+ELSEWHERE = frozenset(
+    {
+        "requests_finished_total",
+        "adapter_load_failures_total",
+        "adapter_load_seconds_total",
+        "snapshots_refused_total",
+        "peer_prompts_refused_total",
+    }
+)
+"""Fields of the snapshot that other metrics show in more detail."""
 
 
 class TestModels:

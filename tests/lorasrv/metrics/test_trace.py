@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from clock import Clock
+from traces import write_trace
 
 from lorasrv.errors import InvalidTrace
-from lorasrv.metrics.trace import TraceRequest, parse_line, read_trace, write_trace
+from lorasrv.metrics.trace import TraceRequest, parse_line, read_trace
 from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest

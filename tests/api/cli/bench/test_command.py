@@ -10,11 +10,11 @@ import cli_process
 import pytest
 from answers import failed
 from broken_server import BrokenServer, broken_server
+from traces import write_trace
 
 from api.cli.bench import machine as probe
 from api.cli.bench.roofline import MachineRates
-from api.cli.bench.stats import InvalidResults, read_results
-from lorasrv.metrics.trace import TraceRequest, write_trace
+from lorasrv.metrics.trace import TraceRequest
 
 
 @pytest.fixture
@@ -128,15 +128,6 @@ class TestAnyServer:
         pytest.importorskip("matplotlib")
         assert bench("--adapters", "0,2", "--concurrency", "1,2", "--plot", tmp_path / "b.png").code == 0
         assert (tmp_path / "b.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-    def test_results_are_read_back(self, bench, tmp_path: Path) -> None:
-        file = tmp_path / "r.jsonl"
-        file.write_text(bench("--concurrency", "1,2", "--json").out)
-        assert [r["settings"]["concurrency"] for r in read_results([file])] == [1, 2]
-        for bad in ("[]", "{", '{"bench": 2}', '{"bench": 1}'):
-            file.write_text("\n" + bad)
-            with pytest.raises(InvalidResults, match=r"r\.jsonl:2: "):
-                read_results([file])
 
 
 class TestFailures:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from answers import failed
+from traces import write_trace
 
 from adapter_store.store import AdapterStore
 from lorasrv.config import ModelOptions
 from lorasrv.memory.cost_model import PARTS
 from lorasrv.metrics.engine_stats import EngineStats
-from lorasrv.metrics.trace import TraceRequest, write_trace
+from lorasrv.metrics.trace import TraceRequest
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.calibrate import Calibrated

@@ -1,0 +1,11 @@
+"""Files of requests, as `serve --record-trace` writes them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lorasrv.metrics.trace import TraceRequest
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write a whole trace, replacing an existing file."""
+    path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")
