@@ -98,7 +98,7 @@ class Compositions:
         self._newest: LRUCache[AdapterKey, Composition] = LRUCache(NUM_NEWEST)
 
     def add(self, composition: Composition) -> Composition:
-        """Return the one object of a composition, which is known while somebody refers to it, and for some time."""
+        """Return the one object of a composition, which is known while something refers to it, and for some time."""
         if not composition.is_sum or composition.key is None:
             return composition
         with self._lock:
@@ -112,7 +112,7 @@ class Compositions:
         return [key for key, composition in known if not set(keys).isdisjoint(part for part, _ in composition.weights)]
 
     def find(self, key: AdapterKey) -> Composition | None:
-        """Return the sum of a key; None for a content's own, or if nobody refers to it any more."""
+        """Return the sum of a key; None for a content's own, or if nothing refers to it any more."""
         with self._lock:
             return self._known.get(key)
 

@@ -360,8 +360,8 @@ class AdapterStore:
         Reads memory only. For an alias that is split between versions, each call draws one by their shares.
 
         Args:
-            sticky_to: whom the draw is for: the same get the same version while the alias is split between the same
-                two, and as a share grows, only those move that it needs. Empty: at random.
+            sticky_to: the client that the draw is for: it gets the same version while the alias is split between the
+                same two, and as a share grows, only the clients move that it needs. Empty: at random.
 
         Raises:
             AdapterNotFound: there is none; carries up to three similar ids.

@@ -139,7 +139,7 @@ def create_app(
         open_without_keys=settings.serves_without_keys,
         cluster_secret=settings.read_cluster_secret(),
     )
-    batch_keeper = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
+    batch_manager = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -156,7 +156,7 @@ def create_app(
             else:
                 await services.registry.start()
             await limits.apply_all()
-            await batch_keeper.start()
+            await batch_manager.start()
             if follower is not None:
                 await follower.start(partial(_followed, services))
             if sender is not None:
@@ -168,7 +168,7 @@ def create_app(
             collecting.cancel()
             noting.cancel()
             forgetting.cancel()
-            await batch_keeper.close()
+            await batch_manager.close()
             await verifier.close()
             await engine.shutdown()
             await keys.write_uses()
@@ -191,7 +191,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
-    app.state.batches = batch_keeper
+    app.state.batches = batch_manager
     app.state.registry = watching.registry
     app.state.residents = watching.residents
     for module in _ROUTES:

@@ -195,7 +195,7 @@ def check_guarded(settings: ServerSettings) -> None:
         StoreUnusable: the store's keys cannot be read.
     """
     if settings.registry is not None:
-        # Its keys are not here yet; until they are, nobody is served.
+        # Its keys are not here yet; until they are, no request is served.
         return
     if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
         return

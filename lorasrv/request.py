@@ -395,7 +395,7 @@ def is_salted(cache_salt: str, salt: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FixedPrefix:
-    """Describe the beginning of a prompt that is a persona's own: the same whoever sends the request.
+    """Describe the beginning of a prompt that is a persona's own: the same for all clients.
 
     Its whole pages are shared by all requests with this salt, whatever their own. So no request may have it whose
     client has written any of these tokens, or chosen them.

@@ -1,4 +1,4 @@
-"""A folder that holds an adapter, whoever saved it: PEFT's as it is, MLX's converted for as long as it is needed, and
+"""A folder that holds an adapter, of any trainer: PEFT's as it is, MLX's converted for as long as it is needed, and
 Medusa heads of a file of their own joined to the weights."""
 
 import contextlib

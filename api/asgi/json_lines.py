@@ -1,4 +1,4 @@
-"""JSON as one line, for whoever reads lines: of an event stream, of a batch's results, of our output, of the log.
+"""JSON as one line, where readers take lines: event streams, results of batches, output of commands, the log.
 
 Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
 and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Request
 
+from adapter_store.quota import ANONYMOUS
+
 PREFIX = "lorasrv-"
 """Prefix of each generated secret, by which people and secret scanners recognise one."""
-ANONYMOUS, API_KEY = "anonymous", "api-key"
+API_KEY = "api-key"
 CLUSTER = "cluster"
 RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY, CLUSTER})
 """Principals without a stored key: any client of a server without keys, the holder of `--api-key`, and other servers of

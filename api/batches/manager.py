@@ -11,16 +11,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import AdapterError
-from api.auth.principal import ANYBODY, Caller, Scope
-from api.batches.files import BatchBounds, FileManager, Share, Upload, in_thread, new_file_id, unbroken
+from api.auth.principal import ANYBODY, Caller
+from api.batches.files import BatchBounds, FileManager, Share, in_thread, new_file_id, unbroken
 from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
-from api.batches.records import BatchRecord, BatchStatus, FileRecord, problem
+from api.batches.records import BatchRecord, BatchStatus, problem
 from api.batches.results import LineReply, ResultSink, ResultsUnreadable, ScannedResults, Tally, recovered, refused
 from api.batches.runner import DEFAULT_CONCURRENCY, Ask, LineRunner, Sleep
 from api.batches.storage import BatchFolder
@@ -370,65 +370,3 @@ class BatchManager:
     async def _write(self, record: BatchRecord) -> None:
         await in_thread(self._folder.write_batch, record)
         self.records[record.id] = record
-
-
-class ScopedBatches:
-    """Restrict a manager to the caller's files and batches; others look missing. Methods raise what the manager's
-    do.
-    """
-
-    def __init__(self, keeper: BatchManager, caller: Caller) -> None:
-        self._keeper = keeper
-        self._caller = caller
-
-    # Files.
-
-    def files(self) -> list[FileRecord]:
-        """Return the caller's files, oldest first."""
-        return [record for record in self._keeper.files.records.values() if self._is_own(record)]
-
-    def file(self, file_id: str, param: str = "file_id") -> FileRecord:
-        record = self._keeper.files.records.get(file_id)
-        return self._keeper.files.get(file_id if record is None or self._is_own(record) else "", param)
-
-    def path(self, file_id: str) -> Path:
-        return self._keeper.files.path(self.file(file_id).id)
-
-    def receiving(self, announced: int) -> AbstractAsyncContextManager[Upload]:
-        return self._keeper.files.receiving(announced, self._caller)
-
-    async def keep(self, upload: Upload, filename: str, purpose: str, age_s: int | None = None) -> FileRecord:
-        return await self._keeper.files.keep(upload, filename, purpose, age_s, self._caller.principal)
-
-    async def delete_file(self, file_id: str) -> None:
-        await self._keeper.delete_file(self.file(file_id).id)
-
-    # Batches.
-
-    def all(self) -> list[BatchRecord]:
-        """Return the caller's batches, oldest first."""
-        return [record for record in self._keeper.records.values() if self._is_own(record)]
-
-    def get(self, batch_id: str) -> BatchRecord:
-        record = self._keeper.records.get(batch_id)
-        return self._keeper.get(batch_id if record is None or self._is_own(record) else "")
-
-    def shown(self, record: BatchRecord) -> dict[str, Any]:
-        return self._keeper.shown(record)
-
-    async def create(
-        self,
-        input_file_id: str,
-        endpoint: str,
-        window: tuple[str, int],
-        metadata: Mapping[str, str] | None = None,
-        result_age_s: int | None = None,
-    ) -> BatchRecord:
-        self.file(input_file_id, "input_file_id")
-        return await self._keeper.create(input_file_id, endpoint, window, metadata, result_age_s, self._caller)
-
-    async def cancel(self, batch_id: str) -> BatchRecord:
-        return await self._keeper.cancel(self.get(batch_id).id)
-
-    def _is_own(self, record: FileRecord | BatchRecord) -> bool:
-        return record.principal == self._caller.principal or self._caller.may(Scope.ADMIN)

@@ -86,7 +86,7 @@ class LineRunner:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            # Not awaited, as whoever cancels does not wait: a thread may be reading a line.
+            # Not awaited, as a cancellation does not wait: a thread may be reading a line.
             in_thread(self._close, lines)
             self._sink.flush()
             self._tell()

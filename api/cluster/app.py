@@ -151,7 +151,7 @@ def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaStatus | Ba
     """Return a function that asks all running replicas of deployments, known by their handles, for their state."""
 
     async def ask(replicas: Any) -> list[ReplicaStatus | BaseException]:
-        # Within Ray's own timeout a cancellation leaves a future whose exception nobody reads, and asyncio logs it.
+        # Within Ray's own timeout a cancellation leaves a future whose exception is never read, and asyncio logs it.
         said: list[ReplicaStatus | BaseException] = await asyncio.wait_for(
             replicas.broadcast("status").results_async(return_exceptions=True), NOTICED_S
         )

@@ -79,7 +79,7 @@ class StaticChooser:
         self._addresses = {address.id: address for address in addresses}
         prefill = [one for one in addresses if one.role == PREFILL]
         self._prompts.set_replicas(map(self._placed, prefill))
-        # They answer, too, where nobody else does.
+        # They answer, too, where no other replica does.
         self._placement.set_replicas(map(self._placed, [one for one in addresses if one.role != PREFILL] or prefill))
 
     @asynccontextmanager

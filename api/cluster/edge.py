@@ -186,7 +186,7 @@ class Edge:
         """Return what a replica answers to the client's headers where it may not read a replica's figures.
 
         Raises:
-            NoReplicaReady: there is nobody to ask.
+            NoReplicaReady: there is no replica to ask.
         """
         headers = [*forwarded(scope["headers"], scope["state"]["request_id"])]
         question = UpstreamRequest("GET", b"/v1/pool", headers)

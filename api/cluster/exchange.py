@@ -65,7 +65,7 @@ class Exchange:
     """Answer one request.
 
     Args:
-        peers: name whom replicas take pages from, and what the request asks of them.
+        peers: name the replicas that pages may be taken from, and what the request asks of them.
         request: what replicas are sent; its body is bytes.
         secret: makes replicas say how to resume; None: streams are not resumed, and no pages taken.
     """
@@ -180,7 +180,7 @@ class Exchange:
         if reply.header(b"content-type").startswith(b"text/event-stream"):
             self._copy = EventStreamCopy(reply.header(RESUME) if self._secret is not None else b"")
             if not self._copy.may_resume:
-                # Nobody will be asked again; streams may last for hours.
+                # It will not be sent again; streams may last for hours.
                 self._request = replace(self._request, body=b"")
             return await self._copy_events(replica, reply, piece)
         while piece:
@@ -236,12 +236,12 @@ class Exchange:
     async def _move(self, draining: ReplicaAddress, reply: UpstreamReply) -> bool | None:
         """Have another replica go on, which takes the pages of this one while this one has them.
 
-        Returns: whether the client has its answer from there; None: nobody else goes on.
+        Returns: whether the client has its answer from there; None: no other replica goes on.
         """
         others = self._tried | self._replicas.unlike(draining)
         try:
             async with self._replicas.choose(self._peers.answer, others) as replica:
-                # Nobody reads this stream meanwhile.
+                # This stream is not read meanwhile.
                 async with asyncio.timeout(MOVE_S):
                     gone_on = await self._asked(replica, taken_from(draining))
                 if gone_on is None:

@@ -116,14 +116,14 @@ def check_options(settings: ServerSettings) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 def shares(settings: ServerSettings) -> ServerSettings:
-    """Return the settings of one replica: of the memory that nobody has divided, its share."""
+    """Return the settings of one replica: of the memory that no option divides, its share."""
     number = (settings.max_replicas or settings.replicas or 1) + (settings.prefill_replicas or 0)
     is_terminal = sys.stderr.isatty()
     changed: dict[str, Any] = {"log_format": "text" if is_terminal else "json"} if settings.log_format == "auto" else {}

@@ -29,7 +29,7 @@ def taken_from(replica: ReplicaAddress) -> PeerHeaders:
 
 
 class Peers:
-    """Know whom replicas may take pages from, for all requests of an edge."""
+    """Know which replicas pages may be taken from, for all requests of an edge."""
 
     def __init__(self, chooser: Chooser, stats: EdgeStats) -> None:
         self.chooser, self.stats = chooser, stats
@@ -37,7 +37,7 @@ class Peers:
         self._answered: OrderedDict[int, str] = OrderedDict()
 
     def of(self, ask: Ask, client: str) -> "RequestPeers":
-        """Return whom one request's replicas take pages from.
+        """Return which replicas one request's pages may be taken from.
 
         Args:
             client: what its client is known by: pages of one are no other's.

@@ -46,7 +46,7 @@ class ReplicaWatch(StaticChooser):
             await asyncio.sleep(PERIOD_S)
 
     async def refresh(self) -> None:
-        """Look once. While some do not answer, nobody is taken off the list: which of them they are is not known.
+        """Look once. While some do not answer, none is removed: which of them they are is not known.
 
         Raises:
             Exception: whatever the look raises; nothing has changed.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Sealed = tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]
-"""Settings as Ray compares them: values by name, and the names that somebody has given, both in one order. A set's
+"""Settings as Ray compares them: values by name, and the names that were given, both in one order. A set's
 order would differ from process to process, and every deployment look like another version."""
 
 

@@ -313,7 +313,7 @@ class EngineSettings(PartitionSettings):
         return texts(value)
 
     def for_gpu(self, free_on_host: int) -> Self:
-        """Return the settings with the defaults of a GPU for options that nobody has given.
+        """Return the settings with the defaults of a GPU for options that were not given.
 
         Args:
             free_on_host: bytes of free host memory.

@@ -21,7 +21,7 @@ class Observability:
     """Hold the observers of one server."""
 
     registry: CollectorRegistry
-    # Look before metrics are collected; None: nobody asks for vLLM's names.
+    # Look before metrics are collected; None: vLLM's names are not asked for.
     residents: ResidentAdapters | None
     # Wraps all other middleware.
     middleware: Middleware

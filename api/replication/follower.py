@@ -147,7 +147,7 @@ class Follower:
     async def renewed(self) -> None:
         """Renew the lease at once; return when that is done or has failed, or takes `RENEWED_S`.
 
-        All who wait share one question. While the registry cannot be reached, nobody waits.
+        All who wait share one question. While the registry cannot be reached, none waits.
         """
         asked_s = self.clock()
         self._renew_now.set()

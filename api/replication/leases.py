@@ -31,8 +31,8 @@ class Leases:
     """Keep the leases of followers. For the event loop's thread.
 
     A follower counts its lease from before it asked, so that by its clock it always ends first: no two machines' clocks
-    are compared. The folder has the names of followers, so that the next process knows for whom to wait: until each has
-    asked again, or its lease is over, `LEASE_S` after the start.
+    are compared. The folder has the names of followers, so that the next process knows which to wait for: until each
+    has asked again, or its lease is over, `LEASE_S` after the start.
 
     Args:
         folder: of the store.
@@ -50,7 +50,7 @@ class Leases:
 
     @property
     def are_all_known(self) -> bool:
-        """Return whether nobody has a lease that this process does not know."""
+        """Return whether this process knows every lease."""
         return not self._unknown or self._clock() >= self._all_known_s
 
     async def renew(self, replica: str, revision: int) -> None:

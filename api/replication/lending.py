@@ -101,7 +101,7 @@ class LendingLimiter(RateLimiter):
         self._end_loans()
         before = self._books.get(replica, _Book(0, {}))
         if question.number <= before.number:
-            # A later one came first: this one knows less, and nobody waits for its answer.
+            # A later one came first: this one knows less, and its answer is not waited for.
             return {"number": question.number, "loans": []}
         book = self._books[replica] = _Book(question.number, {})
         answers = []

@@ -31,7 +31,7 @@ class Loan:
     granted: int = 0
     # Used, or returned.
     spent: int = 0
-    # Spent ones that the registry gets back, as nobody has used them.
+    # Spent ones that the registry gets back, as they were not used.
     returned: int = 0
 
     @property

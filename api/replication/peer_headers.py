@@ -1,7 +1,7 @@
 """Read the headers by which the edge of a cluster names a server that has, or computes, the pages of a prompt.
 
-Whoever may set them has this server ask any address with the cluster's secret. So they are refused without the secret:
-an edge passes none of its clients' on.
+A client that may set them can make this server ask any address with the cluster's secret. So they are refused without
+the secret: an edge does not pass on those of its clients.
 """
 
 from urllib.parse import urlsplit

@@ -48,7 +48,7 @@ class _Holding:
 class ShareHolder:
     """Tell an engine what it may use of the limits of adapters. For the event loop's thread.
 
-    A server that nobody follows, and that follows nobody, keeps its adapters' limits whole: `begin` changes that.
+    A server without followers that follows none keeps its adapters' limits whole: `begin` changes that.
 
     Args:
         clock: monotonic seconds.
@@ -126,7 +126,7 @@ class ShareHolder:
         """Return what the registry is asked with the next lease, as JSON."""
         self._asked += 1
         self._end_if_over()
-        # Requests that nobody has announced count as well.
+        # Requests that were not announced count as well.
         live = self._engine.in_flight.by_adapter
         self._active |= {name: self._holdings[name] for name in live if name in self._holdings}
         reports = []

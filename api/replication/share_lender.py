@@ -64,7 +64,7 @@ class ShareLender:
             self._take_out(gone)
             del self._numbers[gone]
         if question.number <= self._numbers.get(server, -1):
-            # A later one came first: nobody waits for this answer.
+            # A later one came first: this answer is not waited for.
             return {"number": question.number, "shares": []}
         self._numbers[server] = question.number
         # An answer that did not arrive never will: the server holds what it says.
@@ -115,7 +115,7 @@ class ShareLender:
             wanted, together = ([getattr(reports[n], of) for n in askers] for of in ("wanted", "together"))
             parts = divide(int(most), wanted, together)
             weights = {name: max(part, held[name]) for name, part in zip(askers, parts, strict=True)}
-            # What nobody wants now is there for those who come next, where some are already.
+            # What is not wanted now goes to the servers whose requests come next.
             spare, rest = divmod(int(most) - sum(parts), len(askers)) if askers else (0, 0)
             targets = {
                 name: part + spare + (place < rest)
@@ -132,7 +132,7 @@ class ShareLender:
         return NO_SHARE if running == 0 or part < _LEAST * rate else LimitShare(running, part)
 
     def _part(self, limit: float, target: float, held: Mapping[str, float], server: str) -> float:
-        """Return what a server may hold of one limit: its target, but no more than it has and nobody has."""
+        """Return what a server may hold of one limit: its target, but no more than it has and what is free."""
         is_known = HERE in self._numbers and self._leases.are_all_known
         free = limit - sum(held.values()) if is_known else 0.0
         return min(target, held[server] + max(0.0, free))

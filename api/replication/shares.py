@@ -2,7 +2,7 @@
 
 A share is how many requests of an adapter may run at a server, and how many tokens a second it may compute for them.
 With its lease a server tells what it holds of each limit and how many requests it has, and is told what it may hold.
-More is granted only of what nobody holds, and a server gives up what it holds only once its engine has stopped using
+Only what no server holds is granted, and a server gives up what it holds only once its engine has stopped using
 it. So the sum of all shares is the limit at most, whatever happens to messages. Shares end `GRACE_S` before the lease:
 requests that run then go on, and none begins; what they use is claimed when the registry can be reached again.
 """

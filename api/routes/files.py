@@ -12,8 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from api.asgi.multipart import check_form_headers, receive_form
 from api.auth.principal import CallerDep
 from api.batches.files import MAX_NAME_CHARS
-from api.batches.manager import BatchManager, ScopedBatches
+from api.batches.manager import BatchManager
 from api.batches.records import BatchRecord, FileRecord
+from api.batches.scoped_batches import ScopedBatches
 from api.errors import ApiError
 from api.schemas.batches import file_age_s, file_purpose
 
@@ -40,9 +41,9 @@ _FORM = {
 
 
 async def get_batches(request: Request, caller: CallerDep) -> ScopedBatches:
-    keeper = request.app.state.batches
-    assert isinstance(keeper, BatchManager)
-    return ScopedBatches(keeper, caller)
+    manager = request.app.state.batches
+    assert isinstance(manager, BatchManager)
+    return ScopedBatches(manager, caller)
 
 
 BatchesDep = Annotated[ScopedBatches, Depends(get_batches)]

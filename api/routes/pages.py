@@ -1,6 +1,6 @@
 """Serve POST /v1/pages/offer and GET /v1/pages/{lease}: prefix pages for other servers of the cluster.
 
-Only the cluster's secret opens these routes: a hash that is found says that somebody has sent this prompt.
+Only the cluster's secret opens these routes: a hash that is found tells that some client has sent this prompt.
 """
 
 import asyncio

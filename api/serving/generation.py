@@ -100,7 +100,7 @@ class Generation:
 
     writer: Writer
     choices: ChoiceStream
-    # Header that tells an edge how to resume the stream; empty if it did not ask, or nobody can.
+    # Header that tells an edge how to resume the stream; empty if it did not ask, or the stream cannot be resumed.
     offer: Mapping[str, str] = field(default_factory=dict)
 
     def events(self) -> AnswerEvents:

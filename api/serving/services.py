@@ -46,7 +46,7 @@ class StoreProbe:
 
     The check runs in a thread of its own, because a network disk may hang, and a readiness probe must not block others.
     Anybody may probe, so one check at a time serves all: those who come while it runs, and those who come up to
-    `shared_s` after its end. Once it has run for `timeout_s`, nobody waits for it.
+    `shared_s` after its end. Once it has run for `timeout_s`, it is not waited for.
     """
 
     def __init__(

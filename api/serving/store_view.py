@@ -77,7 +77,7 @@ class ScopedStore:
         return ref, ref.key
 
     def compose(self, components: Iterable[Component], *, is_stored: bool = False) -> Composition:
-        """Return the sum of versions that were resolved; known to the store while somebody refers to it.
+        """Return the sum of versions that were resolved; known to the store while something refers to it.
 
         Args:
             is_stored: whether it is a version, which is served as one adapter.

@@ -1,5 +1,5 @@
 """The process of a rank other than 0: `python -m lorasrv.distributed.rank_process ORDERS BULK PULSE`, file descriptors
-that rank 0 passes on. Nobody else starts it.
+that rank 0 passes on. Only rank 0 starts it.
 
 The pulse begins before torch is imported, which takes seconds.
 """

@@ -1,7 +1,7 @@
 """Page lender: prefix pages for other replicas. Leases are the engine's; pages are read beside its steps.
 
 A leased page is neither written nor moved, so a thread may copy it without the engine's. A lease ends here before it
-ends there, and whoever has copied pages looks again whether it had ended: what was read too late is not passed on.
+ends there, and a thread that has copied pages checks again that it had not: what was read too late is not passed on.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
 other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
-Unknown fields are somebody else's.
+Unknown fields are ignored.
 """
 
 import json

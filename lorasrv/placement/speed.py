@@ -1,4 +1,4 @@
-"""Weigh replicas by how fast their steps are, so that a slow one gets less; nobody is thrown out for being slow."""
+"""Weigh replicas by how fast their steps are, so that a slow one gets less. None is removed for being slow."""
 
 from collections.abc import Mapping
 from statistics import median

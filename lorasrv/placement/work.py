@@ -45,7 +45,7 @@ class WorkEstimator:
     def observe(self, adapter_id: str | None, answer_tokens: int) -> None:
         """Enter the length of an answer."""
         self._mean = _moved(self._mean, answer_tokens)
-        # A new adapter begins with everybody's mean, as if that were its first answer.
+        # A new adapter begins with the mean of all, as if that were its first answer.
         known = self._means.pop(adapter_id, (self._mean[0], 1))
         self._means[adapter_id] = _moved(known, answer_tokens)
         if len(self._means) > MAX_ADAPTERS:

@@ -190,7 +190,7 @@ class BeamGroups:
         overtakes no group that came before it: groups begin only where all their beams may run.
 
         Args:
-            most: beams that may run together; groups that are wider hold nobody up.
+            most: beams that may run together; wider groups are passed over.
         """
         if request.message.beams is not None and self.is_of_running_group(request):
             return 0

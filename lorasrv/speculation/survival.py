@@ -8,7 +8,7 @@ from adapter_store.spec import AdapterKey
 FORGETTING = 0.995
 """Weight of an observation one observation later: half after 140."""
 PRIOR_RIGHT, PRIOR_WEIGHT = 0.5, 2.0
-"""Assumed of evidence that nobody has seen: worth a try where a draft token is cheap, not where it is dear."""
+"""Assumed where nothing was observed: worth a try where a draft token is cheap, not where it is dear."""
 POOLED_WEIGHT = 8.0
 """Observations of an adapter's own that weigh as much as what is expected of it."""
 LEAST_CHANCE = 0.01

@@ -3,7 +3,7 @@
 A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets of steps of
 single tokens: rows, parts of keys, rank; of steps with prompts or chains of drafts besides: rows of all tokens, by
 `MIXED_ROWS`. Rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket belong to
-nobody and write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a
+no request and write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a
 graph: the device takes longer for a large one than the host, which launches ahead.
 
 A replay reads the addresses of the capture, so whatever a captured pass reads outlives its graph: weights, pool and

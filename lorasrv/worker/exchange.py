@@ -1,4 +1,4 @@
-"""Exchange: what a decoder needs of the processes that compute other parts of the same pass. Here: of nobody.
+"""Exchange: what a decoder needs of the processes that compute other parts of the same pass. Here: one process alone.
 
 `lorasrv.distributed` has the exchanges of a partition. A pass calls in this order: `divide`, `arrive` or nothing, in
 each layer `all_rows`, `own_rows`, and `whole` after each part; then `states` and `logits`, or `leave`.

@@ -209,7 +209,7 @@ def _take_part(team, until):  # type: ignore[no-untyped-def]
         # A thread that has joined meanwhile ends the launch instead.
         if now % JOINED == joined and replace_shared(state, now, then):
             _count_ticks(clock, i64(items, ITEM_WORDS * (item - 1) + 2))
-            # Added, as those who have joined since may be further: who ends a launch and leaves waits for nobody.
+            # Added, as threads that have joined since may be further: one that ends a launch and leaves does not wait.
             add_shared(team + 8 * RELEASED, 1)
         elif not leaves:
             _wait_for(team, base + item)

@@ -5,7 +5,7 @@ the cache directory: one that comes later, another server's too, waits and finds
 in the end is compiled by `kernel_cache.address_of`, in the process that needs it. Imports no torch.
 
 A start waits for the kernels that most models need. Others are compiled when one is needed, or in the background: that
-process has the lowest priority and locks nothing, so that nobody waits for it.
+process has the lowest priority and locks nothing, so that no start waits for it.
 """
 
 import fcntl

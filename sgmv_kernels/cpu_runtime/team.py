@@ -2,8 +2,8 @@
 
 A *region* is a list of launches that all threads of a team run in order, each launch together
 (`cpu_kernels.program`). The thread that opens a region takes part in it when it likes: it may leave after a launch and
-come back, while the others go on; nobody waits for a thread that is not there. Idle threads spin for a moment, since
-waking one takes longer than a small launch, and then sleep.
+come back, while the others go on without it. Idle threads spin for a moment, since waking one takes longer than a small
+launch, and then sleep.
 
 torch's OpenMP team cannot do this: it computes only as long as the thread that has started it waits.
 """
@@ -114,7 +114,7 @@ class Team:
         self._run(self._item.ctypes.data, 1, self._clock.ctypes.data, NEVER)
 
     def close(self) -> None:
-        """End the other threads when the region that may be open is complete. Nobody may open another."""
+        """End the other threads when the region that may be open is complete. No other may be opened."""
         # Its `OPEN` is a large number.
         while self._helpers and self._words[STATE] > 1 << 32:
             time.sleep(1e-3)

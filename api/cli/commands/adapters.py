@@ -16,7 +16,7 @@ from api.cli.common.formatting import (
     NoTokenizerOption,
     PartialOption,
     StoredOption,
-    _count,
+    counted,
     found_facts,
     found_lines,
     limits_line,
@@ -169,7 +169,7 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     for line in (*report_lines(adapter["report"] or {}), *persona_lines(adapter["persona"])):
         say(f"  {line}")
     tier = f"tier {adapter['tier'] or 'unknown'}, " if adapter["digest"] else ""
-    say(f"  {tier}{_count(adapter['traffic']['requests'], 'request')} since the start")
+    say(f"  {tier}{counted(adapter['traffic']['requests'], 'request')} since the start")
     for line in stats_lines(stats):
         say(f"  {line}")
     say(f"  {limits_line(adapter['limits'])}")
@@ -223,13 +223,13 @@ def _print_removed(reference: str, done: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(done)
         return
-    say(f"removed {reference} ({_count(done['versions_removed'], 'version')})")
+    say(f"removed {reference} ({counted(done['versions_removed'], 'version')})")
     for alias in done["aliases_removed"]:
         say(f"removed {reference.partition('@')[0]}:{alias}")
     if done["requests_ended"]:
-        say(f"ended {_count(done['requests_ended'], 'request')}")
+        say(f"ended {counted(done['requests_ended'], 'request')}")
     if done["requests_running"]:
-        note(f"{_count(done['requests_running'], 'request')} still running")
+        note(f"{counted(done['requests_running'], 'request')} still running")
 
 
 def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:

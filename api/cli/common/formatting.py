@@ -75,7 +75,7 @@ def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
     return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 

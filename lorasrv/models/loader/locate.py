@@ -66,7 +66,7 @@ def snapshot(model: str, *, download: bool = True) -> tuple[Path, str]:
     except HFValidationError:
         why = "that is no name of the hub's"
     except GatedRepoError:
-        why = "its owner lets in only whom it knows: ask there, and set HF_TOKEN"
+        why = "its owner grants access on request: ask there, and set HF_TOKEN"
     except RepositoryNotFoundError:
         why = "the hub has none of that name, or it is private: then set HF_TOKEN"
     except RevisionNotFoundError:

@@ -56,7 +56,7 @@ def write_codes(
     facts = _header(formats) | {"base": _sample(checkpoint)}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        # Made here, as every other file is: the library makes one that nobody else may read.
+        # Made here, as every other file is: the library's own would be readable by its owner alone.
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save_file(tensors, unfinished, facts)

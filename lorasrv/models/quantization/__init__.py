@@ -104,7 +104,7 @@ def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
     if names_parts(name):
         return parts_format(name, group)
     if name not in FORMATS:
-        # Nobody chooses mixed: it is what a checkpoint of several methods is.
+        # mixed cannot be chosen: it is what a checkpoint of several methods is.
         choices = ", ".join(known for known in FORMATS if known != MixedFormat.name)
         raise UnsupportedFormat(
             f"--quantization {name!r:.60} is unknown; choose from auto, {choices}, "

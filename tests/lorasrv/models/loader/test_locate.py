@@ -116,7 +116,7 @@ NONE = "the hub has none of that name, or it is private: then set HF_TOKEN"
     ("model", "says"),
     [
         pytest.param("hf:tiny/nothing", NONE, marks=pytest.mark.long),
-        ("hf:tiny/gated", "its owner lets in only whom it knows: ask there, and set HF_TOKEN"),
+        ("hf:tiny/gated", "its owner grants access on request: ask there, and set HF_TOKEN"),
         (f"hf:{REPO}@v9", "it has no revision 'v9'"),
     ],
 )
