@@ -10,18 +10,15 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Body, Items, KnownBody, at_most
-from api.schemas.composition import AdaptersField
-from api.schemas.kv_policy import KvPolicyField
-from api.schemas.speculation import Prediction, SpeculationField
+from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import MAX_CHOICES, OnCold
+from lorasrv.request import MAX_CHOICES
 from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams, TextOptions
 
 MAX_MESSAGES = 2048
-MAX_SALT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_ID_DIGITS = 10
 DEFAULT_COMPLETION_TOKENS = 16
@@ -73,15 +70,12 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
 
 
-class GenerationBody(SamplingFields, StructuredFields, KnownBody):
+class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
     """Define the fields that both routes share."""
 
     UNSUPPORTED: ClassVar = INERT_VALUES
 
     model: str | None = None
-    adapter_id: str | None = None
-    # Their sum answers, in place of one.
-    adapters: AdaptersField | None = None
     max_completion_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -94,17 +88,6 @@ class GenerationBody(SamplingFields, StructuredFields, KnownBody):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # A strict enum would not accept a string.
-    on_cold: Annotated[OnCold, Field(strict=False)] | None = None
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    # As in vLLM, lower values go first.
-    priority: int | None = None
-    timeout_s: float | None = None
-    speculation: SpeculationField | None = None
-    prediction: Prediction | None = None
-    kv_policy: KvPolicyField | None = None
-    # Whether what the request leaves out comes from the persona's defaults.
-    use_defaults: bool | None = None
     # Stands for {{user}} in a persona's texts, and keeps to one version of a canary.
     user: str | None = None
 

@@ -9,14 +9,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from api.schemas.base import Body, Items, KnownBody
-from api.schemas.composition import AdaptersField
-from api.schemas.kv_policy import KvPolicyField
-from api.schemas.openai import MAX_SALT_CHARS, GenerationBody
-from api.schemas.speculation import Prediction, SpeculationField
+from api.schemas.openai import GenerationBody
+from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import ResponseFormat
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import MAX_CHOICES, OnCold
+from lorasrv.request import MAX_CHOICES
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
 
@@ -39,15 +37,13 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 
 
-class Parameters(KnownBody):
+class Parameters(RequestFields, KnownBody):
     """Set generation options. `api_token`, which opens private adapters on a hub, is ignored, as adapters are only
     uploaded.
     """
 
     UNSUPPORTED: ClassVar = _INERT_VALUES
 
-    adapter_id: str | None = None
-    adapters: AdaptersField | None = None
     adapter_source: str | None = None
     api_token: str | None = None
     max_new_tokens: _Count | None = None
@@ -75,15 +71,6 @@ class Parameters(KnownBody):
     decoder_input_details: bool | None = None
     top_n_tokens: _Top | None = None
     return_k_alternatives: _Top | None = None
-    # Our own fields, as in the OpenAI bodies. A strict enum would not accept a string.
-    on_cold: Annotated[OnCold, Field(strict=False)] | None = None
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    priority: int | None = None
-    timeout_s: float | None = None
-    speculation: SpeculationField | None = None
-    prediction: Prediction | None = None
-    kv_policy: KvPolicyField | None = None
-    use_defaults: bool | None = None
 
     @property
     def num_choices(self) -> int:

@@ -17,8 +17,8 @@ from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
 from api.replication.peer import PEER
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from api.schemas.request_fields import RequestFields
 from api.schemas.speculation import speculation_params
-from api.schemas.tgi import Parameters
 from api.serving.admission import AddPrompt, Prompt
 from api.serving.answer_events import AnswerEvents, EventWriter
 from api.serving.chat import plan_chat, vocab_size_of
@@ -120,7 +120,7 @@ class Generation:
 async def generate(
     plan: Planner,
     model: str | None,
-    fields: GenerationBody | Parameters,
+    fields: RequestFields,
     services: Services,
     caller: Caller,
     turn: str | None = None,
@@ -141,25 +141,14 @@ async def generate(
     await services.admission.check(caller)
     if resumption is not None and resumption.goes_on:
         fields = fields.model_copy(update=seeded(resumption))
-    view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
-    names = model, fields.adapter_id, fields.adapters
-    target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
-    await services.personas.check_parts(target.components, view)
-    if target.ref is not None and target.ref.persona:
-        ref = target.ref
-        if parts := await services.personas.parts(ref):
-            target = target.summed(parts, view)
-        fields, persona = await services.personas.apply(fields, ref, view, turn)
-        target = replace(target, persona=persona)
-    own = await services.engine.own_tokenizer(target.ref.key if target.ref is not None else None)
-    target = replace(target, own_tokenizer=own) if own is not None else target
+    fields, target = await _resolve(model, fields, services, caller, turn)
     planned = await plan(fields, target, services, caller)
     writer, resuming = planned.writer, None
     if resumption is not None:
         resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, planned.grammar)
         if resumption.goes_on:
             writer = writer.continuing(resumption.answer_id, resumption.created_s)
-    engine, shared = services.engine, _shared_options(fields, target, caller)
+    engine, shared, own = services.engine, _shared_options(fields, target, caller), target.own_tokenizer
     if not target.components or target.is_stored:
         # Sums that requests name may be any number: nothing of theirs is kept on the disk.
         shared["prefix"] = await services.prefixes.of_prompt(target.persona, planned.prompts[0])
@@ -173,7 +162,7 @@ async def generate(
             count=planned.width,
             **shared,
             request_id=planned.request_id,
-            constraint=await engine.grammars.compile(grammar, caller.principal, own) if grammar is not None else None,
+            constraint=None if grammar is None else await engine.grammars.compile(grammar, caller.principal, own),
             text=planned.text,
             beams=planned.beams,
             **({} if resuming is None else resuming.options),
@@ -193,6 +182,24 @@ async def generate(
         is_draining=lambda: services.draining.is_on,
     )
     return Generation(writer, choices, {} if resuming is None else resuming.offer(writer.answer_id, writer.created_s))
+
+
+async def _resolve(
+    model: str | None, fields: RequestFields, services: Services, caller: Caller, turn: str | None
+) -> tuple[RequestFields, ResolvedModel]:
+    """Return the fields with the defaults of the version that answers, and that version."""
+    view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
+    names = model, fields.adapter_id, fields.adapters
+    target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
+    await services.personas.check_parts(target.components, view)
+    ref = target.ref
+    if ref is not None and ref.persona:
+        if parts := await services.personas.parts(ref):
+            target = target.summed(parts, view)
+        fields, persona = await services.personas.apply(fields, ref, view, turn)
+        target = replace(target, persona=persona)
+    own = await services.engine.own_tokenizer(target.ref.key if target.ref is not None else None)
+    return fields, replace(target, own_tokenizer=own)
 
 
 async def generate_openai(
@@ -302,7 +309,7 @@ async def _plan(
     )
 
 
-def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
+def _shared_options(fields: RequestFields, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
     """Return the arguments of `AsyncEngine.add_choices` that all protocols share.
 
     Raises: ApiError: 403, a negative priority needs a key of scope admin.

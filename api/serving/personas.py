@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
@@ -24,6 +24,7 @@ from api.errors import ApiError
 from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
 from api.schemas.personas import USER, Defaults, user_name
+from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tgi import Parameters
 from api.schemas.tools import Message
@@ -33,7 +34,6 @@ from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_CACHED = 256
-Fields = TypeVar("Fields", bound=GenerationBody | Parameters)
 Json = dict[str, Any]
 _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias")
@@ -160,8 +160,8 @@ class Personas:
         return known if known is not None else await run_in_threadpool(self._read, ref)
 
     async def apply(
-        self, fields: Fields, ref: AdapterRef, view: ScopedStore, turn: str | None = None
-    ) -> tuple[Fields, AppliedPersona]:
+        self, fields: RequestFields, ref: AdapterRef, view: ScopedStore, turn: str | None = None
+    ) -> tuple[RequestFields, AppliedPersona]:
         """Return a request's fields with the defaults of the version that it named, and what was applied.
 
         Args:
