@@ -123,24 +123,21 @@ class _Group:
         return len(self.offers) == self.state.options.width
 
 
+AllowTogether = Callable[[Iterable[Request]], bool]
+"""Whether groups can run to their ends at the same time, given one beam of each: `Quotas.allow_together`."""
+
+
 class BeamGroups:
     """Hold the unfinished groups, oldest first. Mutated by the engine thread only.
 
     Args:
         allocator: forks the pages of beams.
         eos: tokens that end any answer.
-        allow_together: whether groups can run to their ends at the same time, given one beam of each.
     """
 
-    def __init__(
-        self,
-        allocator: RequestAllocator,
-        eos: frozenset[int],
-        allow_together: Callable[[Iterable[Request]], bool],
-    ) -> None:
+    def __init__(self, allocator: RequestAllocator, eos: frozenset[int]) -> None:
         self._allocator = allocator
         self._eos = eos
-        self._allow_together = allow_together
         self._groups: dict[RequestId, _Group] = {}
         # Groups with a beam that has run.
         self._running: dict[RequestId, _Group] = {}
@@ -168,7 +165,7 @@ class BeamGroups:
         group.beams.append(request)
         return True
 
-    def must_wait(self, request: Request) -> bool:
+    def must_wait(self, request: Request, allow_together: AllowTogether) -> bool:
         """Return whether a beam must not be admitted now: it has offered and waits for its group, or its group waits
         for others."""
         if request.message.beams is None:
@@ -178,7 +175,7 @@ class BeamGroups:
             return True
         if name in self._running or not self._running:
             return False
-        return self._next not in (None, name) or not self._fit_together(request)
+        return self._next not in (None, name) or not allow_together([*self._first_beams(), request])
 
     def num_missing(self, adapter_id: str) -> int:
         """Return how many beams of an adapter do not run although their groups do."""
@@ -222,22 +219,22 @@ class BeamGroups:
         """Return whether a beam belongs to a group that runs."""
         return _name(request) in self._running
 
-    def on_admitted(self, request: Request) -> None:
+    def on_admitted(self, request: Request, allow_together: AllowTogether) -> None:
         """Note that a request is running now."""
         if request.message.beams is None or self.is_of_running_group(request):
             return
-        assert not self.must_wait(request), "a group of beams runs that must wait"
+        assert not self.must_wait(request, allow_together), "a group of beams runs that must wait"
         name = _name(request)
         self._running[name] = self._groups[name]
         self._has_changed |= self._next == name
 
-    def stop_youngest(self) -> list[Request]:
+    def stop_youngest(self, allow_together: AllowTogether) -> list[Request]:
         """Stop the youngest of the groups that run if they do not fit together any more, because limits were lowered.
 
         Returns:
             Its running beams, which must be preempted.
         """
-        if len(self._running) < 2 or self._fit_together():
+        if len(self._running) < 2 or allow_together(self._first_beams()):
             return []
         name = next(reversed(self._running))
         beams = [beam for beam in self._running[name].requests if beam.status is RequestStatus.RUNNING]
@@ -246,8 +243,8 @@ class BeamGroups:
         del self._running[name]
         return beams
 
-    def _fit_together(self, *more: Request) -> bool:
-        return self._allow_together([*(group.requests[0] for group in self._running.values()), *more])
+    def _first_beams(self) -> list[Request]:
+        return [group.requests[0] for group in self._running.values()]
 
     def offer(self, request: Request, offer: Offer) -> None:
         """Record the offer of a beam whose tokens are all computed."""

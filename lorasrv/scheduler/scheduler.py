@@ -62,7 +62,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
         self._allocator = RequestAllocator(memory)
-        self._beams = BeamGroups(self._allocator, eos_token_ids, lambda groups: self.quotas.allow_together(groups))
+        self._beams = BeamGroups(self._allocator, eos_token_ids)
         self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs, self._beams)
         self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, self._adapter_manager, options.max_wait_steps, self._find_blocker)
@@ -456,7 +456,7 @@ class Scheduler:
 
     def _find_blocker(self, request: Request) -> Blocker | None:
         """Return what forbids that a waiting request runs, other than slots and pages."""
-        if self._beams.must_wait(request):
+        if self._beams.must_wait(request, self.quotas.allow_together):
             return BEAMS
         found = self.quotas.blocker(request)
         return None if found is None else found[0]
@@ -552,7 +552,7 @@ class Scheduler:
                 self.quotas.add(request)
                 self._deadlines.watch(request)
         elif status is RequestStatus.RUNNING:
-            self._beams.on_admitted(request)
+            self._beams.on_admitted(request, self.quotas.allow_together)
             self.quotas.admit(request)
             self._queue.admit(request)
             self.predictor.on_admitted(request)

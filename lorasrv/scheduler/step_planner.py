@@ -139,7 +139,7 @@ class StepPlanner:
 
     def plan(self) -> StepPlan:
         """Choose the tokens of the next step and take the pages they need."""
-        for beam in self._beams.stop_youngest():
+        for beam in self._beams.stop_youngest(self._quotas.allow_together):
             self.preempt(beam)
         state = _PlanState(self._budget())
         unseen = {request.request_id for request in self._queue.running}
@@ -354,7 +354,7 @@ class StepPlanner:
     def _is_blocked(self, request: Request, state: _PlanState) -> bool:
         """Return whether something other than pages, slots and its adapter forbids that a request runs. Steps do not
         come back to its lane until that has changed."""
-        if self._beams.must_wait(request):
+        if self._beams.must_wait(request, self._quotas.allow_together):
             self._beams.hold_back(request)
             if not self._beams.is_of_running_group(request):
                 self._queue.lanes.block(request, BEAMS)
