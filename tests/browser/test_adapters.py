@@ -141,6 +141,24 @@ def test_a_ledger_is_shown_where_there_is_one(page, eventually) -> None:
     assert re.search(r"Loads\s*3 files read, 2.0 MiB", dialog.inner_text())
 
 
+def test_the_page_before_an_emptied_one_is_shown(page, served, eventually) -> None:
+    names = [f"z-{number:02}" for number in range(26)]
+    for name in names:
+        served.post("/v1/adapters", id=name, defaults={"seed": 1}).raise_for_status()
+    try:
+        page.fill("#adapters-search", "z-")
+        eventually(lambda: ids(page) == names[:25])
+        page.click("#adapters-next")
+        eventually(lambda: ids(page) == names[25:])
+        row(page, names[25]).get_by_role("button", name=f"Delete {names[25]}").click()
+        page.locator("#confirm-yes").click()
+        eventually(lambda: ids(page) == names[:25])
+        assert page.locator("#adapters-page").inner_text() == "Page 1"
+    finally:
+        for name in names:
+            served.http.delete(f"/v1/adapters/{name}", params={"force": True})
+
+
 def test_deleting_asks_first(page, served, eventually) -> None:
     page.fill("#adapters-search", "copy-59")
     eventually(lambda: ids(page) == ["copy-59"])
@@ -272,6 +290,37 @@ class TestUpload:
         page.set_input_files("#folder-input", folder)
         assert page.input_value("#upload-id") == "my-bot"
         assert "adapter_model.safetensors" in page.locator("#chosen").inner_text()
+
+    def test_of_a_run_the_adapter_beside_its_checkpoints_is_taken(self, page, folder: Path) -> None:
+        (folder / "checkpoint-50").mkdir()
+        for path in list(folder.glob("adapter_*")):
+            (folder / "checkpoint-50" / path.name).write_bytes(path.read_bytes() + b" ")
+        page.set_input_files("#folder-input", folder)
+        assert page.input_value("#upload-id") == "my-bot"
+        assert "and its config" in page.locator("#chosen").inner_text()
+        for path in list(folder.glob("adapter_*")):
+            (folder / "checkpoint-60").mkdir(exist_ok=True)
+            path.rename(folder / "checkpoint-60" / path.name)
+        page.set_input_files("#folder-input", folder)
+        assert "more than one adapter" in page.locator("#chosen").inner_text()
+
+    @pytest.mark.parametrize("adds", [False, True])
+    def test_a_tokenizer_that_adds_tokens_goes_with_it(
+        self, page, served, model: Path, folder: Path, adds: bool
+    ) -> None:
+        tokenizer = json.loads((model / "tokenizer.json").read_text())
+        known = served.http.get("/tokenizer_info").json()["vocab_size"]
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        own = {"id": known, "content": "<mood>", **flags}
+        tokenizer["added_tokens"] += [own] if adds else []
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with page.expect_request(lambda one: one.method == "POST" and one.url.endswith("/v1/adapters")) as asked:
+            result = self.send(page, "worded", sorted(folder.iterdir()))
+        digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+        assert asked.value.post_data_json.get("tokenizer") == (f"sha256:{digest}" if adds else None)
+        # This base has no row for another token.
+        assert (f"names token {known}" in result.inner_text()) == adds
+        served.http.delete("/v1/adapters/worded")
 
     def test_dropped_files(self, page, served, folder: Path) -> None:
         files = [[path.name, list(path.read_bytes())] for path in sorted(folder.iterdir())]

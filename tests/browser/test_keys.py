@@ -70,12 +70,22 @@ def test_a_closed_dialog_stays_closed(open_page) -> None:
     assert "wants a key" in page.locator("#adapters-about").inner_text()
 
 
+def test_a_key_that_no_header_takes_is_not_sent(open_page) -> None:
+    page = open_page(prepare=wants_key, live=False)
+    page.locator("#key-dialog[open]").wait_for()
+    enter(page, "lorasrv-abc\u2026")
+    page.get_by_text("of ASCII only").wait_for()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
 def test_a_key_for_asking_sees_the_try_it_box(open_page) -> None:
     page = open_page(prepare=may_only_ask, live=False)
     page.wait_for_selector("#state[data-state=forbidden]")
     assert "need a key with scope admin" in page.locator("#needs-admin").inner_text()
     assert page.locator("#overview-body").is_hidden()
     assert "needs a key with scope upload or admin" in page.locator("#adapters-about").inner_text()
+    page.get_by_label("In the pool").check()
+    page.locator("#adapters-about", has_text="needs a key with scope admin").wait_for()
     page.fill("#try-tokens", "4")
     page.click("#try-run")
     page.wait_for_selector("#try-stop:disabled")

@@ -68,6 +68,20 @@ def test_a_persona_without_weights_is_shown_and_edited(page, served, muse: str) 
     assert "a client's own is refused" in dialog.inner_text()
 
 
+def test_a_seed_that_javascript_cannot_hold_stays(page, served) -> None:
+    served.post("/v1/adapters", id="seeded", defaults={"seed": 2**53 + 1, "system": "One."}).raise_for_status()
+    try:
+        dialog = details(page, "seeded")
+        assert str(2**53 + 1) in dialog.inner_text()
+        dialog.get_by_role("button", name="Edit as a new version").click()
+        page.fill("#persona-system", "Two.")
+        dialog.get_by_role("button", name="Save as a new version").click()
+        dialog.get_by_text("seeded@2 is made").wait_for()
+        assert current(served, "seeded")["defaults"] == {"seed": 2**53 + 1, "system": "Two."}
+    finally:
+        served.http.delete("/v1/adapters/seeded", params={"force": True}).raise_for_status()
+
+
 def test_weights_get_defaults_unless_somebody_was_faster(page, served) -> None:
     before = served.http.get("/v1/adapters/two").json()
     dialog = details(page, "two")

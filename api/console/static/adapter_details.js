@@ -1,6 +1,6 @@
 // All that is known of one adapter: versions, aliases, the report of its upload, its verdict, and its ledger.
 
-import { askJson, inPath } from "./api.js";
+import { ask, askJson, inPath, parseExactly } from "./api.js";
 import { TIERS, aliasText } from "./adapter_row.js";
 import { confirmDelete } from "./confirm.js";
 import { byId, el, facts, note, setText } from "./dom.js";
@@ -27,11 +27,17 @@ export async function showDetails(id) {
   byId("details-close").onclick = () => dialog.close();
   if (!dialog.open) dialog.showModal();
   try {
-    const [shown, stats] = await Promise.all([askJson("GET", `/v1/adapters/${inPath(id)}`), ledger(id)]);
+    const [shown, stats] = await Promise.all([describedExactly(id), ledger(id)]);
     if (shownId === id) byId("details-body").replaceChildren(...parts(shown, stats));
   } catch (problem) {
     byId("details-body").replaceChildren(note("bad", problem.advice ?? "It could not be read."));
   }
+}
+
+/** An adapter as the server describes it: seeds of its defaults may be larger than a number here can be. */
+async function describedExactly(id) {
+  const answer = await ask("GET", `/v1/adapters/${inPath(id)}`);
+  return parseExactly(await answer.text());
 }
 
 /** What the server has counted for an adapter; null where it keeps no ledger, or does not show it to this key. */

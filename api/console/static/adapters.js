@@ -12,6 +12,7 @@ const PAGE = 25;
 const AT_ONCE = 4;
 const REFRESH_MS = 10_000;
 const WARM_MS = 30_000;
+const LIST_NEEDS = "The list of adapters needs a key with scope upload or admin";
 
 export function startAdapters() {
   new AdapterTable().start();
@@ -64,6 +65,7 @@ class AdapterTable {
     try {
       const { data, more } = this.#view === "all" ? await this.#page(search) : await this.#inPool(search);
       if (asked !== this.#asked) return;
+      if (!data.length && this.#before.length) return this.#go(-1);
       this.#next = more ? data.at(-1).id : null;
       this.#show(data);
       await this.#fillUse(asked);
@@ -206,8 +208,8 @@ class AdapterTable {
     this.#rows.clear();
     byId("adapters-rows").replaceChildren();
     byId("adapters-table").hidden = true;
-    const text =
-      problem.status === 403 ? "The list of adapters needs a key with scope upload or admin." : problem.advice;
+    const scope = this.#view === "pool" ? "This view needs a key with scope admin" : LIST_NEEDS;
+    const text = problem.status === 403 ? `${scope}.` : problem.advice;
     setText(byId("adapters-about"), problem instanceof Problem ? text : "The list could not be read.");
   }
 }

@@ -74,6 +74,12 @@ export async function ask(method, path, { body, query = {}, signal, ifMatch } = 
 
 export const askJson = async (method, path, options) => (await ask(method, path, options)).json();
 
+/** As JSON.parse, but integers that a number here cannot hold stay as they are written, for JSON.stringify. */
+export const parseExactly = (text) =>
+  JSON.parse(text, (_, value, context) =>
+    Number.isInteger(value) && !Number.isSafeInteger(value) && JSON.rawJSON ? JSON.rawJSON(context.source) : value,
+  );
+
 /** The Problem that an answer of this status and body is. */
 export function problemOf(status, text, retryAfter = null) {
   let error = {};

@@ -1,7 +1,8 @@
-// What was dropped or chosen -> the two files of an adapter. A folder is read two levels deep, no further.
+// What was dropped or chosen -> the files of an adapter. A folder is read two levels deep, no further.
 
 const CONFIG = "adapter_config.json";
 const WEIGHTS = "adapter_model.safetensors";
+const TOKENIZER = "tokenizer.json";
 const DEPTH = 2;
 const MOST = 500;
 
@@ -18,7 +19,7 @@ async function collect(entry, depth, found) {
   if (found.length >= MOST) return;
   if (entry.isFile) {
     const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
-    found.push(Object.assign(file, { folder: entry.fullPath.split("/").at(-2) ?? "" }));
+    found.push(Object.assign(file, { path: entry.fullPath.slice(1) }));
   } else if (depth > 0) {
     const reader = entry.createReader();
     for (;;) {
@@ -29,14 +30,21 @@ async function collect(entry, depth, found) {
   }
 }
 
-/** { config, weights, folder }, or { problem }: what is missing, or what there is too much of. */
+/** { config, weights, tokenizer, folder }, or { problem }: what is missing, or what there is too much of. Of a run with
+ * checkpoints in folders of their own, the adapter beside them is taken. */
 export function adapterFiles(files) {
-  const of = (name) => files.filter((file) => file.name === name);
+  const least = Math.min(...files.filter(({ name }) => name === CONFIG || name === WEIGHTS).map(depthOf));
+  const outer = files.filter((file) => depthOf(file) === least);
+  const of = (name) => outer.filter((file) => file.name === name);
   const [configs, weights] = [of(CONFIG), of(WEIGHTS)];
   if (configs.length > 1 || weights.length > 1)
     return { problem: "That is more than one adapter; drop one folder at a time." };
   const missing = [configs.length ? null : CONFIG, weights.length ? null : WEIGHTS].filter(Boolean);
-  if (!missing.length) return { config: configs[0], weights: weights[0], folder: folderOf(configs[0]) };
+  if (!missing.length) {
+    const [config] = configs;
+    const tokenizer = of(TOKENIZER).find((file) => folderOf(file) === folderOf(config)) ?? null;
+    return { config, weights: weights[0], tokenizer, folder: folderOf(config) };
+  }
   const hint = files.some(({ name }) => name === "adapters.safetensors")
     ? " This looks like MLX: upload it with the lorasrv command, which converts it."
     : files.some(({ name }) => name === "adapter_model.bin")
@@ -45,7 +53,11 @@ export function adapterFiles(files) {
   return { problem: `${missing.join(" and ")} ${missing.length > 1 ? "are" : "is"} missing.${hint}` };
 }
 
-const folderOf = (file) => file.folder ?? file.webkitRelativePath?.split("/").at(-2) ?? "";
+const partsOf = (file) => (file.path ?? file.webkitRelativePath ?? "").split("/");
+
+const depthOf = (file) => partsOf(file).length;
+
+const folderOf = (file) => partsOf(file).at(-2) ?? "";
 
 /** An id that the server takes, made of a folder's name. */
 export const idFrom = (name) =>

@@ -24,6 +24,10 @@ export function startKey() {
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const key = input.value.trim();
+    if (/[^\x21-\x7e]/.test(key)) {
+      setText(byId("key-note"), "A key has letters, digits and signs of ASCII only, and no blanks. Enter it again.");
+      return;
+    }
     input.value = "";
     dialog.close();
     offered = false;

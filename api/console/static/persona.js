@@ -1,6 +1,6 @@
 // The defaults of a version: shown as a person reads them, and edited as a new version of the same weights.
 
-import { Problem, askJson, inPath } from "./api.js";
+import { Problem, askJson, inPath, parseExactly } from "./api.js";
 import { el, facts, note } from "./dom.js";
 import { digest, plural } from "./format.js";
 
@@ -105,7 +105,7 @@ const field = (name, control) => el("div", { class: "field" }, el("label", { for
 function object(text) {
   let found;
   try {
-    found = JSON.parse(text.trim() || "{}");
+    found = parseExactly(text.trim() || "{}");
   } catch (error) {
     throw new Problem(400, { message: `Everything else is not JSON: ${error.message}` });
   }

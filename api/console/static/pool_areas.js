@@ -182,7 +182,11 @@ function label(context, kind, [x, y, w, h], colours, owner) {
 /** As much of a text as there is room for; nothing if that is too little to be read. */
 function clipped(context, text, room) {
   if (context.measureText(text).width <= room) return text;
-  let end = text.length;
-  while (end > 0 && context.measureText(`${text.slice(0, end)}…`).width > room) end -= 1;
+  let [end, tooFar] = [0, text.length];
+  while (end + 1 < tooFar) {
+    const middle = (end + tooFar) >> 1;
+    if (context.measureText(`${text.slice(0, middle)}…`).width > room) tooFar = middle;
+    else end = middle;
+  }
   return end < LEAST_CHARS ? "" : `${text.slice(0, end)}…`;
 }

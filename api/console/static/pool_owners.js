@@ -5,7 +5,7 @@ export const KINDS = {
   kv: { name: "Keys and values", about: "of requests that run" },
   prefix: { name: "Kept prompts", about: "no request uses them, a later one may" },
   adapter: { name: "Adapters", about: "weights in the pool" },
-  free: { name: "Free", about: "nobody holds them" },
+  free: { name: "Free", about: "not in use" },
 };
 
 /** A map of one moment: `owners`, and `pages[i]` the place of a page's owner in it, -1 for a free page.
@@ -46,8 +46,13 @@ function ofRequest(request) {
   return { kind: "kv", who: request.request_id, label: model, pages: request.pages, more };
 }
 
-const named = ({ ids, digest }) =>
-  ids.length ? ids.join(", ") : `an adapter without a name (${digest.replace("sha256:", "").slice(0, 12)})`;
+const NAMED = 5;
+
+function named({ ids, digest }) {
+  if (!ids.length) return `an adapter without a name (${digest.replace("sha256:", "").slice(0, 12)})`;
+  const more = ids.length > NAMED ? ` and ${ids.length - NAMED} more` : "";
+  return ids.slice(0, NAMED).join(", ") + more;
+}
 
 function countsOf(pool) {
   return { kv: pool.pages_kv, prefix: pool.pages_prefix, adapter: pool.pages_adapters, free: pool.pages_free };

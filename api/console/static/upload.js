@@ -1,4 +1,4 @@
-// Uploading: two files, hashed here, sent under their digest, registered; then the report, or every reason why not.
+// Uploading: the files, hashed here, sent under their digests, registered; then the report, or every reason why not.
 
 import { Problem, address, askJson, headers, problemOf } from "./api.js";
 import { reportParts } from "./adapter_details.js";
@@ -85,7 +85,7 @@ function step(text, share) {
   else byId("upload-bar").value = share;
 }
 
-async function upload({ config, weights }, { id, alias, stored }) {
+async function upload({ config, weights, tokenizer }, { id, alias, stored }) {
   const { signal } = abort;
   step("Reading adapter_config.json", null);
   const parsed = await readConfig(config);
@@ -95,10 +95,39 @@ async function upload({ config, weights }, { id, alias, stored }) {
   await put(`/v1/blobs/sha256:${hash}`, weights, signal, (share) =>
     step(share < 1 ? "Sending the weights" : "The server stores them", share),
   );
+  const words = tokenizer && (await addsTokens(tokenizer, signal)) ? await sendTokenizer(tokenizer, signal) : null;
   step("The server checks every tensor", null);
-  const chosenOnly = { ...(alias ? { alias } : {}), ...(stored ? { stored } : {}) };
+  const chosenOnly = { ...(alias ? { alias } : {}), ...(stored ? { stored } : {}), ...(words ? { tokenizer: words } : {}) };
   const body = { id, config: parsed, weights: `sha256:${hash}`, ...chosenOnly };
   return askJson("POST", "/v1/adapters", { body, signal });
+}
+
+/** Whether a tokenizer has tokens that the base lacks; trainers save one in any case. */
+async function addsTokens(file, signal) {
+  step("Reading tokenizer.json", null);
+  let last = -1;
+  try {
+    last = Math.max(-1, ...JSON.parse(await file.text()).added_tokens.map(({ id }) => id));
+  } catch {
+    // No tokenizer of transformers: it names no tokens.
+  }
+  return last >= 0 && last >= (await numBaseTokens(signal));
+}
+
+/** 0 for a key that may only upload: the server finds out. */
+async function numBaseTokens(signal) {
+  try {
+    return (await askJson("GET", "/tokenizer_info", { signal })).vocab_size;
+  } catch (problem) {
+    if (problem.status === 403) return 0;
+    throw problem;
+  }
+}
+
+async function sendTokenizer(file, signal) {
+  const name = `sha256:${await sha256(file, () => {}, signal)}`;
+  await put(`/v1/blobs/${name}`, file, signal, () => {});
+  return name;
 }
 
 async function readConfig(file) {
