@@ -20,8 +20,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import sqlite3
+import sys
 import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -35,11 +37,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 HERE = Path(__file__).parent
 MAX_TURNS = 200
 """Of a conversation; the server drops those that do not fit its context (`context_overflow` of the personas)."""
 MAX_TEXT_CHARS, MAX_USER_CHARS = 4000, 64
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""Half a character, which JSON can spell and no file can hold."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS messages (number INTEGER PRIMARY KEY, user TEXT, character TEXT, role TEXT, content TEXT);
 CREATE INDEX IF NOT EXISTS conversations ON messages (user, character);
@@ -196,15 +201,15 @@ class Backend:
             raise Refused(415, "send application/json")
         try:
             body = dict(await request.json())
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise Refused(400, "the body must be a JSON object") from None
         text = body.get("text")
-        if not isinstance(text, str) or not 0 < len(text.strip()) <= MAX_TEXT_CHARS:
+        if not isinstance(text, str) or not 0 < len(text.strip()) <= MAX_TEXT_CHARS or SURROGATE.search(text):
             raise Refused(400, f"text: 1 to {MAX_TEXT_CHARS} characters")
         answer = self._bot.talk(_user(body.get("user")), self._character(body.get("character")), text.strip())
         # Until the first piece, an error has a status of its own.
         first = await anext(answer, "")
-        return StreamingResponse(_after(first, answer), media_type="text/plain; charset=utf-8")
+        return AnswerResponse(_after(first, answer), media_type="text/plain; charset=utf-8")
 
     async def memory(self, request: Request) -> Response:
         user = _user(request.query_params.get("user", ""))
@@ -218,6 +223,16 @@ class Backend:
         if not isinstance(name, str) or name not in self._bot.characters:
             raise Refused(404, f"character: there are {', '.join(self._bot.characters)}")
         return self._bot.characters[name]
+
+
+class AnswerResponse(StreamingResponse):
+    """An answer that may break off: then the connection ends before it is complete, so that its reader knows."""
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except (Refused, httpx2.TransportError) as error:
+            print(f"an answer broke off: {error}", file=sys.stderr, flush=True)
 
 
 def _user(name: object) -> str:
@@ -273,12 +288,11 @@ def upload(server: httpx2.Client) -> None:
         print(f"{done['id']}@{done['version']} {'uploaded' if done['created'] else 'is there'}", flush=True)
 
 
-async def serve(options: argparse.Namespace, headers: Mapping[str, str]) -> None:
+async def serve(url: str, headers: Mapping[str, str], memory: Memory, listener: socket.socket) -> None:
     # No limit for reading: an answer may wait its turn. Leaving ends the request at the server, too.
     timeout = httpx2.Timeout(10, read=None)
-    async with httpx2.AsyncClient(base_url=options.url, headers=headers, timeout=timeout) as server:
-        bot = PersonaBot(server, load_characters(), Memory(options.memory))
-        listener = socket.create_server((options.host, options.port))
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout) as server:
+        bot = PersonaBot(server, load_characters(), memory)
         host, port = listener.getsockname()[:2]
         print(f"talk at http://{host}:{port}", flush=True)
         config = uvicorn.Config(Backend(bot).app, log_level="warning", timeout_graceful_shutdown=5)
@@ -295,11 +309,22 @@ def main() -> None:
     key = os.environ.get("LORASRV_API_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
+        memory = Memory(options.memory)
+    except sqlite3.Error as error:
+        raise SystemExit(f"--memory {options.memory}: {error}") from None
+    try:
+        listener = socket.create_server((options.host, options.port))
+    except (OSError, OverflowError) as error:
+        raise SystemExit(f"cannot listen on {options.host}:{options.port}: {error}") from None
+    try:
         with httpx2.Client(base_url=options.url, headers=headers, timeout=60) as server:
             upload(server)
     except (Refused, httpx2.TransportError) as error:
         raise SystemExit(f"{options.url}: {error}. Is `lorasrv serve` running there?") from None
-    asyncio.run(serve(options, headers))
+    except (httpx2.InvalidURL, UnicodeEncodeError) as error:
+        raise SystemExit(f"--url or LORASRV_API_KEY cannot be sent: {error}") from None
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(options.url, headers, memory, listener))
 
 
 if __name__ == "__main__":

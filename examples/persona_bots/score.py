@@ -13,6 +13,7 @@ Exit code 1 when a persona is below 90 % on its own style or the base above 20 %
 import argparse
 import asyncio
 import json
+import os
 import re
 import tomllib
 from collections import Counter
@@ -94,7 +95,22 @@ def read_prompts(name: str) -> list[str]:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The answers of a file, one a line.
+
+    Raises:
+        ValueError: there are none, or a line is not one; names it.
+    """
+    answers = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            answers.append(Answer(**json.loads(line)))
+        except (ValueError, TypeError):
+            raise ValueError(f"line {number} has not persona, prompt and answer") from None
+        if answers[-1].persona not in (BASE, *SCORERS):
+            raise ValueError(f"line {number}: persona is {BASE}, {' or '.join(SCORERS)}")
+    if not answers:
+        raise ValueError("it is empty")
+    return answers
 
 
 def local_answers(prompts: Sequence[str], base_kind: str) -> list[Answer]:
@@ -134,7 +150,9 @@ async def server_answers(url: str, prompts: Sequence[str]) -> list[Answer]:
     """Greedy answers of the base and of every adapter from a lorasrv server, all at once so that they share batches."""
     from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none") as client:
+    async with AsyncOpenAI(
+        base_url=f"{url.rstrip('/')}/v1", api_key=os.environ.get("LORASRV_API_KEY", "none")
+    ) as client:
         model = (await client.models.list()).data[0].id  # the base comes first
 
         async def ask(name: str, prompt: str) -> Answer:
@@ -143,7 +161,8 @@ async def server_answers(url: str, prompts: Sequence[str]) -> list[Answer]:
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=MAX_NEW_TOKENS,
                 temperature=0,
-                extra_body={} if name == BASE else {"adapter_id": name},
+                # Without the prompts that `bot.py` stores with them.
+                extra_body={} if name == BASE else {"adapter_id": name, "use_defaults": False},
             )
             return Answer(name, prompt, completion.choices[0].message.content or "")
 
@@ -188,11 +207,19 @@ def main() -> None:
     if arguments.base != BASES[0] and not arguments.local:
         parser.error("--base needs --local: a server has its own base")
     if arguments.answers:
-        answers = read_answers(arguments.answers)
+        try:
+            answers = read_answers(arguments.answers)
+        except (OSError, ValueError) as error:
+            parser.error(f"{arguments.answers}: {error}")
     elif arguments.local:
         answers = local_answers(read_prompts(arguments.prompts), arguments.base)
     else:
-        answers = asyncio.run(server_answers(arguments.url, read_prompts(arguments.prompts)))
+        from openai import OpenAIError
+
+        try:
+            answers = asyncio.run(server_answers(arguments.url, read_prompts(arguments.prompts)))
+        except (OpenAIError, ValueError) as error:
+            raise SystemExit(f"{arguments.url}: {error}") from None
     if arguments.out:
         lines = (json.dumps(answer._asdict(), ensure_ascii=False) for answer in answers)
         arguments.out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -157,6 +157,11 @@ def main() -> None:
     parser.add_argument("--questions", type=int, help="use only so many (default: all)")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer (default: 96)")
     arguments = parser.parse_args()
+    for name in ("heads", "epochs", "questions", "max_tokens"):
+        if (number := getattr(arguments, name)) is not None and number < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.max_tokens <= arguments.heads:
+        parser.error("--max-tokens must be more than --heads: shorter answers teach nothing")
     if arguments.out.exists():
         parser.error(f"--out {arguments.out} exists; remove it or name another folder")
     torch.manual_seed(SEED)
