@@ -121,6 +121,10 @@ def _token_logprobs(told: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _of(replica: str | None) -> dict[str, str]:
+    return {} if replica is None else {"replica": replica}
+
+
 def _comes_whole(body: Mapping[str, Any]) -> bool:
     """Return whether the request cannot be streamed, because the answer is selected from several complete ones."""
     tried, shown = body.get("best_of"), body.get("n")
@@ -155,6 +159,10 @@ class Client:
     def base_name(self) -> str:
         """Return the server's name of its base."""
         return str(self._json("GET", "/v1/models", params={"limit": 1})["data"][0]["id"])
+
+    def info(self, replica: str | None = None) -> dict[str, Any]:
+        """Return what the server says of itself, behind an edge what a replica says."""
+        return self._json("GET", "/info", params=_of(replica))
 
     def models(self) -> list[dict[str, Any]]:
         """Return the model cards, as any OpenAI-compatible server lists them."""
@@ -254,9 +262,9 @@ class Client:
         done: dict[str, float] = self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=body)["limits"]
         return done
 
-    def pool(self) -> dict[str, Any]:
-        """Return the memory map of the pool."""
-        return self._json("GET", "/v1/pool")
+    def pool(self, replica: str | None = None) -> dict[str, Any]:
+        """Return the memory map of the pool, behind an edge that of a replica."""
+        return self._json("GET", "/v1/pool", params=_of(replica))
 
     def with_tokenizer(self, peft: PeftDir) -> PeftDir:
         """Return an adapter with its tokenizer, if that has tokens that the server's base lacks."""
@@ -337,10 +345,10 @@ class Client:
         headers = {"content-length": str(length), "content-type": "application/octet-stream"}
         self._json("PUT", f"/v1/blobs/{digest}", content=content, headers=headers)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the samples of /metrics by name, with labels as written there."""
+    def metrics(self, replica: str | None = None) -> dict[str, float]:
+        """Return the samples of /metrics by name, with labels as written there; of an edge a replica's, or its own."""
         with _reaching(self.url):
-            response = self._http.get("/metrics")
+            response = self._http.get("/metrics", params=_of(replica))
         if response.status_code >= 400:
             raise _refusal(response)
         samples = re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", response.text, re.MULTILINE)

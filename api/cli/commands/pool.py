@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import JsonOption, ReplicaOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, out, print_json, say, short_digest
 from lorasrv.config import size
 
@@ -66,10 +66,10 @@ def _set_pinned(reference: str, server: str, as_json: bool, *, pinned: bool) -> 
     say(f"{state} {done['id']}  {short_digest(done['digest'])}  {done['tier']}")
 
 
-def pool(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def pool(replica: ReplicaOption = None, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
     """Show the server's memory: free pages, and the adapters and requests that hold the others."""
     with connected(server) as client:
-        shown = client.pool()
+        shown = client.pool(replica)
     if as_json:
         print_json(shown)
     elif out().is_terminal:

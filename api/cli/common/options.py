@@ -47,6 +47,9 @@ ConfigOption = Annotated[
         show_default=False,
     ),
 ]
+ReplicaOption = Annotated[
+    str | None, typer.Option("--replica", metavar="ID", help="Replica to ask, behind an address of several.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON value per line.")]
 UNAUTHORIZED = 401
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)?")

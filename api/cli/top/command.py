@@ -1,5 +1,6 @@
 """Watch a running server live (top)."""
 
+import re
 import select
 import sys
 import time
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ServerOption, connected
-from api.cli.common.terminal import note, out, print_json, say
+from api.cli.common.options import JsonOption, ReplicaOption, ServerOption, connected
+from api.cli.common.terminal import CliError, note, out, print_json, say
 from api.cli.top.stats import History, Sample
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 5.0
 """A server without a response for so long is shown as gone, and polled again."""
+_OF_EDGE = "lorasrv_edge_replica_ready{"
+_REPLICA = re.compile(r'replica="([^"]*)"')
 KEY_POLL_S = 0.2
 """Interval of checks for a pressed key or a resized terminal."""
 
@@ -28,6 +31,7 @@ def top(
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two samples.")] = 2.0,
     count: Annotated[int | None, typer.Option("--count", min=1, help="Stop after so many samples.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one sample as plain lines.")] = False,
+    replica: ReplicaOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,7 +41,7 @@ def top(
     """
     num_samples = 1 if once else count
     with connected(server, wait_s=WAIT_S) as client:
-        watch = _Watch(client)
+        watch = _Watch(client, replica)
         first = watch.sample()  # a server that never responded is an error
         if as_json or once or not out().is_terminal:
             _print(watch, first, interval, num_samples, as_json)
@@ -48,8 +52,8 @@ def top(
 class _Watch:
     """Sample one server repeatedly."""
 
-    def __init__(self, client: "Client") -> None:
-        self._client = client
+    def __init__(self, client: "Client", replica: str | None) -> None:
+        self._client, self._replica = client, replica
         self._history = History()
         self.url = client.url
         self.model = ""
@@ -57,10 +61,15 @@ class _Watch:
     def sample(self) -> dict[str, Any]:
         """Take a sample.
 
-        Raises: ServerUnreachable, Refused.
+        Raises:
+            ServerUnreachable, Refused.
+            CliError: the address is an edge's, and no replica was chosen.
         """
-        self.model = self.model or self._client.base_name()
-        sample = Sample(time.monotonic(), self._client.metrics(), self._client.pool())
+        metrics = self._client.metrics(self._replica)
+        if ids := [_REPLICA.findall(name)[0] for name in metrics if name.startswith(_OF_EDGE)]:
+            raise CliError(f"{self.url} is of several replicas; choose one: --replica {' or '.join(sorted(ids))}")
+        self.model = self.model or self._client.info(self._replica)["model_id"]
+        sample = Sample(time.monotonic(), metrics, self._client.pool(self._replica))
         about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}
         return {**about, **self._history.add(sample)}
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import cli_process
 import httpx2
 import pytest
 from fake_replicas import edge_of
@@ -41,6 +42,17 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
     sampling = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
     body = {"model": model, "prompt": [number + 1, 7, 9], "max_tokens": tokens, "ignore_eos": True}
     return {**body, **sampling}
+
+
+def test_commands_ask_the_replica_that_they_name(cluster: Any) -> None:
+    at = ("--server", cluster.url, "--json")
+    unnamed = cli_process.run("top", "--once", *at)
+    assert (unnamed.returncode, unnamed.stdout) == (1, "")
+    assert "is of several replicas; choose one: --replica r0 or r1" in unnamed.stderr
+    assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
+    total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
+    assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
+    assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
 
 
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
