@@ -17,7 +17,7 @@ from adapter_store.spec import AdapterId
 
 MAX_ID_CHARS = 64
 MIN_KEY_DIGITS = 12
-VERBS = frozenset({"warm", "verify"})
+VERBS = frozenset({"warm", "verify", "snapshot"})
 ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
 ALIAS_RULE = f"{ID_RULE}, not only digits, neither {' nor '.join(sorted(VERBS))}"
 

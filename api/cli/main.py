@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -204,7 +204,12 @@ _command(
     "lorasrv config show --origin -- --port 9000 --pool-bytes 2GiB",
     of=config.app,
 )
-_command("init", config.init, "lorasrv config init > ~/.config/lorasrv/config.toml", of=config.app)
+_command(
+    "init",
+    config.init,
+    "mkdir -p ~/.config/lorasrv && lorasrv config init > ~/.config/lorasrv/config.toml",
+    of=config.app,
+)
 _command("detect", watermark.detect_watermark, "lorasrv watermark detect --text answer.txt", of=watermark.app)
 app.add_typer(store.app, name="store")
 app.add_typer(keys.app, name="key")
@@ -227,12 +232,32 @@ def _root(
     ctx.default_map = ServerDefaults()
 
 
+class _Unread:
+    """A stream whose reader may have left: a command goes on without showing its progress."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def main() -> NoReturn:
     """Run the command; each error becomes one clear line and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal's encoding may lack a letter of an answer.
             stream.reconfigure(errors="replace")
+    sys.stderr = _Unread(sys.stderr)  # type: ignore[assignment]
     try:
         code = _run()
         sys.stdout.flush()

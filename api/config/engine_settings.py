@@ -206,7 +206,9 @@ class EngineSettings(PartitionSettings):
     ] = ByteSize(_SPECULATION.corpus_bytes)
     draft_model: Annotated[
         _Name | None,
-        _speculation("Base of the same vocabulary that drafts for --model; named like it", default="none"),
+        _speculation(
+            "Base of the same vocabulary that drafts for --model; named like it", metavar="MODEL", default="none"
+        ),
     ] = _SPECULATION.draft_model
     draft_layers: Annotated[
         int | None,
@@ -220,7 +222,8 @@ class EngineSettings(PartitionSettings):
         Size, _speculation("Size of the memory for the Medusa heads of adapters; 0 uses none of them")
     ] = ByteSize(_SPECULATION.draft_head_bytes)
     lookahead: Annotated[
-        _Name | None, _speculation("Places and n-gram length of lookahead decoding, as 5x4", default="none")
+        _Name | None,
+        _speculation("Places and n-gram length of lookahead decoding, as 5x4", metavar="NxN", default="none"),
     ] = _SPECULATION.lookahead
     accept: Annotated[
         str,

@@ -19,8 +19,8 @@ class PartitionSettings(BaseModel):
     partition: Annotated[
         str | None,
         _partition(
-            "Processes that compute the model together: & joins ranks that have parts of the same layers, ; those with "
-            "layers behind, @ says which, as in 0&1@0-9;2@10-11",
+            "Processes that compute the model together: & joins ranks that share layers, ; precedes those with later "
+            "layers, @ says which, as in 0&1@0-9;2@10-11",
             metavar="RANKS",
             default="one process",
         ),

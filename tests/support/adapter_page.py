@@ -36,8 +36,8 @@ def _wrappers() -> str:
 
 OTHERS = (
     (
-        "more or fewer rows of `lm_head` and `embed_tokens` than the base has tokens, without tokens of its own, not "
-        "in both tables, or beside LoRA of one of them",
+        "`lm_head` or `embed_tokens` with more or fewer rows than the base has tokens, and no own tokens, or one table "
+        "only, or LoRA on either",
         "unsupported_vocabulary",
         "upload it with its tokenizer.json; save it with all rows (`save_embedding_layers=True`)",
     ),

@@ -143,7 +143,8 @@ def _bounds(field: Json, kind: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else str(value)
+    # As an integer: floats have no 2^63 - 1.
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _values(values: tuple[Any, ...]) -> str:

@@ -26,6 +26,7 @@ plain lines with tab-separated cells, or with `--json` one JSON value per line.
 | 1 | refused; the reason is on stderr |
 | 2 | wrong usage: an option, a variable, or a key of the configuration file |
 | 3 | no server answers, or a server other than lorasrv |
+| 70 | `serve`: the engine died or was stuck ([operating.md](operating.md)) |
 | 130 | interrupted by Ctrl-C |
 
 ## Configuration

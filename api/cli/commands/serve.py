@@ -25,7 +25,7 @@ _NOT_NEEDED = {
     "trust_remote_code": "no code of a checkpoint is ever run",
     "enable_chunked_prefill": "prompts are always computed in chunks",
     "enforce_eager": "CUDA graphs are captured for what occurs, and no memory is kept for others",
-    "disable_log_requests": "no text of a request is ever logged",
+    "disable_log_requests": "texts of requests are logged with --log-prompts only",
 }
 
 

@@ -122,7 +122,7 @@ DefaultsOption = Annotated[
     typer.Option(
         "--defaults",
         metavar="FILE",
-        help="JSON file of what requests have where they say nothing else: system prompt, sampling, stops and more.",
+        help="JSON file of defaults for what requests leave out: system prompt, sampling, stops and more.",
         show_default=False,
     ),
 ]

@@ -160,16 +160,21 @@ def _metavar(name: str, kind: Any) -> str:
 
 def _default(name: str) -> str:
     """Return the note on an option's default, as the help has it."""
-    from pydantic import ByteSize
-
     from api.config.settings import OPTIONS, ServerSettings
 
     value = ServerSettings.model_fields[name].default
     text = OPTIONS[name].default
     if value is not None and not text and value != ():
-        text = value.human_readable().replace(".0", "") if isinstance(value, ByteSize) else f"{value}"
-        text = text.removesuffix(".0")
+        text = _shown(value)
     return f" [default: {text}]" if text else ""
+
+
+def _shown(value: Any) -> str:
+    from pydantic import ByteSize
+
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return (value.human_readable().replace(".0", "") if isinstance(value, ByteSize) else f"{value}").removesuffix(".0")
 
 
 def _aliases(names: tuple[str, ...]) -> str:

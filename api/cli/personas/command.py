@@ -52,9 +52,7 @@ def compose(
     ],
     parts: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[WEIGHT*]ADAPTER...", help="Adapters with weights: mia 0.5*style@3, or mia+-0.5*style."
-        ),
+        typer.Argument(metavar="[WEIGHT*]ADAPTER", help="Adapters with weights: mia 0.5*style@3, or mia+-0.5*style."),
     ],
     file: Annotated[
         Path | None, typer.Option("--defaults", metavar="FILE", help="Defaults of the sum, as JSON.")

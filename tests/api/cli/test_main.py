@@ -175,6 +175,16 @@ class TestExitCodes:
             os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
 
+    def test_a_command_goes_on_if_its_progress_is_not_read(self, server, make_adapter) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            done = cli_process.run("upload", make_adapter(), "--id", "mia", "--server", server.url, stderr=write)
+        finally:
+            os.close(write)
+        assert done.returncode == 0
+        assert server.http.get("/v1/adapters/mia").status_code == 200
+
     def test_letters_that_the_terminal_lacks(self, server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONUTF8", "0")
         monkeypatch.setenv("PYTHONIOENCODING", "ascii")
