@@ -17,11 +17,10 @@ from api.serving.model_resolver import ResolvedModel
 from api.serving.openai_responses import CompletionFormat, ResponseBuilder
 from api.serving.services import Services, ServicesDep
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
-from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
-from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 
 router = APIRouter(route_class=JsonRoute)
 

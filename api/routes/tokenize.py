@@ -12,9 +12,8 @@ from api.serving.chat import check_tellable
 from api.serving.model_resolver import resolve_target
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
-from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
-from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 
 router = APIRouter(route_class=JsonRoute)
 

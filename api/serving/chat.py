@@ -11,10 +11,9 @@ from api.schemas.tools import Message
 from api.serving.openai_responses import ChatFormat, ProtocolFormat, ToolCallFormat
 from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
-from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.structured_output.grammar import Grammar
-from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
 
 if TYPE_CHECKING:

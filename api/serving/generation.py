@@ -28,12 +28,11 @@ from api.serving.model_resolver import ResolvedModel, resolve_target
 from api.serving.openai_responses import CompletionFormat, ProtocolFormat, ResponseBuilder
 from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
-from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded
 from lorasrv.request import OnCold, persona_salt
 from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.text.structured_output.grammar import Grammar
-from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine

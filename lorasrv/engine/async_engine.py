@@ -15,6 +15,7 @@ from typing import Any, Unpack
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, Limits, LimitShare, SchedulerOptions
+from lorasrv.engine.async_input_processor import AsyncInputProcessor
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.engine_thread import EngineThread
@@ -106,8 +107,9 @@ class AsyncEngine:
         self.pages = PageLender(
             memory.exchange.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
         )
-        self.input_processor = model.input_processor(
-            self._engine.poison, options.queue_timeout_s, options.load_timeout_s
+        processor = model.input_processor(self._engine.poison)
+        self.input_processor = AsyncInputProcessor(
+            processor, model.parts.source, options.queue_timeout_s, options.load_timeout_s
         )
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile
@@ -242,7 +244,7 @@ class AsyncEngine:
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
             with self.in_flight.arriving(versions, rids) as use:
-                requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
+                requests = await self.input_processor.process_choices(rids, prompt, sampling, **options)
                 # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()
                 if not self.is_alive:
@@ -295,7 +297,7 @@ class AsyncEngine:
             AdapterLoadFailed, AdapterError: it cannot be loaded.
             EngineDead: the engine does not run.
         """
-        layout = await self.input_processor.read_layout(adapter)
+        layout = await self.input_processor.layout(adapter)
         return await self._call_and_wait(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
@@ -307,7 +309,7 @@ class AsyncEngine:
             InvalidRequest: it can never fit, or too many pages are pinned already.
             LorasrvError, AdapterError: as `warm`.
         """
-        layout = await self.input_processor.read_layout(adapter)
+        layout = await self.input_processor.layout(adapter)
         return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None:
@@ -436,7 +438,7 @@ class AsyncEngine:
             if self._loader is not None and requests[0].found is AdapterTier.DISK:
                 # The engine orders the loads after its current step; start to read at once.
                 for term in requests[0].terms:
-                    if self.input_processor.tier(term.key) is AdapterTier.DISK:
+                    if self.input_processor.processor.tier(term.key) is AdapterTier.DISK:
                         self._loader.prefetch(term.key)
             self._inbox.put(AddRequests(tuple(requests)))
             # The engine's outputs reach this thread later, so the observers are told in order.

@@ -19,6 +19,7 @@ from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.rank0 import LoadedRanks, PartitionedReplica, ProcessLauncher
 from lorasrv.distributed.rank_adapters import SharedAdapterStore
 from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
+from lorasrv.engine.draft_rules import DraftRules
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.engine.parts import EngineParts
@@ -77,9 +78,7 @@ class BuiltModel:
     # Why requests cannot choose which keys their tokens see; None if they can.
     why_no_kv_policy: str | None = None
 
-    def input_processor(
-        self, poison: PoisonGuard, queue_timeout_s: float | None = None, load_timeout_s: float | None = None
-    ) -> InputProcessor:
+    def input_processor(self, poison: PoisonGuard) -> InputProcessor:
         """Return an input processor for an engine of these parts, which owns `poison`."""
         return InputProcessor(
             self.parts.memory,
@@ -91,11 +90,7 @@ class BuiltModel:
             eos_token_ids=self.parts.eos_token_ids,
             watermark=self.parts.watermark,
             poison=poison,
-            queue_timeout_s=queue_timeout_s,
-            load_timeout_s=load_timeout_s,
-            may_reject=self.parts.may_reject,
-            num_draft_heads=self.parts.num_draft_heads,
-            drafters=self.parts.drafters,
+            drafts=DraftRules(self.parts.may_reject, self.parts.num_draft_heads, self.parts.drafters),
             step_tokens=self.parts.step_tokens,
             why_no_policy=self.why_no_kv_policy,
         )

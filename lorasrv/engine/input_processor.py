@@ -3,22 +3,18 @@
 The single entry for the server, batches and offline use: a prompt becomes tokens, an adapter its layout, fields get
 their defaults, and requests that can never fit are refused. Any thread may call `process`: what it reads does not
 change while serving, except the tier in which an adapter was found, which is a moment old when it is used.
-
-A layout that is not known yet is read from a file's header, which may be slow or never end. This has its own threads,
-so that requests for other adapters do not wait with it.
 """
 
-import asyncio
 import secrets
-import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 from adapter_store.spec import AdapterKey
+from lorasrv.engine.draft_rules import NOTHING_DRAFTS, DraftRules, restrict
 from lorasrv.engine.poison_requests import PoisonGuard
-from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
+from lorasrv.engine.pool_fit import PoolFit
+from lorasrv.errors import InvalidRequest
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId, slowest
@@ -32,26 +28,14 @@ from lorasrv.sampling_params import (
     Watermark,
     check_token_ids,
 )
-from lorasrv.speculation_params import (
-    ANY_SPECULATION,
-    LONG_SIGHTED_DRAFTERS,
-    MODEL_DRAFTERS,
-    REJECTION,
-    SAME_DRAW,
-    SpeculationParams,
-)
+from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from lorasrv.text.own_tokenizers import OwnTokenizers
-from lorasrv.text.tokenizer import Tokenizer
-from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
+from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_BEAM_STOPS = 8
-SOME_TOKEN_CHARS = 8
-NUM_READERS = 8
-LEAST_S = 1e-3
-"""Least time that is left to a request after processing; the engine then reports the timeout."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -88,8 +72,6 @@ class AdapterFacts(Protocol):
 
     def layout(self, key: AdapterKey, /) -> AdapterLayout: ...
 
-    def knows_layout(self, key: AdapterKey) -> bool: ...
-
     def num_draft_heads(self, key: AdapterKey, /) -> int: ...
 
     def vocab_size(self, key: AdapterKey, /) -> int: ...
@@ -110,8 +92,7 @@ class InputProcessor:
         eos_token_ids: tokens that end an answer unless they are ignored.
         watermark: options of requests with `watermark: true`.
         poison: refuses requests that have made the engine fail repeatedly.
-        queue_timeout_s: the server's bound on the time until the first step; None sets none.
-        load_timeout_s: longest time for reading a header; None sets none.
+        drafts: what the server has for drafting.
         step_tokens: tokens of the largest step.
         why_no_policy: why the model takes no `kv_policy`; None if it does.
     """
@@ -128,11 +109,7 @@ class InputProcessor:
         eos_token_ids: Collection[int] = (),
         watermark: Watermark | None = None,
         poison: PoisonGuard | None = None,
-        queue_timeout_s: float | None = None,
-        load_timeout_s: float | None = None,
-        may_reject: bool = False,
-        num_draft_heads: int = 0,
-        drafters: Collection[str] = (),
+        drafts: DraftRules = NOTHING_DRAFTS,
         step_tokens: int = 1,
         why_no_policy: str | None = None,
     ) -> None:
@@ -144,13 +121,9 @@ class InputProcessor:
         self._eos = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
         self._watermark = watermark or Watermark()
         self._poison = poison or PoisonGuard()
-        self._queue_timeout_s = queue_timeout_s
-        self._may_reject = may_reject
-        self._num_draft_heads = num_draft_heads
-        self._drafters = frozenset(drafters)
+        self._drafts = drafts
+        self._fit = PoolFit(memory, max_model_len)
         self._step_tokens, self._why_no_policy = step_tokens, why_no_policy
-        # Starts threads on first use: never offline.
-        self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
 
     def process(
         self,
@@ -196,30 +169,30 @@ class InputProcessor:
         _check_order(priority, timeout_s)
         if constraint is not None:
             _check_constrained(sampling)
-        hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
-        terms = self._terms(adapter)
-        words = self._words(adapter)
+        stored = self._stored(adapter)
+        words = self._words(adapter, stored.vocab_size)
         _check_on_cold(on_cold, words)
         token_ids = self._prompt_token_ids(prompt, words)
         check_token_ids(sampling, words.vocab_size)
         if beams is not None:
             sampling = beam_sampling(sampling, constraint)
             self._check_offers(sampling, beams)
-        own_heads = self._source.num_draft_heads(adapter) if self._source is not None and adapter is not None else 0
         if kv_policy is not None:
             kv_policy = self._placed(kv_policy, sampling, beams)
         width = 1 if beams is None else beams.width
-        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), terms, width, kv_policy)
-        self._check_fits(len(token_ids), max_tokens, terms, width, kv_policy)
+        layouts = [term.layout for term in stored.terms]
+        max_tokens = sampling.max_tokens or self._fit.max_new_tokens(len(token_ids), layouts, width, kv_policy)
+        self._fit.check(len(token_ids), max_tokens, layouts, width, kv_policy)
         _check_resumed(resumed_token_ids, max_tokens, words.vocab_size)
+        num_heads = max(stored.num_draft_heads, self._drafts.num_draft_heads)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
             sampling=self._completed(sampling, max_tokens),
             adapter_key=adapter,
-            terms=terms,
-            found=slowest(self.tier(term.key) for term in terms) if terms else None,
+            terms=stored.terms,
+            found=slowest(self.tier(term.key) for term in stored.terms) if stored.terms else None,
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
@@ -228,19 +201,19 @@ class InputProcessor:
             charged_key=charged_key,
             priority=priority,
             timeout_s=timeout_s,
-            hold=hold,
+            hold=stored.hold,
             constraint=constraint,
             # With a grammar the text must be exactly that of the tokens.
             text=text if constraint is None else replace(text, strip_start=False),
             beams=beams,
-            speculation=_drafting(speculation, kv_policy, words),
+            speculation=restrict(speculation, kv_policy, has_own_tokens=words.is_own),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
-            num_draft_heads=max(own_heads, self._num_draft_heads),
-            has_draft_heads=own_heads > 0,
+            num_draft_heads=num_heads,
+            has_draft_heads=stored.num_draft_heads > 0,
             vocab_size=0 if words.vocab_size == self._vocab_size else words.vocab_size,
-            accept=self._accept(sampling, constraint),
-            not_drafted=self._why_not_drafted(
-                speculation, max(own_heads, self._num_draft_heads), beams, kv_policy, words
+            accept=self._drafts.accept(sampling, constraint),
+            not_drafted=self._drafts.why_not_drafted(
+                speculation, num_heads, beams, kv_policy, has_own_tokens=words.is_own
             ),
             kv_policy=kv_policy,
             resumed_token_ids=resumed_token_ids,
@@ -265,107 +238,46 @@ class InputProcessor:
         first = self.process(request_ids[0], prompt, sampling, **options)
         return [first, *further_choices(first, request_ids[1:])]
 
-    async def process_in_thread(
-        self,
-        request_ids: Sequence[RequestId],
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        **options: Unpack[RequestOptions],
-    ) -> list[EngineCoreRequest]:
-        """Run `process_choices` outside the event loop.
-
-        Raises:
-            RequestTimeout: the adapter's header was not read within the request's time.
-            AdapterLoadTimeout: the disk did not return the header in time.
-            LorasrvError, AdapterError: as `process`.
-        """
-        adapter = options.get("adapter")
-        work = partial(self.process_choices, request_ids, prompt, sampling, **options)
-        if adapter is None or self._source is None or self._source.knows_layout(adapter):
-            return await asyncio.to_thread(work)
-        reading = asyncio.wrap_future(self._readers.submit(adapter, work))
-        return await self._in_time(reading, options.get("timeout_s"))
-
-    async def read_layout(self, adapter: AdapterKey) -> AdapterLayout:
-        """Run `layout` outside the event loop.
-
-        Raises:
-            AdapterLoadTimeout: the disk did not return the header in time.
-            InvalidRequest, AdapterError: as `layout`.
-        """
-        return await asyncio.wrap_future(self._readers.submit(adapter, partial(self.layout, adapter)))
-
-    def read_stats(self) -> DiskReadStats:
-        """Return the counts of header reads that were given up."""
-        return self._readers.stats()
-
-    def close(self) -> None:
-        """Accept no more requests; do not wait for those that read a header."""
-        self._readers.close(wait_s=0.0)
-
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
         """Return how an adapter lies in the pool. May read a file's header.
 
         Raises:
             InvalidRequest: the engine has no store, or host memory or pool are too small for the adapter.
         """
-        if self._source is None:
-            raise InvalidRequest("this engine has no store of adapters", param="adapter_id")
-        layout = self._source.layout(adapter)
-        if layout.nbytes > self._source.max_host_bytes:
+        source = self._require_source()
+        layout = source.layout(adapter)
+        if layout.nbytes > source.max_host_bytes:
             raise InvalidRequest(
                 f"the adapter takes {layout.nbytes} bytes, but host memory for adapters is "
-                f"{self._source.max_host_bytes}; start the server with a larger --host-cache-bytes",
+                f"{source.max_host_bytes}; start the server with a larger --host-cache-bytes",
                 param="adapter_id",
             )
-        self._check_room([layout])
+        self._fit.check_adapter([layout])
         return layout
 
-    def _terms(self, adapter: AdapterKey | None) -> tuple[AdapterTerm, ...]:
-        """Return what has to be in the pool for an adapter, or a sum of several. May read headers of files.
+    def _require_source(self) -> AdapterFacts:
+        if self._source is None:
+            raise InvalidRequest("this engine has no store of adapters", param="adapter_id")
+        return self._source
+
+    def _stored(self, adapter: AdapterKey | None) -> "_StoredAdapter":
+        """Return what the store knows of an adapter, or a sum of several. May read headers of files.
 
         Raises:
             InvalidRequest, AdapterError: as `layout`.
             NotComposable: the sum cannot be served.
         """
         if adapter is None:
-            return ()
-        parts = ((adapter, 1.0),) if self._source is None else self._source.terms(adapter)
-        terms = tuple(AdapterTerm(key, weight, self.layout(key)) for key, weight in parts)
-        self._check_room([term.layout for term in terms])
-        return terms
+            return _BASE
+        source = self._require_source()
+        hold = source.hold(adapter)
+        terms = tuple(AdapterTerm(key, weight, self.layout(key)) for key, weight in source.terms(adapter))
+        self._fit.check_adapter([term.layout for term in terms])
+        return _StoredAdapter(hold, terms, source.vocab_size(adapter), source.num_draft_heads(adapter))
 
-    def _check_room(self, layouts: Sequence[AdapterLayout]) -> None:
-        pages, room = sum(map(self._memory.adapters.pages_for, layouts)), self._memory.adapter_pool.num_pages
-        if pages > room:
-            raise InvalidRequest(
-                f"the adapter takes {pages} pages, but the pool has {room} for adapters; "
-                "start the server with a larger --pool-bytes",
-                param="adapter_id",
-            )
-
-    async def _in_time(
-        self, reading: Awaitable[list[EngineCoreRequest]], timeout_s: float | None
-    ) -> list[EngineCoreRequest]:
-        """Return the messages with the rest of their time as timeout. `process` refuses a `timeout_s` out of range."""
-        own_s = timeout_s if timeout_s is not None and 0 < timeout_s <= MAX_TIMEOUT_S else None
-        limits = (("timeout_s,", own_s), ("the server's queue timeout of", self._queue_timeout_s))
-        bounds = [(seconds, name) for name, seconds in limits if seconds is not None]
-        most_s, name = min(bounds, default=(None, ""))
-        began_s = time.monotonic()
-        try:
-            requests = await asyncio.wait_for(reading, most_s)
-        except TimeoutError:
-            raise RequestTimeout(f"reading the adapter's header took longer than {name} {most_s:g} s") from None
-        if own_s is None:
-            return requests
-        left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
-        return [replace(request, timeout_s=left_s) for request in requests]
-
-    def _words(self, adapter: AdapterKey | None) -> "_Words":
-        """Return what a request's tokens are. May read a file's header, and build a tokenizer."""
+    def _words(self, adapter: AdapterKey | None, size: int) -> "_Words":
+        """Return what a request's tokens are: `size` of them, 0 if as many as the base has. May build a tokenizer."""
         own = self._own_tokenizers.of(adapter) if self._own_tokenizers is not None else None
-        size = self._source.vocab_size(adapter) if self._source is not None and adapter is not None else 0
         return _Words(own or self._tokenizer, size or self._vocab_size, is_own=own is not None or size > 0)
 
     def _prompt_token_ids(self, prompt: str | Sequence[int], words: "_Words") -> tuple[int, ...]:
@@ -385,33 +297,6 @@ class InputProcessor:
         assert tokenizer is not None, "predictions are texts"
         check_could_fit([text], tokenizer, self._max_model_len, param="prediction")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-    def _accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
-        """Return how drafts of a request are accepted: with a seed its text depends on nothing else, and a grammar
-        would cut its drafts where they are wrong."""
-        if not self._may_reject:
-            return None
-        return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
-
-    def _why_not_drafted(
-        self,
-        speculation: SpeculationParams,
-        num_heads: int,
-        beams: BeamOptions | None,
-        policy: KvPolicy | None,
-        words: "_Words",
-    ) -> str | None:
-        if not speculation.max_draft:
-            return None
-        if beams is not None:
-            return "beam search"
-        if policy is not None and not policy.may_draft:
-            return f"kv_policy {policy.kind}"
-        there = self._drafters if num_heads else self._drafters - {"medusa"}
-        there = there if policy is None else there - LONG_SIGHTED_DRAFTERS
-        there = there.difference(MODEL_DRAFTERS) if words.is_own else there
-        asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
-        return "no such drafter" if asked and not asked & there else None
 
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
         """Return sampling with the values that only the server knows."""
@@ -460,46 +345,6 @@ class InputProcessor:
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
 
-    def _max_new_tokens(
-        self, num_prompt_tokens: int, terms: Sequence[AdapterTerm], width: int, policy: KvPolicy | None
-    ) -> int:
-        """Return the rest of the context, or of the pool if that is smaller; at least one."""
-        room = self._max_kv_pages(terms) // width * self._memory.kv.page_size
-        if policy is not None and policy.most_tokens(num_prompt_tokens, self._max_model_len) <= room:
-            room = self._max_model_len
-        return max(1, min(self._max_model_len, room) - num_prompt_tokens)
-
-    def _max_kv_pages(self, terms: Sequence[AdapterTerm]) -> int:
-        return self._memory.max_kv_pages(term.layout for term in terms)
-
-    def _check_fits(
-        self,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        terms: Sequence[AdapterTerm],
-        width: int,
-        policy: KvPolicy | None,
-    ) -> None:
-        total = num_prompt_tokens + max_tokens
-        if total > self._max_model_len:
-            is_prompt = num_prompt_tokens >= self._max_model_len
-            param, hint = ("prompt", "; shorten {param}") if is_prompt else ("max_tokens", " ({param})")
-            raise ContextLengthExceeded(
-                f"the context holds {self._max_model_len} tokens, but the request asks for {total}: "
-                f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
-                param=param,
-            )
-        total = total if policy is None else policy.most_tokens(num_prompt_tokens, total)
-        kv_pages, most = width * self._memory.kv.pages_for(total), self._max_kv_pages(terms)
-        if kv_pages > most:
-            of_adapter = self._memory.kv_pool.num_pages - most
-            raise ContextLengthExceeded(
-                f"the pool has {self._memory.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
-                f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower {{param}} "
-                "or start the server with a larger --pool-bytes",
-                param="max_tokens",
-            )
-
 
 def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) -> list[EngineCoreRequest]:
     """Return further answers to the same prompt, each from the next seed, on the first one's pages.
@@ -516,6 +361,21 @@ def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) 
         )
         for number, request_id in enumerate(request_ids, 1)
     ]
+
+
+class _StoredAdapter(NamedTuple):
+    """Hold what the store knows of a request's adapter."""
+
+    # Keeps its content in the store.
+    hold: object
+    # What has to be in the pool for it.
+    terms: tuple[AdapterTerm, ...]
+    # Tokens that it has, 0 if as many as the base.
+    vocab_size: int
+    num_draft_heads: int
+
+
+_BASE = _StoredAdapter(None, (), 0, 0)
 
 
 class _Words(NamedTuple):
@@ -538,30 +398,6 @@ def _check_resumed(token_ids: tuple[int, ...], max_tokens: int, vocab_size: int)
         raise InvalidRequest(f"{{param}} must lie in [0, {vocab_size})", param="resumed_token_ids")
     if len(token_ids) >= max_tokens:
         raise InvalidRequest(f"{{param}} has all {max_tokens} tokens of the answer", param="resumed_token_ids")
-
-
-def _drafting(speculation: SpeculationParams, policy: KvPolicy | None, words: _Words) -> SpeculationParams:
-    """Return what a policy leaves of the options, and tokens that models do not know."""
-    speculation = speculation.without(frozenset(MODEL_DRAFTERS)) if words.is_own else speculation
-    if policy is None:
-        return speculation
-    return speculation.without(LONG_SIGHTED_DRAFTERS) if policy.may_draft else replace(speculation, max_draft=0)
-
-
-def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str = "prompt") -> None:
-    """Check texts by their length alone, before they are tokenized.
-
-    Raises:
-        ContextLengthExceeded: no tokenization of them fits the context.
-    """
-    # Every vocabulary has a token of this length: most texts pass without a closer look.
-    if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
-        return
-    least = sum(map(tokenizer.least_tokens, texts))
-    if least > max_model_len:
-        raise ContextLengthExceeded(
-            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
-        )
 
 
 def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) -> SamplingParams:

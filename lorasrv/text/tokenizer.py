@@ -17,7 +17,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from adapter_store.errors import AdapterInvalid, Problem, show
 from adapter_store.spec import AddedToken
-from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
+from lorasrv.errors import ContextLengthExceeded, CorruptModel, InvalidRequest, UnsupportedModel
+
+SOME_TOKEN_CHARS = 8
+"""Every vocabulary has a token of this length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,22 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+
+def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str = "prompt") -> None:
+    """Check texts by their length alone, before they are tokenized.
+
+    Raises:
+        ContextLengthExceeded: no tokenization of them fits the context.
+    """
+    # Most texts pass without a closer look.
+    if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
+        return
+    least = sum(map(tokenizer.least_tokens, texts))
+    if least > max_model_len:
+        raise ContextLengthExceeded(
+            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
+        )
 
 
 @dataclass(frozen=True, slots=True)

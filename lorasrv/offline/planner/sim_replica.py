@@ -131,9 +131,6 @@ class SimReplica:
     def layout(self, key: AdapterKey, /) -> AdapterLayout:
         return self._traffic.layouts[key]
 
-    def knows_layout(self, _: AdapterKey) -> bool:
-        return True
-
     def num_draft_heads(self, _: AdapterKey, /) -> int:
         return 0
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from served import Served, serve
 from server import eventually, server
 
-from lorasrv.engine.input_processor import NUM_READERS
+from lorasrv.engine.async_input_processor import NUM_READERS
 from lorasrv.worker.disk_threads import MAX_REPLACED
 
 MOST_HUNG = NUM_READERS + MAX_REPLACED
@@ -96,7 +96,7 @@ def test_weights_that_hang_behind_a_header_that_is_known(
     model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     with server(model, tmp_path, {"mia": adapters["amy"]}, served_model_name="tiny", load_timeout_s=0.2) as served:
-        served.engine.input_processor.layout(served.store.resolve("mia").key)
+        served.engine.input_processor.processor.layout(served.store.resolve("mia").key)
         pipe = block(tmp_path, adapters["amy"])
         assert "--load-timeout-s" in refusal(ask(served, "mia"))
         shown = served.http.get("/metrics").text

@@ -19,7 +19,7 @@ from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.engine.input_processor import NUM_READERS
+from lorasrv.engine.async_input_processor import NUM_READERS
 from lorasrv.engine.output_processor import JOINED_TOKENS, MAX_SINGLE, RequestStream
 from lorasrv.errors import (
     AdapterDeleted,
@@ -191,13 +191,13 @@ async def test_what_was_computed_before_a_shutdown_is_told(engine, monkeypatch: 
 @pytest.mark.engine(dies=True)
 async def test_a_death_while_a_request_is_admitted_is_told(engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine dies between the first look and the inbox: the request must not wait for ever."""
-    admit = engine.input_processor.process_choices
+    admit = engine.input_processor.processor.process_choices
 
     def die(*arguments: object, **options: object) -> object:
         engine.error = "died meanwhile"
         return admit(*arguments, **options)
 
-    monkeypatch.setattr(engine.input_processor, "process_choices", die)
+    monkeypatch.setattr(engine.input_processor.processor, "process_choices", die)
     with pytest.raises(EngineDead, match="meanwhile"):
         await engine.add(PROMPT, GREEDY)
 

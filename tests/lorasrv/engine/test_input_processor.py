@@ -1,83 +1,19 @@
 """What may become a request, and what it becomes: by one processor, without a model."""
 
-import asyncio
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from bare_processor import CONTEXT, EOS, KEY, LARGE, PAGE, PROMPT, RID, SMALL, VOCAB, Adapters, Words, processor
 
 from adapter_store.spec import AdapterKey
-from lorasrv.config import MemoryOptions
-from lorasrv.engine.input_processor import MAX_PRIORITY, MAX_TIMEOUT_S, InputProcessor, further_choices
+from lorasrv.engine.input_processor import MAX_PRIORITY, MAX_TIMEOUT_S, further_choices
 from lorasrv.engine.poison_requests import PoisonGuard
-from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
-from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import BeamOptions, SamplingParams, Watermark
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
-
-VOCAB, CONTEXT, PAGE = 384, 256, 16
-EOS = 7
-RID = RequestId("r")
-PROMPT = list(range(10, 30))
-KEY = AdapterKey("0" * 64)
-SITES = (SiteDims(8, (8,)),)
-SMALL, LARGE = AdapterLayout(SITES, (((2,),),), 4), AdapterLayout(SITES, (((512,),),), 4)
-
-
-class Words:
-    """A token a character, at most eight characters a token."""
-
-    num_encoded = 0
-
-    def least_tokens(self, text: str) -> int:
-        return len(text) // 8
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert add_special_tokens
-        self.num_encoded += 1
-        return [ord(character) for character in text]
-
-
-class Adapters:
-    """One adapter in a store."""
-
-    def __init__(self, layout: AdapterLayout, max_host_bytes: int = 1 << 20) -> None:
-        self._layout, self.max_host_bytes = layout, max_host_bytes
-        self.is_hosted, self.is_known, self.num_heads = False, True, 0
-        self.delay: Any = lambda: None
-
-    def hold(self, key: AdapterKey, /) -> object:
-        return ("held", key)
-
-    def terms(self, key: AdapterKey, /) -> Sequence[tuple[AdapterKey, float]]:
-        return [(key, 1.0)]
-
-    def layout(self, _: AdapterKey, /) -> AdapterLayout:
-        self.delay()
-        return self._layout
-
-    def knows_layout(self, key: AdapterKey) -> bool:
-        return self.is_known
-
-    def num_draft_heads(self, _: AdapterKey, /) -> int:
-        return self.num_heads
-
-    def vocab_size(self, _: AdapterKey, /) -> int:
-        return 0
-
-    def is_on_host(self, key: AdapterKey) -> bool:
-        return self.is_hosted
-
-
-def processor(pages: int = 100, adapters: Adapters | None = None, **options: Any) -> InputProcessor:
-    books = MemoryManager.make(PoolLayout(pages, PAGE, 1 << 12, 1), MemoryOptions())
-    options = {"tokenizer": Words(), "eos_token_ids": (EOS, VOCAB + 1), **options}
-    return InputProcessor(books, adapters, CONTEXT, VOCAB, **options)
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
 def process(
@@ -214,41 +150,3 @@ def test_what_has_made_the_engine_fail_twice_is_refused() -> None:
     with pytest.raises(PoisonRequest, match="2 times"):
         made.process(RID, PROMPT, SamplingParams())
     assert made.process(RID, PROMPT[1:], SamplingParams())
-
-
-class TestBesideTheLoop:
-    def process(self, adapters: Adapters, timeout_s: float | None, queue_s: float | None = None) -> EngineCoreRequest:
-        made = processor(adapters=adapters, queue_timeout_s=queue_s)
-        options: Any = {"adapter": KEY, "timeout_s": timeout_s}
-        try:
-            return asyncio.run(made.process_in_thread([RID], PROMPT, SamplingParams(), **options))[0]
-        finally:
-            made.close()
-
-    def test_time_spent_on_a_header_is_the_requests_own(self) -> None:
-        adapters = Adapters(SMALL)
-        adapters.is_known, adapters.delay = False, lambda: time.sleep(0.05)
-        request = self.process(adapters, 30.0)
-        assert request.timeout_s is not None
-        assert 0 < request.timeout_s <= 30.0 - 0.04
-        adapters.is_known = True
-        request = self.process(adapters, 30.0)
-        assert request.timeout_s == 30.0, "a layout that is known is not waited for"
-
-    @pytest.mark.parametrize(
-        ("own_s", "queue_s", "words"),
-        [(0.01, None, r"timeout_s, 0\.01 s"), (5.0, 0.01, r"queue timeout of 0\.01 s"), (None, 0.01, "queue timeout")],
-    )
-    def test_a_header_that_does_not_come(self, own_s: float | None, queue_s: float | None, words: str) -> None:
-        go_on = threading.Event()
-        adapters = Adapters(SMALL)
-        adapters.is_known, adapters.delay = False, lambda: go_on.wait(30)
-        with pytest.raises(RequestTimeout, match=words):
-            self.process(adapters, own_s, queue_s)
-        go_on.set()
-
-    def test_a_time_that_is_none_is_refused_as_such(self) -> None:
-        adapters = Adapters(SMALL)
-        adapters.is_known = False
-        with pytest.raises(InvalidRequest, match="timeout_s must be above 0"):
-            self.process(adapters, -1.0)

@@ -207,7 +207,7 @@ async def test_only_requests_without_an_output_are_refused(engine, keys) -> None
 
 
 async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, admit = asyncio.get_running_loop(), engine.input_processor.process_choices
+    loop, admit = asyncio.get_running_loop(), engine.input_processor.processor.process_choices
 
     async def abort() -> None:
         assert engine.in_flight.abort_adapter("one", [1]) == 1
@@ -216,7 +216,7 @@ async def test_a_request_that_is_being_admitted_is_aborted_too(engine, keys, mon
         asyncio.run_coroutine_threadsafe(abort(), loop).result()
         return admit(*args, **options)
 
-    monkeypatch.setattr(engine.input_processor, "process_choices", slow)
+    monkeypatch.setattr(engine.input_processor.processor, "process_choices", slow)
     with pytest.raises(AdapterDeleted):
         await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one", versions=[("one", 1)])
     assert await engine.in_flight.until_unused("one", [1], 0.0) == 0

@@ -161,7 +161,8 @@ async def test_two_names_of_one_content_share_everything(engine, store, keys, ad
 @pytest.mark.engine(pages=2 * PAGES_OF_THREE - 3)
 async def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(engine, keys, alone) -> None:
     names = ("three", "two", "one", None)
-    assert max(engine.input_processor.layout(keys[n]).num_pages(BLOCK // 3) for n in names[:3]) >= PAGES_OF_THREE - 1
+    layouts = [await engine.input_processor.layout(keys[n]) for n in names[:3]]
+    assert max(layout.num_pages(BLOCK // 3) for layout in layouts) >= PAGES_OF_THREE - 1
     for _ in range(2):
         answers = await asyncio.gather(*(ask(engine, keys[n], PROMPT[:20]) for n in names))
         assert [tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in names]

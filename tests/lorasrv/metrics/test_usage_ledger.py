@@ -385,7 +385,7 @@ async def test_everything_adds_up_and_is_kept(model: Path, store: AdapterStore) 
         two, plain = await ask(http, "two"), await ask(http, base)
         shown = {name: await shown_stats(http, name) for name in ("one", "two", "three", "base")}
         by_name, steps = await metrics(http), engine.step_stats.step_seconds
-        layout = engine.input_processor.layout(store.resolve("one").key)
+        layout = await engine.input_processor.layout(store.resolve("one").key)
         kept = await shown_stats(http, "one")
 
     assert (shown["one"]["requests"], shown["two"]["requests"], shown["base"]["requests"]) == (3, 1, 1)

@@ -1,0 +1,71 @@
+"""Draft rules: how the answer to a request may be drafted, and why it is not."""
+
+from dataclasses import dataclass, replace
+
+from lorasrv.kv_policy import KvPolicy
+from lorasrv.request import TokenConstraint
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.speculation_params import (
+    LONG_SIGHTED_DRAFTERS,
+    MODEL_DRAFTERS,
+    REJECTION,
+    SAME_DRAW,
+    SpeculationParams,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRules:
+    """Apply what one server has for drafting to its requests."""
+
+    # Whether drafts of requests without a seed are accepted by rejection sampling.
+    may_reject: bool = False
+    # Tokens that the base's Medusa heads draft.
+    num_draft_heads: int = 0
+    # Names of the drafters that there are.
+    drafters: frozenset[str] = frozenset()
+
+    def accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
+        """Return how drafts of a request are accepted: with a seed its text depends on nothing else, and a grammar
+        would cut its drafts where they are wrong."""
+        if not self.may_reject:
+            return None
+        return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
+
+    def why_not_drafted(
+        self,
+        speculation: SpeculationParams,
+        num_heads: int,
+        beams: BeamOptions | None,
+        policy: KvPolicy | None,
+        *,
+        has_own_tokens: bool,
+    ) -> str | None:
+        """Return why a request is not drafted although it asks for that; None if it is, or does not ask.
+
+        Args:
+            num_heads: tokens that Medusa heads draft for it, the base's or its adapter's.
+            has_own_tokens: whether it may say tokens that the base lacks.
+        """
+        if not speculation.max_draft:
+            return None
+        if beams is not None:
+            return "beam search"
+        if policy is not None and not policy.may_draft:
+            return f"kv_policy {policy.kind}"
+        there = self.drafters if num_heads else self.drafters - {"medusa"}
+        there = there if policy is None else there - LONG_SIGHTED_DRAFTERS
+        there = there.difference(MODEL_DRAFTERS) if has_own_tokens else there
+        asked = speculation.drafters or ({"prediction"} if speculation.prediction else set())
+        return "no such drafter" if asked and not asked & there else None
+
+
+NOTHING_DRAFTS = DraftRules()
+
+
+def restrict(speculation: SpeculationParams, policy: KvPolicy | None, *, has_own_tokens: bool) -> SpeculationParams:
+    """Return what a policy leaves of the options, and tokens that models do not know."""
+    speculation = speculation.without(frozenset(MODEL_DRAFTERS)) if has_own_tokens else speculation
+    if policy is None:
+        return speculation
+    return speculation.without(LONG_SIGHTED_DRAFTERS) if policy.may_draft else replace(speculation, max_draft=0)
