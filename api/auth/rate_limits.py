@@ -26,7 +26,7 @@ from lorasrv.outputs import RequestOutput
 from lorasrv.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
-    from lorasrv.engine.output_processor import RequestStream
+    from lorasrv.engine.request_stream import RequestStream
 
 
 HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))

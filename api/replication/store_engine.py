@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import NO_SHARE, Limits, LimitShare, ModelOptions
-from lorasrv.engine.output_processor import InFlightRequests
+from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import EngineDead, NoEngine
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats

@@ -14,7 +14,7 @@ from lorasrv.outputs import OutputStream
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
-    from lorasrv.engine.output_processor import RequestStream
+    from lorasrv.engine.request_stream import RequestStream
 
 Prompt = str | Sequence[int]
 AddPrompt = Callable[[Prompt], "Awaitable[Sequence[RequestStream]]"]

@@ -19,7 +19,7 @@ from lorasrv.speculation_params import REJECTION
 from lorasrv.text.structured_output.grammar import Grammar
 
 if TYPE_CHECKING:
-    from lorasrv.engine.output_processor import RequestStream
+    from lorasrv.engine.request_stream import RequestStream
 
 
 def seeded(resumption: Resumption) -> dict[str, Any]:

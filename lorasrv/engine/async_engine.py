@@ -20,6 +20,7 @@ from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.engine_thread import EngineThread
 from lorasrv.engine.factory import BuiltModel, Progress, build
+from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import (
     AdapterStatus,
@@ -43,9 +44,10 @@ from lorasrv.engine.messages import (
     Wake,
     WarmAdapter,
 )
-from lorasrv.engine.output_processor import InFlightRequests, OutputProcessor, RequestStream
+from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.engine.page_lender import PageLender
 from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.request_stream import RequestStream
 from lorasrv.engine.step_retry import FaultHook
 from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
 from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver, RequestObservers

@@ -16,9 +16,9 @@ from tiny_adapter import BASE, FFN, HIDDEN, LAYERS
 from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits, LimitShare
+from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
-from lorasrv.engine.output_processor import InFlightRequests
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, InvalidRequest, LeaseEnded, LorasrvError

@@ -21,7 +21,8 @@ from api.serving.logprobs import LogprobsFormatter
 from api.serving.model_resolver import ResolvedModel
 from api.serving.openai_responses import ChatFormat, ChunkEvents, CompletionFormat, ResponseBuilder, ToolCallFormat
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
-from lorasrv.engine.output_processor import OutputProcessor, RequestStream
+from lorasrv.engine.output_processor import OutputProcessor
+from lorasrv.engine.request_stream import RequestStream
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.async_input_processor import NUM_READERS
-from lorasrv.engine.output_processor import JOINED_TOKENS, MAX_SINGLE, RequestStream
+from lorasrv.engine.request_stream import JOINED_TOKENS, MAX_SINGLE, RequestStream
 from lorasrv.errors import (
     AdapterDeleted,
     AdapterLoadFailed,

@@ -29,7 +29,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import POLICIES, Limits
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.core import WARM_UP_STEP
-from lorasrv.engine.output_processor import RequestStream
+from lorasrv.engine.request_stream import RequestStream
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.memory.memory_manager import MemoryManager
