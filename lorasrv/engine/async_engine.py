@@ -106,6 +106,8 @@ class AsyncEngine:
             self._loader = ThreadedLoader(model.parts.source, write, wake, options.load_timeout_s)
         self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
         memory = model.parts.memory
+        # Any thread may ask.
+        self._tier = memory.adapter_manager.tier
         self.pages = PageLender(
             memory.exchange.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
         )
@@ -440,7 +442,7 @@ class AsyncEngine:
             if self._loader is not None and requests[0].found is AdapterTier.DISK:
                 # The engine orders the loads after its current step; start to read at once.
                 for term in requests[0].terms:
-                    if self.input_processor.processor.tier(term.key) is AdapterTier.DISK:
+                    if self._tier(term.key) is AdapterTier.DISK:
                         self._loader.prefetch(term.key)
             self._inbox.put(AddRequests(tuple(requests)))
             # The engine's outputs reach this thread later, so the observers are told in order.

@@ -169,7 +169,6 @@ def _build(
         draft_pool = DevicePool(draft.spec, geometry.num_pages, geometry.page_size, kv_format, device)
         draft_model = DraftModel(draft, draft_pool)
     adapters = None if store is None else _adapters(store, config.memory, weights, dtype, replica)
-    is_on_host = adapters.is_on_host if adapters else lambda _: False
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
     sizes = (geometry.page_size, geometry.page_bytes, geometry.num_slabs, geometry.elsewhere_bytes)
     identity = kv_identity(weights, fmt, config.model, ops, kv_format, sizes, draft)
@@ -177,7 +176,7 @@ def _build(
         geometry,
         config.memory,
         config.scheduler.preemption_mode,
-        is_on_host,
+        adapters.is_on_host if adapters else lambda _: False,
         facts=identity if snapshots is not None else None,
         stored=snapshots.sizes() if snapshots is not None else {},
         # Pages of several ranks can be read by the engine's thread alone, and lent ones are read beside it.
@@ -204,7 +203,6 @@ def _build(
             config.scheduler,
             memory,
             frozenset(spec.eos_token_ids),
-            is_on_host,
             Speculator(
                 made,
                 spec.vocab_size,

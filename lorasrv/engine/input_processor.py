@@ -17,7 +17,7 @@ from lorasrv.engine.pool_fit import PoolFit
 from lorasrv.errors import InvalidRequest
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
-from lorasrv.outputs import AdapterTier, RequestId, slowest
+from lorasrv.outputs import RequestId, slowest
 from lorasrv.request import AdapterTerm, EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
 from lorasrv.sampling_params import (
     MAX_LOGPROBS,
@@ -75,8 +75,6 @@ class AdapterFacts(Protocol):
     def num_draft_heads(self, key: AdapterKey, /) -> int: ...
 
     def vocab_size(self, key: AdapterKey, /) -> int: ...
-
-    def is_on_host(self, key: AdapterKey) -> bool: ...
 
 
 class InputProcessor:
@@ -184,6 +182,7 @@ class InputProcessor:
         max_tokens = sampling.max_tokens or self._fit.max_new_tokens(len(token_ids), layouts, width, kv_policy)
         self._fit.check(len(token_ids), max_tokens, layouts, width, kv_policy)
         _check_resumed(resumed_token_ids, max_tokens, words.vocab_size)
+        tier = self._memory.adapter_manager.tier
         num_heads = max(stored.num_draft_heads, self._drafts.num_draft_heads)
         request = EngineCoreRequest(
             request_id=request_id,
@@ -192,7 +191,7 @@ class InputProcessor:
             sampling=self._completed(sampling, max_tokens),
             adapter_key=adapter,
             terms=stored.terms,
-            found=slowest(self.tier(term.key) for term in stored.terms) if stored.terms else None,
+            found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
@@ -337,13 +336,6 @@ class InputProcessor:
                 "{param} does not go with log-probabilities of the prompt; leave one of them out", param="kv_policy"
             )
         return policy.placed(self._memory.kv.page_size, self._step_tokens)
-
-    def tier(self, adapter: AdapterKey) -> AdapterTier:
-        """Return where an adapter is; the answer may be outdated at once."""
-        if self._memory.adapter_manager.is_resident(adapter):
-            return AdapterTier.RESIDENT
-        on_host = self._source is not None and self._source.is_on_host(adapter)
-        return AdapterTier.HOST if on_host else AdapterTier.DISK
 
 
 def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) -> list[EngineCoreRequest]:

@@ -94,10 +94,10 @@ class UtilityCalls:
                 is_resident, placements = memory.adapter_manager.is_resident, memory.adapters.placements()
                 return [(key, placed.num_pages * block) for key, placed, _ in placements if is_resident(key)]
             case GetAdapterTier():
-                return AdapterStatus(scheduler.tier(request.key))
+                return AdapterStatus(memory.adapter_manager.tier(request.key))
             case UnpinAdapter():
                 memory.adapter_manager.unpin(request.key)
-                return AdapterStatus(scheduler.tier(request.key))
+                return AdapterStatus(memory.adapter_manager.tier(request.key))
             case SetShare():
                 return scheduler.quotas.set_share(request.adapter_id, request.share)
             case OfferPages():
@@ -136,7 +136,7 @@ class UtilityCalls:
         )
 
     def _complete_when_resident(self, number: int, key: AdapterKey) -> None:
-        if self._scheduler.tier(key) is AdapterTier.RESIDENT:
+        if self._memory.adapter_manager.is_resident(key):
             self.complete(number, AdapterStatus(AdapterTier.RESIDENT))
         else:
             self._waiting[number] = (key, time.monotonic())

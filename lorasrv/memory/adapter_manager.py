@@ -40,6 +40,7 @@ from lorasrv.config import PARALLEL_LOADS
 from lorasrv.memory.adapter_cache import AdapterCache, Need
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.prefix_cache import PrefixCache
+from lorasrv.outputs import AdapterTier
 from lorasrv.scheduler_output import AdapterOrders
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
@@ -125,6 +126,7 @@ class AdapterManager:
         prefixes: told when an adapter becomes resident and when it is evicted.
         max_host_bytes: most bytes of host copies that are being loaded or copied at a time; one is always allowed.
         clock: seconds, for reservations.
+        is_on_host: whether the host cache has an adapter. Any thread may ask.
     """
 
     def __init__(
@@ -134,12 +136,14 @@ class AdapterManager:
         max_host_bytes: int,
         costs: CostModel,
         clock: Callable[[], float],
+        is_on_host: Callable[[AdapterKey], bool],
     ) -> None:
         self.cache = cache
         self._prefixes = prefixes
         self._max_host_bytes = max_host_bytes
         self._costs = costs
         self._clock = clock
+        self._is_on_host = is_on_host
         self._states: dict[AdapterKey, AdapterState] = {}
         self._host_copies: dict[AdapterKey, AdapterLayout] = {}
         self._host_bytes = 0
@@ -165,6 +169,12 @@ class AdapterManager:
     def are_resident(self, keys: Iterable[AdapterKey]) -> bool:
         """Return whether a step may read all of several adapters. Any thread may ask."""
         return all(map(self.is_resident, keys))
+
+    def tier(self, key: AdapterKey) -> AdapterTier:
+        """Return where an adapter is now; the answer may be outdated at once. Any thread may ask."""
+        if self.is_resident(key):
+            return AdapterTier.RESIDENT
+        return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
     def next_to_move(self, keys: Iterable[AdapterKey]) -> tuple[AdapterState, AdapterKey | None]:
         """Return the state and key of the adapter that must be loaded next, of several that are needed together.

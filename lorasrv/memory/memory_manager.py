@@ -99,7 +99,7 @@ class MemoryManager:
 
         Args:
             preemption: mode of the swap space.
-            is_on_host: whether the host cache has an adapter, which makes its eviction cheaper.
+            is_on_host: as `AdapterManager` takes it; eviction of such an adapter is cheaper.
             costs: rates of this machine, if they are known already.
             adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
             facts, stored: as `SnapshotManager` takes them.
@@ -117,7 +117,7 @@ class MemoryManager:
 
         kv = KVCacheManager(kv_pool, layout.page_size, prefixes)
         adapters = AdapterCache(adapter_pool, layout.page_bytes, reload_s, gdsf)
-        adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock)
+        adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock, is_on_host)
         floor = int((ADAPTER_FLOOR if adapter_floor is None else adapter_floor) * layout.num_pages)
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
         swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)

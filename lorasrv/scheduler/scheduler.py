@@ -7,7 +7,7 @@ scheduler tells them what happens, and emits what happens to each request.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -41,7 +41,6 @@ class Scheduler:
 
     Args:
         memory: the pool's accounts.
-        is_on_host: whether an adapter is in host memory, for the tier in which a request found it.
         speculator: proposes draft tokens; None: every step yields one token of an answer.
     """
 
@@ -50,14 +49,12 @@ class Scheduler:
         options: SchedulerOptions,
         memory: MemoryManager,
         eos_token_ids: frozenset[int],
-        is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         speculator: Speculator | None = None,
     ) -> None:
         self._options = options
         self._memory = memory
         self._kv, self._adapters, self._adapter_manager = memory.kv, memory.adapters, memory.adapter_manager
         self._eos = eos_token_ids
-        self._is_on_host = is_on_host
         self._clock = memory.clock
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
@@ -121,12 +118,6 @@ class Scheduler:
     def leaving(self) -> list[Request]:
         """Return the requests that have finished and keep their pages until a step in flight is done."""
         return list(self._in_flight.finished)
-
-    def tier(self, key: AdapterKey) -> AdapterTier:
-        """Return where an adapter is now."""
-        if self._adapter_manager.is_resident(key):
-            return AdapterTier.RESIDENT
-        return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
     # Requests.
     def add(self, message: EngineCoreRequest) -> None:
@@ -429,7 +420,7 @@ class Scheduler:
     def _find_adapter(self, request: Request) -> None:
         """Note where a new request finds its adapter; continue on the base model if it asks for that."""
         message = request.message
-        request.tier = slowest(map(self.tier, request.term_keys))
+        request.tier = slowest(map(self._adapter_manager.tier, request.term_keys))
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
             request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
         if request.tier is not AdapterTier.RESIDENT and message.on_cold is OnCold.FALLBACK_BASE:

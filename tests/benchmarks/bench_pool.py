@@ -87,7 +87,7 @@ class Bench:
         books = MemoryManager.make(
             self.parts.memory.layout, options, self.config.scheduler.preemption_mode, source.is_on_host
         )
-        scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
+        scheduler = Scheduler(self.config.scheduler, books, self.eos)
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.executor.write_adapter, reported.set)
         engine = EngineCore(replace(self.parts, memory=books, scheduler=scheduler), loader)

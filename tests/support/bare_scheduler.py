@@ -69,7 +69,7 @@ class Bench:
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)
-        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), is_on_host)
+        self.scheduler = Scheduler(options, self.books, frozenset({EOS}))
 
     def add(
         self, name: str, prompt: int = 3, max_tokens: int = 4, key: AdapterKey | None = None, **fields: Any

@@ -108,7 +108,7 @@ class World:
         self.books = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
         self.choose = 0
         speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
-        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, speculator)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), speculator)
         self.flights: list[Flight] = []
         self.is_serial = False
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)

@@ -94,7 +94,7 @@ class SimReplica:
             server.geometry,
             server.memory,
             server.scheduler.preemption_mode,
-            self.is_on_host,
+            self.cache.__contains__,
             lambda: self.now,
             self._costs.model(traffic.typical_bytes),
         )
@@ -102,7 +102,7 @@ class SimReplica:
         drafter = RecordedDrafts(lambda rid: self._live[rid].request, OTHER_TOKEN, WRONG_TOKEN)
         drafters = [drafter] if server.has_drafts and traffic.has_drafts else []
         speculator = Speculator(drafters, VOCABULARY, lambda: self.now)
-        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host, speculator)
+        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), speculator)
         self._loader = SimLoader(self._costs, self.cache, lambda key: traffic.layouts[key].nbytes, storage)
         self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
         self._live: dict[RequestId, SimulatedRequest] = {}
@@ -136,9 +136,6 @@ class SimReplica:
 
     def vocab_size(self, _: AdapterKey, /) -> int:
         return 0
-
-    def is_on_host(self, key: AdapterKey) -> bool:
-        return key in self.cache
 
     # For the driver.
 
