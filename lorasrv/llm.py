@@ -128,7 +128,7 @@ class LLM:
         loader = InlineLoader(built.parts.source, built.parts.executor.write_adapter)
         self.weights = built.weights
         self.engine = EngineCore(built.parts, loader)
-        self.input_processor = built.input_processor(self.engine.poison)
+        self.input_processor = built.input_processor
         self._numbers = itertools.count()
         # Calls of several threads take turns: each would take the other's outputs.
         self._running = threading.Lock()

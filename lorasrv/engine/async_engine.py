@@ -111,9 +111,8 @@ class AsyncEngine:
         self.pages = PageLender(
             memory.exchange.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
         )
-        processor = model.input_processor(self._engine.poison)
         self.input_processor = AsyncInputProcessor(
-            processor, model.parts.source, options.queue_timeout_s, options.load_timeout_s
+            model.input_processor, model.parts.source, options.queue_timeout_s, options.load_timeout_s
         )
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile

@@ -19,7 +19,6 @@ from lorasrv.engine.messages import (
     UtilityResult,
 )
 from lorasrv.engine.parts import EngineParts
-from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.engine.snapshot_keeper import SnapshotKeeper
 from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
@@ -76,12 +75,11 @@ class EngineCore:
         self._calls = UtilityCalls(parts.memory, parts.scheduler)
         self._snapshots = SnapshotKeeper(parts.memory.snapshots, snapshot_loader, self._calls.complete)
         self.heartbeat = Heartbeat()
-        self.poison = PoisonGuard()
         executor = self._executor = parts.executor
         self.retrier = StepRetrier(
             lambda step: executor.collect(executor.submit(step)), executor.recover, self.heartbeat.beat
         )
-        self._faults = StepFailureHandler(parts.scheduler, self.poison)
+        self._faults = StepFailureHandler(parts.scheduler, parts.poison)
         self._pending_ops: deque[PageOp] = deque()
         self._in_flight: deque[_InFlightStep] = deque()
         self._is_serial = False

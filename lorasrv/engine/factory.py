@@ -23,7 +23,6 @@ from lorasrv.engine.draft_rules import DraftRules
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.engine.parts import EngineParts
-from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
@@ -61,6 +60,8 @@ class BuiltModel:
     """Hold a loaded model and what its checkpoint describes."""
 
     parts: EngineParts
+    # Makes the requests of an engine of these parts.
+    input_processor: InputProcessor
     spec: ModelSpec
     # The format that its weights are in.
     weights: ServedWeights
@@ -75,25 +76,6 @@ class BuiltModel:
     # Those of the store; None without one.
     snapshots: SnapshotFiles | None = None
     max_snapshot_bytes: int = 0
-    # Why requests cannot choose which keys their tokens see; None if they can.
-    why_no_kv_policy: str | None = None
-
-    def input_processor(self, poison: PoisonGuard) -> InputProcessor:
-        """Return an input processor for an engine of these parts, which owns `poison`."""
-        return InputProcessor(
-            self.parts.memory,
-            self.parts.source,
-            self.parts.max_model_len,
-            self.parts.vocab_size,
-            self.tokenizer,
-            own_tokenizers=self.own_tokenizers,
-            eos_token_ids=self.parts.eos_token_ids,
-            watermark=self.parts.watermark,
-            poison=poison,
-            drafts=DraftRules(self.parts.may_reject, self.parts.num_draft_heads, self.parts.drafters),
-            step_tokens=self.parts.step_tokens,
-            why_no_policy=self.why_no_kv_policy,
-        )
 
 
 def build(
@@ -186,7 +168,6 @@ def _build(
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     models = model_names(config.speculation) if replica is None else []
     made = make_drafters(config.speculation) if drafters is None else drafters
-    may_reject = config.speculation.accept == REJECTION
     heads = None
     if "medusa" in models:
         base = MedusaHeads.of(base_heads, limits.activation, device) if base_heads else None
@@ -213,32 +194,43 @@ def _build(
         executor=_executor(runner, device, replica),
         source=adapters,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
         weight_bytes=weight_bytes,
         pool_bytes=device_pool.nbytes + geometry.num_pages * geometry.elsewhere_bytes,
-        eos_token_ids=frozenset(spec.eos_token_ids),
+    )
+    own_tokenizers = OwnTokenizers(tokenizer, store.added_tokens.of) if store is not None else None
+    inputs = InputProcessor(
+        memory,
+        adapters,
+        max_model_len,
+        spec.vocab_size,
+        tokenizer,
+        own_tokenizers=own_tokenizers,
+        eos_token_ids=spec.eos_token_ids,
         watermark=config.watermark,
-        may_reject=may_reject,
-        num_draft_heads=len(base_heads),
-        drafters=frozenset((*(drafter.name for drafter in made), *models)),
-        step_tokens=config.scheduler.max_num_batched_tokens,
+        poison=parts.poison,
+        drafts=DraftRules(
+            may_reject=config.speculation.accept == REJECTION,
+            num_draft_heads=len(base_heads),
+            drafters=frozenset((*(drafter.name for drafter in made), *models)),
+        ),
+        step_tokens=rows,
+        why_no_policy=spec.why_no_kv_policy if replica is None else f"not with {replica.partition.text}",
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
     fingerprint = same_tokens(identity) if is_batch_invariant and not config.speculation.draft_trees else ""
-    why_no_policy = spec.why_no_kv_policy if replica is None else f"not with {replica.partition.text}"
     return BuiltModel(
         parts,
+        inputs,
         spec,
         served,
         tokenizer,
-        OwnTokenizers(tokenizer, store.added_tokens.of) if store is not None else None,
+        own_tokenizers,
         template,
         is_batch_invariant,
         fingerprint,
         snapshots,
         config.memory.snapshot_bytes,
-        why_no_policy,
     )
 
 

@@ -148,7 +148,7 @@ def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "g
     drafters = [] if mode == "graph, off" else make_drafters(SpeculationOptions())
     options, speculator = SchedulerOptions(rows, 2048, target_itl_ms=None), Speculator(drafters, VOCAB)
     scheduler = Scheduler(options, books, frozenset(), speculator=speculator)
-    parts = EngineParts(books, scheduler, InProcessExecutor(runner), None, MAX_LEN, VOCAB, 0, 0)
+    parts = EngineParts(books, scheduler, InProcessExecutor(runner), None, MAX_LEN, 0, 0)
     engine = EngineCore(parts, AtOnce())
     for number in range(rows):
         adapter = number % adapters if adapters else None

@@ -33,6 +33,7 @@ from lorasrv.engine.parts import EngineParts
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
@@ -76,7 +77,7 @@ class Bench:
 
     parts: EngineParts
     config: EngineConfig
-    eos: frozenset[int]
+    spec: ModelSpec
     keys: list[AdapterKey]
 
     @contextmanager
@@ -87,12 +88,12 @@ class Bench:
         books = MemoryManager.make(
             self.parts.memory.layout, options, self.config.scheduler.preemption_mode, source.is_on_host
         )
-        scheduler = Scheduler(self.config.scheduler, books, self.eos)
+        scheduler = Scheduler(self.config.scheduler, books, frozenset(self.spec.eos_token_ids))
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.executor.write_adapter, reported.set)
         engine = EngineCore(replace(self.parts, memory=books, scheduler=scheduler), loader)
         try:
-            yield engine, InputProcessor(books, source, self.parts.max_model_len, self.parts.vocab_size), reported
+            yield engine, InputProcessor(books, source, self.parts.max_model_len, self.spec.vocab_size), reported
         finally:
             engine.close()
 
@@ -108,7 +109,7 @@ def bench(a: argparse.Namespace) -> Iterator[Bench]:
         for key in keys:
             built.parts.source.fetch_pinned(key)
             built.parts.source.unpin(key)
-        yield Bench(built.parts, config, frozenset(built.spec.eos_token_ids), keys)
+        yield Bench(built.parts, config, built.spec, keys)
 
 
 def _register(store: AdapterStore) -> list[AdapterKey]:

@@ -27,7 +27,7 @@ def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: 
         with pytest.raises(InvalidRequest, match="empty"):
             llm.generate([PROMPT, []], GREEDY)
         for _ in range(2):
-            llm.engine.poison.record([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
+            llm.engine._parts.poison.record([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
         with pytest.raises(PoisonRequest, match="2 times"):
             llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         with monkeypatch.context() as patch:

@@ -18,7 +18,6 @@ from lorasrv.engine import factory
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
-from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.memory import memory_manager
 from lorasrv.memory.memory_manager import ADAPTER_FLOOR
 from lorasrv.models.loader import open_checkpoint
@@ -179,7 +178,7 @@ class Drafted:
         parts = replace(built.parts, executor=self.late or InProcessExecutor(self.runner))
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
-        self.processor = built.input_processor(PoisonGuard())
+        self.processor = built.input_processor
         self.scheduler = built.parts.scheduler
         self.checks = True
         self.num_runs = self.num_calls = 0

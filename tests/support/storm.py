@@ -120,8 +120,7 @@ def start(
         parts = replace(parts, executor=LateExecutor(parts.executor))
     wake, write = threading.Event() if threaded else None, parts.executor.write_adapter
     loader = InlineLoader(parts.source, write) if wake is None else ThreadedLoader(parts.source, write, wake.set)
-    engine = EngineCore(parts, loader)
-    return Started(engine, built.input_processor(engine.poison), wake)
+    return Started(EngineCore(parts, loader), built.input_processor, wake)
 
 
 @dataclass

@@ -254,7 +254,7 @@ def test_the_bound_is_forgotten_when_memory_is_there_again(llm, undisturbed, mon
 
 
 def test_a_request_that_does_not_fit_alone_fails_alone_and_is_no_poison(llm, undisturbed, monkeypatch) -> None:
-    known = dict(llm.engine.poison._records)
+    known = dict(llm.engine._parts.poison._records)
 
     def fails(step: SchedulerOutput) -> None:
         if any(share.history[0] == LONG[30] and share.start >= 8 for share in step.scheduled):
@@ -264,7 +264,7 @@ def test_a_request_that_does_not_fit_alone_fails_alone_and_is_no_poison(llm, und
     found = answers(llm)
     assert isinstance(found[4], OutOfMemory)
     assert found[:4] + found[5:] == undisturbed[:4] + undisturbed[5:]
-    assert llm.engine.poison._records == known
+    assert llm.engine._parts.poison._records == known
     assert llm.engine.retrier.most_tokens is None, "others do not pay for it"
 
 
@@ -470,7 +470,7 @@ def _every_way(llm: LLM) -> list[EngineCoreRequest]:
     names = (None, "one", "two", "three", None)
     ways = enumerate(zip(WAYS, names, strict=True))
     messages = [_message(llm, prompt[i:], replace(PLAIN, **way), name) for i, (way, name) in ways]
-    rule = EveryThird(llm.engine._parts.vocab_size)
+    rule = EveryThird(llm.spec.vocab_size)
     key = llm.store.resolve("two").key
     ruled = replace(drawn, ignore_eos=False)
     ask = llm.input_processor.process
