@@ -1,4 +1,4 @@
-"""Scheduler output: one step as plain data, from the scheduler to the model runner. No torch.
+"""Scheduler output: one step as plain data, from the scheduler to the model runner, and its results. No torch.
 
 Rebuilt for every step, never memoised: adapters move and leave between steps (a memo on the set of requests once
 answered with another user's adapter, vllm#47724).
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import Facts, SnapshotName
 from lorasrv.kv_policy import KvPolicy
-from lorasrv.outputs import RequestId, record
+from lorasrv.outputs import RequestId, TokenLogprobs, record
 from lorasrv.request import Account, ConstraintState, EngineCoreRequest, Peer, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import REJECTION
@@ -417,3 +417,22 @@ class SchedulerOutput:
     def only(self, shares: Sequence[ScheduledRequest]) -> "SchedulerOutput":
         """Return the step with these shares and without page operations and orders, which the whole step has."""
         return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders(), snapshots=NO_SNAPSHOTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Hold the results of a step."""
+
+    # Tokens of each request whose known tokens are all computed: one, and one more for each accepted draft token. A
+    # request whose logits are NaN or infinite has none.
+    sampled: Mapping[RequestId, tuple[int, ...]]
+    # Of these tokens, for requests that ask for them.
+    logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # Of the prompt tokens that were asked for.
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # The likeliest token behind each probe.
+    probed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    # By the name of each model that was asked for drafts.
+    drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
+    # Attention that each page got of the observed tokens of each request, by token.
+    masses: Mapping[RequestId, Sequence[Sequence[float]]] = field(default_factory=dict)

@@ -21,11 +21,11 @@ from lorasrv.distributed.rank_worker import COMMIT, FILL, READ
 from lorasrv.distributed.step_frames import encode_page_op, encode_step
 from lorasrv.distributed.team import RankFailed
 from lorasrv.outputs import RequestId
-from lorasrv.scheduler_output import DropSwap, PageOp, SchedulerOutput, SwapIn
+from lorasrv.scheduler_output import DropSwap, ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.executor import InProcessExecutor, StepHandle
-from lorasrv.worker.model_runner import BeforePass, ModelRunner, ModelRunnerOutput, do_nothing
+from lorasrv.worker.model_runner import BeforePass, ModelRunner, do_nothing
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 

@@ -294,17 +294,8 @@ class EngineCore:
     def _update(self, step: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
         if result.failed:
             self._faults.on_compute_error(result.failed)
-        output = result.output
         try:
-            outputs = self._scheduler.update_from_output(
-                step,
-                output.sampled,
-                output.logprobs,
-                output.prompt_logprobs,
-                output.drafted,
-                output.probed,
-                output.masses,
-            )
+            outputs = self._scheduler.update_from_output(step, result.output)
         except Exception as error:
             return self._faults.on_update_error(step, error)
         if result.failed:

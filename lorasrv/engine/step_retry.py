@@ -18,8 +18,7 @@ import torch
 
 from lorasrv.errors import DeviceLost
 from lorasrv.outputs import RequestId, TokenLogprobs
-from lorasrv.scheduler_output import DrafterOutput, ScheduledRequest, SchedulerOutput
-from lorasrv.worker.model_runner import ModelRunnerOutput
+from lorasrv.scheduler_output import DrafterOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
 _LOG = logging.getLogger(__name__)
 MAX_NAMED = 8

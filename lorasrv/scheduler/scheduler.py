@@ -7,9 +7,8 @@ scheduler tells them what happens, and emits what happens to each request.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
@@ -27,7 +26,7 @@ from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler.steps_in_flight import StepsInFlight
 from lorasrv.scheduler.waiting_lanes import BEAMS
-from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import NO_DRAFTS, ModelRunnerOutput, PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.speculation.speculator import Speculator
 
 WARM_GRACE_S = 30.0
@@ -272,26 +271,10 @@ class Scheduler:
         live = [(share, self._queue.requests.get(share.request_id)) for share in pending]
         return step.with_tokens({s.request_id: r.token_ids[s.start] for s, r in live if r is not None})
 
-    def update_from_output(
-        self,
-        step: SchedulerOutput,
-        sampled: Mapping[RequestId, Sequence[int]],
-        logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
-        prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
-        drafted: Mapping[str, DrafterOutput] = MappingProxyType({}),
-        probed: Mapping[RequestId, Sequence[int]] = MappingProxyType({}),
-        masses: Mapping[RequestId, Sequence[Sequence[float]]] = MappingProxyType({}),
-    ) -> list[EngineOutput]:
+    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
         """Append the sampled tokens and finish the requests that are done. A request without its token, or without
         the prompt logprobs it asks for, fails.
 
-        Args:
-            sampled: one token of each share that samples, and one more for each of its accepted draft tokens.
-            logprobs: of the sampled tokens, for requests that ask for them.
-            prompt_logprobs: of the share's `prompt_rows`.
-            drafted: by the name of each model that was asked for drafts.
-            probed: the likeliest token behind each probe.
-            masses: attention to each page of the shares' observed tokens.
         Returns: the outputs since the last call, in order.
         """
         self._in_flight.remove(step.number)
@@ -299,11 +282,11 @@ class Scheduler:
             request = self._queue.requests.get(share.request_id)
             if request is None:
                 continue  # it has finished while the step was in flight
-            no_token = share.samples and share.request_id not in sampled
+            no_token = share.samples and share.request_id not in output.sampled
             if no_token and share.num_guessed_tokens:
                 self._bar_drafts(request)
                 continue
-            if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
+            if no_token or (share.prompt_rows and share.request_id not in output.prompt_logprobs):
                 self._count_computed(request, share, int(share.samples))
                 self.fail(
                     request.request_id,
@@ -311,17 +294,19 @@ class Scheduler:
                 )
                 continue
             if share.num_observed:
-                self._allocator.observe(request, share.page_table, masses[share.request_id])
+                self._allocator.observe(request, share.page_table, output.masses[share.request_id])
             if share.prompt_rows:
-                request.prompt_logprobs += prompt_logprobs[share.request_id]
+                request.prompt_logprobs += output.prompt_logprobs[share.request_id]
             if share.samples and request.message.beams is None:
-                self._append(request, share, sampled[share.request_id], logprobs.get(share.request_id, ()))
+                self._append(
+                    request, share, output.sampled[share.request_id], output.logprobs.get(share.request_id, ())
+                )
                 continue
             self._count_computed(request, share, int(share.samples))
             self._allocator.settle(request)
             if share.samples:
-                self._beams.offer(request, logprobs[share.request_id][0].top)
-        self.speculator.take_results(drafted, probed, self._queue.requests)
+                self._beams.offer(request, output.logprobs[share.request_id][0].top)
+        self.speculator.take_results(output.drafted, output.probed, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 

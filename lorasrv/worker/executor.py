@@ -12,17 +12,10 @@ from typing import Protocol
 
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId
-from lorasrv.scheduler_output import PageOp, SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.launched_step import LaunchedStep
-from lorasrv.worker.model_runner import (
-    NO_TOKENS,
-    BeforePass,
-    ModelRunner,
-    ModelRunnerOutput,
-    PreparedStep,
-    do_nothing,
-)
+from lorasrv.worker.model_runner import NO_TOKENS, BeforePass, ModelRunner, PreparedStep, do_nothing
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,7 +20,15 @@ from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import launch_sampling
 from lorasrv.sampling.vocabularies import by_vocabulary
-from lorasrv.scheduler_output import NO_DRAFTS, DrafterOutput, PageOp, ScheduledRequest, SchedulerOutput, path_along
+from lorasrv.scheduler_output import (
+    NO_DRAFTS,
+    DrafterOutput,
+    ModelRunnerOutput,
+    PageOp,
+    ScheduledRequest,
+    SchedulerOutput,
+    path_along,
+)
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.decoder import Decoder, DecoderLimits, DecoderPass
 from lorasrv.worker.device import ENGINE_THREADS, find_best_team
@@ -50,25 +58,6 @@ BeforePass = Callable[[], None]
 
 def do_nothing() -> None:
     """Stand for a function that nobody needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
-    """Hold the results of a step."""
-
-    # Tokens of each request whose known tokens are all computed: one, and one more for each accepted draft token. A
-    # request whose logits are NaN or infinite has none.
-    sampled: Mapping[RequestId, tuple[int, ...]]
-    # Of these tokens, for requests that ask for them.
-    logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    # Of the prompt tokens that were asked for.
-    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    # The likeliest token behind each probe.
-    probed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
-    # By the name of each model that was asked for drafts.
-    drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
-    # Attention that each page got of the observed tokens of each request, by token.
-    masses: _Masses = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,8 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.policies.fair import Fair
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from lorasrv.worker import device
-from lorasrv.worker.model_runner import ModelRunnerOutput
 
 FOLDER = ASSETS / "policies"
 TINY = "tiny"

@@ -15,7 +15,7 @@ from lorasrv.outputs import EngineOutput, FinishReason, RequestId, TokenLogprobs
 from lorasrv.request import AdapterTerm, EngineCoreRequest
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 PAGE_SIZE = 4
@@ -106,7 +106,7 @@ class Bench:
         }
         offered = {s.request_id: (_offer(s.history),) for s in step.scheduled if s.samples and s.sampling.logprobs}
         masses = {s.request_id: [[1.0] * len(s.page_table)] * s.num_observed for s in step.scheduled if s.num_observed}
-        self.outputs += self.scheduler.update_from_output(step, sampled, offered, masses=masses)
+        self.outputs += self.scheduler.update_from_output(step, ModelRunnerOutput(sampled, offered, masses=masses))
         self.steps.append(step)
         if self.checks:
             self.scheduler.check_integrity()

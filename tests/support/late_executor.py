@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lorasrv.outputs import RequestId
-from lorasrv.scheduler_output import PageOp, SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle, ThreadedExecutor
-from lorasrv.worker.model_runner import ModelRunnerOutput
 from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
 

@@ -26,6 +26,7 @@ from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import (
     CopyPages,
     DropSwap,
+    ModelRunnerOutput,
     PageOp,
     PeerSnapshot,
     ScheduledRequest,
@@ -201,7 +202,7 @@ class World:
                 tokens = [*draw.sample(range(30, 90), MAX_LOGPROBS - 1), EOS]
                 top = tuple(zip(draw.sample(tokens, MAX_LOGPROBS), range(0, -MAX_LOGPROBS, -1), strict=True))
                 logprobs[share.request_id] = (TokenLogprobs(*top[0], top),)
-        self.outputs += self.scheduler.update_from_output(flight.step, said, logprobs, masses=masses)
+        self.outputs += self.scheduler.update_from_output(flight.step, ModelRunnerOutput(said, logprobs, masses=masses))
 
     def _says(self, choose: int, position: int) -> int:
         return 3 + (choose + position) % 5

@@ -34,7 +34,7 @@ from lorasrv.outputs import AdapterTier, EngineOutput, RequestId
 from lorasrv.request import EngineCoreRequest, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut, path_along
+from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput, SwapIn, SwapOut, path_along
 from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -277,7 +277,7 @@ class SimReplica:
             self._loader.take_stall_s()
             self._pass = _Pass(step, self.now, self.now + self._seconds(step))
             return []
-        ended = self._hear(self.scheduler.update_from_output(step, {}))
+        ended = self._hear(self.scheduler.update_from_output(step, ModelRunnerOutput({})))
         if not self._loader.has_reports:
             wake_s = math.inf if step.wake_s is None else step.wake_s
             self._waits_until_s = max(wake_s, self.now + SHORTEST_WAIT_S)
@@ -341,7 +341,7 @@ class SimReplica:
         except InvalidRequest:
             return None
 
-    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int, ...]]:
+    def _sampled(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Sample the end token as an answer's last token, unless its length ends it, and others as far as drafts are
         right."""
         tokens = {}
@@ -351,7 +351,7 @@ class SimReplica:
                 right = (OTHER_TOKEN,) * max(0, left - 1) + (EOS,)
                 num_right = len(path_along(share.draft_token_ids, share.draft_parents, right))
                 tokens[share.request_id] = right[: num_right + 1]
-        return tokens
+        return ModelRunnerOutput(tokens)
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> list[SimulatedRequest]:
         """Enter what the requests got; return those that have ended."""

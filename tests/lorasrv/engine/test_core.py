@@ -35,9 +35,9 @@ from lorasrv.memory.cost_model import StepCosts
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import RequestStatus
 from lorasrv.sampling_params import BeamOptions, SamplingParams
-from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from lorasrv.worker.device import compute_alone, compute_in_parallel
-from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.model_runner import ModelRunner
 
 LONG = [10 + (7 * i) % 300 for i in range(400)]
 NAMES = (None, "one", "two", "three")

@@ -19,11 +19,11 @@ from lorasrv.errors import ConfigError
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import NO_PROBES, SchedulerOutput
+from lorasrv.scheduler_output import NO_PROBES, ModelRunnerOutput, SchedulerOutput
 from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation.lookahead import MAX_TRIAL_EVERY, TRIAL_EVERY, TRIAL_STEPS, Lookahead
-from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
+from lorasrv.worker.model_runner import ModelRunner
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
