@@ -1,5 +1,5 @@
-"""Check the arguments of ops; every check raises KernelArgumentError. Checks that need the backend are in
-`sgmv_kernels.ops`.
+"""Check the arguments of ops; every check raises KernelArgumentError. Checks that need the backend are methods of the
+ops, such as `backend_ops.BackendOps`.
 """
 
 from collections.abc import Sequence

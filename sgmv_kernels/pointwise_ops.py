@@ -6,21 +6,15 @@ Shapes: T token rows, H hidden, F intermediate.
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Backend
+from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import check_gated, check_heads, check_normed, require
-from sgmv_kernels.errors import KernelArgumentError
 
 
-class PointwiseOps:
-    """Check arguments and call the kernels of one backend.
+class PointwiseOps(BackendOps):
+    """Compute what lies between the linears, row by row.
 
-    Args:
-        device: where the tensors are.
-        backend: the kernels.
+    Args: as `BackendOps`.
     """
-
-    def __init__(self, device: torch.device, backend: Backend) -> None:
-        self.device, self._backend = device, backend
 
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual stream in place, and norm the sum.
@@ -164,10 +158,3 @@ class PointwiseOps:
         fits = logits.dim() == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0 and logits.stride(1) == 1
         require(fits, "logits must be fp32 [B, V], rows contiguous")
         return self._backend.likeliest(logits)
-
-    def _check_activation(self, x: Tensor, name: str) -> None:
-        if x.dtype not in self._backend.activations:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
-            raise KernelArgumentError(f"{name} must be {names} for these kernels, not {x.dtype}")
-        if x.device.type != self.device.type:
-            raise KernelArgumentError(f"{name} is on {x.device}, these kernels are for {self.device}")

@@ -14,7 +14,7 @@ from lorasrv.models.loader import Checkpoint, StoredPacking
 from lorasrv.models.spec import LLAMA_LAYERS
 from lorasrv.text.tokenizer import TokenizerSource
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

@@ -47,8 +47,9 @@ from lorasrv.worker.executor import Executor, LaunchingExecutor, ThreadedExecuto
 from lorasrv.worker.kv_identity import kv_identity, peer_identity, same_tokens
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
 from lorasrv.worker.weights import ModelWeights, load_weights, served_error, silent
+from sgmv_kernels.backend import KernelsUnavailable
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
-from sgmv_kernels.ops import KernelsUnavailable, Ops
+from sgmv_kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]

@@ -29,8 +29,9 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import LayerWeights, ModelWeights, load_weights
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
-from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+from sgmv_kernels.ops import Ops
 
 NUM_TEXTS, TEXT_TOKENS = 32, 256
 PAGE_SIZE = 16

@@ -28,7 +28,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.ops import StepTables
+from sgmv_kernels.backend import StepTables
 from sgmv_kernels.triton_ops.attention_metadata import count_items
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 

@@ -29,7 +29,8 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
-from sgmv_kernels.ops import Angles, Ops, ProgramShape, SgmvPlan, StepTables
+from sgmv_kernels.backend import Angles, ProgramShape, SgmvPlan, StepTables
+from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import PreparedPass

@@ -13,7 +13,7 @@ from lorasrv.models.lora_sites import HEAD
 from lorasrv.models.quantization.base import Embedding, Linear, QuantFormat
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import ModelSpec, SiteShape
-from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, stack_codes
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the progress of the whole, from 0 to 1."""

@@ -38,7 +38,7 @@ import torch
 from harness import arguments, row, table
 from torch import Tensor
 
-from sgmv_kernels.backend import PageMasses, load_backend
+from sgmv_kernels.backend import AttentionPlan, PageMasses, load_backend
 from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
@@ -47,7 +47,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import build_segments
-from sgmv_kernels.ops import AttentionPlan, Ops
+from sgmv_kernels.ops import Ops
 
 SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
 LAYERS, RANK, PAGE_BYTES = 30, 16, 12288

@@ -27,9 +27,10 @@ from lorasrv.worker.cuda_graphs import GraphedSteps, Recorded, cuda_recorder
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.weights import LayerWeights, ModelWeights
+from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.formats.kv_format import KV_FORMATS
-from sgmv_kernels.ops import Ops, PackedLinear
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import block_sizes
 
 SPEC = ModelSpec("llama", 1, 128, 256, 4, 2, 32, 256, 2048, 1e-5) if DRY_RUN else SHAPES["llama-3-8b"]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.metadata.segments import BASE, build_segments
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import affine_reference
 
 SITES, PLACES, PAGE = (SiteDims(64, (48, 24)),), (72, 40, 1300), 1024

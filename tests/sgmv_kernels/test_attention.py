@@ -11,8 +11,8 @@ from attention_cases import BF16, CLOSE, CPU_HEADS, FLOAT, GPU_HEADS, HALF, make
 from kernel_pools import pages_on
 
 from sgmv_kernels.backend import AttentionPlan, plan_of
-from sgmv_kernels.errors import CapacityExceeded
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
+from sgmv_kernels.ops import Ops
 
 
 def long(*values: object) -> object:

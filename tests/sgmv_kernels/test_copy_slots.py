@@ -8,8 +8,9 @@ import torch
 from float_pages import float_format
 from toy_kv import TOY
 
+from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import copy_slots_reference
 
 LAYERS, PAGES, HEADS = 3, 7, 2

@@ -20,8 +20,16 @@ from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
-from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, join_codes, stack_codes
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, KernelArgumentError, Ops
+from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.group_quant import (
+    INT4_LEVELS,
+    INT8_LEVELS,
+    Q3H_LEVELS,
+    GroupQuantizedWeight,
+    join_codes,
+    stack_codes,
+)
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import linear_reference
 
 LEVELS = (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS)

@@ -10,9 +10,10 @@ from float_pages import float_pages
 from kernel_pools import pages_on, plan_at
 
 from sgmv_kernels.backend import NO_TOKEN
+from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import (
     gelu_mul_reference,
     gelu_reference,

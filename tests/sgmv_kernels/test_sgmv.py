@@ -10,9 +10,10 @@ import pytest
 import torch
 from kernel_pools import LAWS, KernelPool, rows_by_law
 
+from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.metadata.segments import BASE, Segments, build_segments
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import sgmv_reference
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16

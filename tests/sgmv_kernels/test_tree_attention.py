@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgmv_kernels.backend import plan_of
-from sgmv_kernels.errors import CapacityExceeded
+from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ancestor_words, build_trees, depths_of
-from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 
 CHAIN = range(-1, MAX_SLOTS - 1)

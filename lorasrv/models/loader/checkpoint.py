@@ -15,7 +15,7 @@ from lorasrv.text.tokenizer import TokenizerSource
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sgmv_kernels.ops import GroupQuantizedWeight
+    from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader.hf import read_spec
 from lorasrv.models.spec import SHAPES
 from lorasrv.text.tokenizer import BpeVocabulary, TokenizerJson, TokenizerSource
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _STD = 0.02
 _BLOCK = 1_000_003

@@ -18,7 +18,7 @@ from lorasrv.models.loader.locate import gguf_family
 from lorasrv.models.rope_config import longrope_from_gguf
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _LAYERS = "model.layers."
 _ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"

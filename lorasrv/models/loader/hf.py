@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lorasrv.models.loader.packed.packed_modules import PackedModules
-    from sgmv_kernels.ops import GroupQuantizedWeight
+    from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")

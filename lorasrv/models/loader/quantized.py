@@ -23,7 +23,8 @@ from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
-from sgmv_kernels.ops import GroupQuantizedWeight, KernelArgumentError
+from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 KIND, MIXED_KIND = "lorasrv codes 1", "lorasrv codes 2"
 FEW_BITS = ("int4", "q3h")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking
 from lorasrv.models.spec import ModelSpec
-from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.ops import Ops
 
 _TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.models.quantization.rounding import Range, fit_range
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 DAMPING = 0.05
 """Part of the mean moment that is added to every input, because a calibration text does not show everything."""

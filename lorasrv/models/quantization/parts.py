@@ -20,7 +20,8 @@ from lorasrv.models.quantization.grouped import (
 )
 from lorasrv.models.quantization.rounding import indivisible_reason
 from lorasrv.models.spec import ModelSpec
-from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.ops import Ops
 
 _REST = CodeFormat(Int8Format.name, INT8_GROUP)
 _FORMATS: dict[str, type[GroupQuantFormat]] = {fmt.name: fmt for fmt in (Int8Format, Int4Format, Q3hFormat)}

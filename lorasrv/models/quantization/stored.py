@@ -15,7 +15,8 @@ from torch import Tensor
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.grouped import INT8_GROUP, GroupQuantLinear, Int8Format
 from lorasrv.models.quantization.unquantized import FloatLinear
-from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.ops import Ops
 
 
 class SideBySideLinear:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
-from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.ops import Ops
 
 
 class FloatLinear:

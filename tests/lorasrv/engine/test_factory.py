@@ -27,8 +27,9 @@ from lorasrv.worker import base_format
 from lorasrv.worker.base_format import make_ops
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
-from sgmv_kernels.ops import INT4_LEVELS, GroupQuantizedWeight, Ops
+from sgmv_kernels.ops import Ops
 
 CPU = torch.device("cpu")
 WIDE_BLOCK = 16 * 2 * 2 * 64 * 4

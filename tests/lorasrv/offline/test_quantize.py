@@ -24,7 +24,8 @@ from lorasrv.models.quantization.grouped import GroupQuantFormat
 from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize, read_formats
 from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.ops import INT4_LEVELS, Ops
+from sgmv_kernels.formats.group_quant import INT4_LEVELS
+from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"))
 TEXTS = [[(7 * i + 3 * j) % 380 for i in range(60)] for j in range(4)]

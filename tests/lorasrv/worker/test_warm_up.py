@@ -73,8 +73,9 @@ class Server:
         from lorasrv.worker.decoder import Decoder, DecoderLimits
         from lorasrv.worker.device_pool import DevicePool
         from lorasrv.worker.warm_up import WarmUpSteps
+        from sgmv_kernels.formats.group_quant import INT8_LEVELS
         from sgmv_kernels.formats.kv_format import KV_FORMATS
-        from sgmv_kernels.ops import INT8_LEVELS, Ops
+        from sgmv_kernels.ops import Ops
 
         spec, ops = replace(SPEC, num_layers=2), Ops(META, "triton")
         weights = random_weights(spec, ops, quantization, torch.bfloat16)

@@ -13,7 +13,8 @@ from torch import Tensor
 from lorasrv.models.loader import Checkpoint, WeightMeter, open_checkpoint
 from lorasrv.models.quantization import get_format
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight, Ops, stack_codes
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight, stack_codes
+from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"), "torch")
 Tiny = dict[str, Callable[..., Path]]

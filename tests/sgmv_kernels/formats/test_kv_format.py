@@ -8,10 +8,11 @@ import pytest
 import torch
 from toy_kv import KEY_SCALES, TOY, VALUE_SCALES
 
+from sgmv_kernels.backend import KernelsUnavailable
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KV_FORMATS, get_kv_format
 from sgmv_kernels.formats.kv_pages import KvPages
-from sgmv_kernels.ops import KernelsUnavailable, Ops
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference, rope_reference
 
 CPU = torch.device("cpu")

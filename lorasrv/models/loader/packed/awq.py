@@ -28,7 +28,7 @@ from lorasrv.models.loader.packed.unpacking import (
     minima_codes,
     unpack_fields,
 )
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 VERSIONS = ("gemm", "gemv", "gemv_fast")
 BITS, FIELDS = 4, 8

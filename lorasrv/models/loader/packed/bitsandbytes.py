@@ -24,7 +24,7 @@ from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
 from lorasrv.models.loader.packed.stored_tensors import StoredTensors
 from lorasrv.models.loader.packed.unpacking import MOST_GROUP, exact_scales, group_codes
 from lorasrv.models.quantization.rounding import table_codes
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _STATE = ".weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")

@@ -30,7 +30,7 @@ from lorasrv.models.loader.packed.unpacking import (
     unpack_fields,
     unpack_padded_fields,
 )
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "dense", "mixed-precision")
 _STRATEGIES = ("tensor", "channel", "group")

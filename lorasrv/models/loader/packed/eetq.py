@@ -17,7 +17,7 @@ from lorasrv.errors import UnsupportedModel
 from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.stored_tensors import FLOATS, StoredTensors
 from lorasrv.models.loader.packed.unpacking import exact_scales, group_codes
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _TOGETHER, _STRIDE = 2, 64
 # The first and the last byte of four.

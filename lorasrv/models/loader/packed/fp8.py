@@ -15,7 +15,7 @@ from lorasrv.errors import CorruptModel
 from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
 from lorasrv.models.loader.packed.stored_tensors import FLOATS, StoredTensors
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _E4M3 = "F8_E4M3"
 _SCALES = ("weight_scale_inv", "weight_scale")

@@ -21,7 +21,7 @@ from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.stored_tensors import FLOATS, INTEGERS, StoredTensors
 from lorasrv.models.loader.packed.unpacking import exact_scales, group_codes, sorted_inputs, unpack_fields
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 FORMATS = ("gptq", "gptq_v2")
 BITS = (2, 3, 4, 8)

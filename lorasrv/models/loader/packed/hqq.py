@@ -23,7 +23,7 @@ from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
 from lorasrv.models.loader.packed.stored_tensors import FLOATS, INTEGERS, StoredTensors
 from lorasrv.models.loader.packed.unpacking import minima_codes
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 BITS = (1, 2, 3, 4, 8)
 _LEAST_GROUP = 32

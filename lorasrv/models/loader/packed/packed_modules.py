@@ -14,7 +14,7 @@ from lorasrv.models.loader.packed.fp8 import Fp8Modules
 from lorasrv.models.loader.packed.gptq import GptqModules
 from lorasrv.models.loader.packed.hqq import HqqModules
 from lorasrv.models.loader.packed.stored_tensors import StoredTensors
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 
 class PackedModules(Protocol):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lorasrv.errors import UnsupportedModel
 from lorasrv.models.quantization.rounding import round_symmetric
-from sgmv_kernels.ops import GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 GROUP = 32
 ROUNDED = "stored in 8 bits, with a scale for every 32 inputs, which changes weights by about 0.6 % (rms)"

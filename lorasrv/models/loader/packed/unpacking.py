@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 MOST_GROUP = 128
 """Largest group that every backend reads. The factors of larger ones are repeated."""
