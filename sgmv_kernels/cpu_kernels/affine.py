@@ -17,8 +17,9 @@ from sgmv_kernels.cpu_ops.affine import (
     WIDTH,
     Y,
 )
-from sgmv_kernels.cpu_simd.elementwise import add_weighted, f32, i32, take_next, weighted
+from sgmv_kernels.cpu_simd.elementwise import add_weighted, weighted
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import f32, i32, take_next
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 _UNIT = ALIGNMENT_BYTES

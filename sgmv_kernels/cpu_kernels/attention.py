@@ -25,9 +25,10 @@ from sgmv_kernels.cpu_ops.attention import (
     TABLES,
     VALUES,
 )
-from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, i32, itemsize, scaled
+from sgmv_kernels.cpu_simd.elementwise import scaled
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import Intrinsic, interleave, make_beside, make_mul, make_paged_mul
+from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, i32, itemsize
 from sgmv_kernels.cpu_simd.vector_ir import LANES
 
 MOST_ROWS = 12 if LANES == 16 else 6

@@ -25,7 +25,7 @@ from sgmv_kernels.cpu_ops.attention import (
     VALUE_SCALES,
     VALUES,
 )
-from sgmv_kernels.cpu_simd.elementwise import i32, put_f32, put_i32, scaled
+from sgmv_kernels.cpu_simd.elementwise import scaled
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.kv_codes import (
     QUERY_LEVELS,
@@ -37,6 +37,7 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     weigh,
     weigh_ranges,
 )
+from sgmv_kernels.cpu_simd.memory_access import i32, put_f32, put_i32
 from sgmv_kernels.formats.kv_format import LEAST
 
 _round_query, _round_weights = make_rounding(True), make_rounding(False)

@@ -29,20 +29,9 @@ from sgmv_kernels.cpu_ops.attention import (
     WORDS,
     Q,
 )
-from sgmv_kernels.cpu_simd.elementwise import (
-    capped,
-    exp_sum,
-    f32,
-    fill,
-    i32,
-    i64,
-    put_f32,
-    row_max,
-    scaled,
-    sloped,
-    take_next,
-)
+from sgmv_kernels.cpu_simd.elementwise import capped, exp_sum, fill, row_max, scaled, sloped
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import f32, i32, i64, put_f32, take_next
 
 
 class Steps(NamedTuple):

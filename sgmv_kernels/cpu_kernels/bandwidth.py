@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_simd.elementwise import read_all, take_next
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import read_all, take_next
 
 NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)
 """Indices of the kernel's arguments, after the counters."""

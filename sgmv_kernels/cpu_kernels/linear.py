@@ -35,8 +35,8 @@ from sgmv_kernels.cpu_ops.linear import (
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
-from sgmv_kernels.cpu_simd.elementwise import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (
     LINE,

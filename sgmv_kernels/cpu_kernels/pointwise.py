@@ -39,31 +39,19 @@ from sgmv_kernels.cpu_ops.pointwise import (
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd.elementwise import (
-    BF16,
-    FP16,
-    FP32,
     add_square_sum,
     capped,
     centered,
-    f32,
     fill,
     gelu_of,
     gelu_times,
-    i64,
-    itemsize,
     keep_below,
-    put_column,
-    put_f32,
-    put_i32,
-    put_kind,
-    put_row,
     rotated,
     row_max,
     row_peak,
     row_sum,
     scaled,
     silu_times,
-    take_next,
     weighted,
 )
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
@@ -75,6 +63,20 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     put_pairs,
     put_value_codes,
     row_min,
+)
+from sgmv_kernels.cpu_simd.memory_access import (
+    BF16,
+    FP16,
+    FP32,
+    f32,
+    i64,
+    itemsize,
+    put_column,
+    put_f32,
+    put_i32,
+    put_kind,
+    put_row,
+    take_next,
 )
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS

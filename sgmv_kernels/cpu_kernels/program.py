@@ -35,8 +35,8 @@ from sgmv_kernels.cpu_runtime.team import (
     TEAM,
     TICKS,
 )
-from sgmv_kernels.cpu_simd.elementwise import i64
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import i64
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
 ARRIVED, JOINED, LAUNCH, OPEN = 1, 1 << 16, 1 << 32, 1 << 62

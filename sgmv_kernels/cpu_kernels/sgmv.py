@@ -34,9 +34,9 @@ from sgmv_kernels.cpu_ops.sgmv import (
     X,
     Y,
 )
-from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, INT8, f32, i32, itemsize, put_f32, take_next
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
+from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, INT8, f32, i32, itemsize, put_f32, take_next
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_INTS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 

@@ -19,8 +19,8 @@ from sgmv_kernels.cpu_ops.slots import (
     UNIT_BYTES,
     UNITS,
 )
-from sgmv_kernels.cpu_simd.elementwise import BF16, FP32, INT8, copy_number, i32, take_next
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import BF16, FP32, INT8, copy_number, i32, take_next
 
 
 def copy(raw: Any) -> None:

@@ -27,8 +27,8 @@ from sgmv_kernels.cpu_ops.weight_rows import (
     ZEROS,
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
-from sgmv_kernels.cpu_simd.elementwise import FP16, byte, f32, i32, i64, number, put_f32, take_next
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_simd.memory_access import FP16, byte, f32, i32, i64, number, put_f32, take_next
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, STEP_GROUPS, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 

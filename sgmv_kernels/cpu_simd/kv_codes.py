@@ -24,7 +24,7 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     splat_int,
     store_vector,
 )
-from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, loop_of
+from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, loop_of, over_row
 from sgmv_kernels.formats.kv_format import NIBBLE_LEVELS
 
 QUERY_LEVELS = 127 * 128
@@ -114,42 +114,29 @@ def put_key_codes(typingctx, x, n, factor, codes, line):  # type: ignore[no-unty
     0 for what is no number.
     """
 
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, n, factor, codes, line = args
+    def body(emit: Emitter, at: Value, x: Value, n: Value, factor: Value, codes: Value, line: Value) -> None:
+        b = emit.b
+        whole = _whole(emit, emit.load(x, at), emit.splat(factor))
+        first = b.add(codes, b.mul(b.sdiv(at, c64(4)), line))
+        if emit.lanes == 1:
+            _put_byte(b, b.trunc(whole, _I8), b.add(first, b.srem(at, c64(4))))
+            return
+        fours = b.bitcast(b.trunc(whole, ir.VectorType(_I8, LANES)), ir.VectorType(I32, LANES // 4))
+        for quad in range(LANES // 4):
+            place = b.inttoptr(b.add(first, b.mul(line, c64(quad))), I32.as_pointer())
+            b.store(b.extract_element(fours, ir.Constant(I32, quad)), place, align=1)
 
-        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
-            whole = _whole(emit, emit.load(x, at), emit.splat(factor))
-            first = b.add(codes, b.mul(b.sdiv(at, c64(4)), line))
-            if emit.lanes == 1:
-                _put_byte(b, b.trunc(whole, _I8), b.add(first, b.srem(at, c64(4))))
-                return state
-            fours = b.bitcast(b.trunc(whole, ir.VectorType(_I8, LANES)), ir.VectorType(I32, LANES // 4))
-            for quad in range(LANES // 4):
-                place = b.inttoptr(b.add(first, b.mul(line, c64(quad))), I32.as_pointer())
-                b.store(b.extract_element(fours, ir.Constant(I32, quad)), place, align=1)
-            return state
-
-        each(b, n, body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _F, _A, _A), codegen
+    return types.void(_A, _A, _F, _A, _A), over_row(body, n=1)
 
 
 @intrinsic
 def put_value_codes(typingctx, x, n, factor, codes):  # type: ignore[no-untyped-def]
     """Store what `put_key_codes` does, each code 4 bytes after the one before."""
 
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, n, factor, codes = args
+    def body(emit: Emitter, at: Value, x: Value, n: Value, factor: Value, codes: Value) -> None:
+        _spread(emit.b, emit, _whole(emit, emit.load(x, at), emit.splat(factor)), codes, at)
 
-        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
-            _spread(b, emit, _whole(emit, emit.load(x, at), emit.splat(factor)), codes, at)
-            return state
-
-        each(b, n, body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _F, _A), codegen
+    return types.void(_A, _A, _F, _A), over_row(body, n=1)
 
 
 @intrinsic
@@ -262,19 +249,13 @@ def _split(b: Any, whole: Value, is_signed: bool) -> Value:
 def weigh(typingctx, weights, n, scales):  # type: ignore[no-untyped-def]
     """Replace weights[h] by weights[h] * scales[h] for h < n; a weight of 0 stays 0, whatever its scale."""
 
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        weights, n, scales = args
+    def body(emit: Emitter, at: Value, weights: Value, n: Value, scales: Value) -> None:
+        b = emit.b
+        weight = emit.load(weights, at)
+        some = b.fcmp_unordered("!=", weight, emit.const(0.0))
+        emit.store(b.select(some, b.fmul(weight, emit.load(scales, at)), weight), weights, at)
 
-        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
-            weight = emit.load(weights, at)
-            some = b.fcmp_unordered("!=", weight, emit.const(0.0))
-            emit.store(b.select(some, b.fmul(weight, emit.load(scales, at)), weight), weights, at)
-            return []
-
-        each(b, n, body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _A), codegen
+    return types.void(_A, _A, _A), over_row(body, n=1)
 
 
 @intrinsic

@@ -4,7 +4,7 @@ LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON itself, so that the user's ma
 matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32, int8 for codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -275,3 +275,21 @@ def each(
         state = [emit.const(value) for value in initial]
         states.append((emit, loop_of(b, start, end, lanes, state, partial(body, emit))))
     return states
+
+
+def over_row(body: Callable[..., None], n: int) -> Callable[[Any, Any, Any, Sequence[Value]], Value]:
+    """Return the codegen of an intrinsic without a result: run `body(emitter, index, *arguments)` as `each` does.
+
+    Args:
+        n: place of the argument that says over how many numbers.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Sequence[Value]) -> Value:
+        def step(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            body(emit, at, *args)
+            return state
+
+        each(b, args[n], step)
+        return ctx.get_dummy_value()
+
+    return codegen
