@@ -257,7 +257,7 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal's encoding may lack a letter of an answer.
             stream.reconfigure(errors="replace")
-    sys.stderr = _Unread(sys.stderr)  # type: ignore[assignment]
+    sys.stderr = _Unread(sys.stderr)
     try:
         code = _run()
         sys.stdout.flush()
