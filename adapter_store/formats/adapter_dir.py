@@ -54,4 +54,7 @@ def _with_heads(peft: PeftDir) -> Iterator[PeftDir]:
         with peft.open_weights() as weights, peft.opener(peft.weights_path.with_name(HEADS_NAME)) as heads:
             join_heads(weights, heads, target)
         others = tuple(name for name in peft.ignored_files if name != HEADS_NAME)
-        yield replace(peft, weights_path=target, ignored_files=others, opener=open_file)
+        # The folder's own files are read as before: they may be links to what is not to be read.
+        own = peft.opener
+        opener = lambda file: open_file(file) if file == target else own(file)  # noqa: E731
+        yield replace(peft, weights_path=target, ignored_files=others, opener=opener)

@@ -14,12 +14,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
 from adapter_store.formats.peft_dir import HEADS_NAME
-from adapter_store.formats.safetensors_file import ENDED, LENGTH_BYTES, SafetensorsHeader, read_header
+from adapter_store.formats.safetensors_file import ENDED, FILE, LENGTH_BYTES, SafetensorsHeader, read_header
 from adapter_store.spec import HeadBlock
 
 PREFIX = "medusa_head."
@@ -88,9 +89,23 @@ def read_own_header(file: BinaryIO) -> SafetensorsHeader:
     """Return the header of a file that holds heads only, at whose beginning `file` is.
 
     Raises:
-        AdapterInvalid: it is no safetensors file.
+        AdapterInvalid: it is no safetensors file; names it.
     """
-    return read_header(file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
+    try:
+        return read_header(file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
+    except AdapterInvalid as error:
+        raise AdapterInvalid(tuple(map(_of_heads, error.problems))) from None
+
+
+def _of_heads(problem: Problem) -> Problem:
+    """Return what a problem of an adapter's file is in a file of heads."""
+    told = {
+        "no_tensors": "holds no tensors, so no heads",
+        "not_safetensors": "is no safetensors file; save the heads as one",
+    }
+    if problem.field != FILE:
+        return problem
+    return replace(problem, field=HEADS_NAME, message=told.get(problem.code, problem.message))
 
 
 def join_heads(weights: BinaryIO, heads: BinaryIO, target: Path) -> None:
@@ -117,15 +132,15 @@ def join_heads(weights: BinaryIO, heads: BinaryIO, target: Path) -> None:
     text += b" " * (-len(text) % LENGTH_BYTES)
     with target.open("wb") as out:
         out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        for file, header in ((weights, own), (heads, added)):
-            for chunk in _chunks(file, header.data_bytes):
+        for file, header, name in ((weights, own, FILE), (heads, added, HEADS_NAME)):
+            for chunk in _chunks(file, header.data_bytes, name):
                 out.write(chunk)
 
 
-def _chunks(file: BinaryIO, left: int) -> Iterator[bytes]:
+def _chunks(file: BinaryIO, left: int, name: str) -> Iterator[bytes]:
     while left:
         chunk = file.read(min(left, CHUNK_BYTES))
         if not chunk:
-            raise AdapterInvalid((Problem("truncated", HEADS_NAME, ENDED),))
+            raise AdapterInvalid((Problem("truncated", name, ENDED),))
         left -= len(chunk)
         yield chunk

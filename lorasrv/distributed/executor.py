@@ -83,6 +83,7 @@ class PartitionedExecutor(InProcessExecutor):
         return not self._exchange.is_within_pass and super().recover()
 
     def close(self) -> None:
+        super().close()
         self._replica.close()
 
     def _apply(self, op: PageOp) -> int:

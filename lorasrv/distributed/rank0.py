@@ -18,7 +18,7 @@ from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
 from lorasrv.distributed.comm import Comm
 from lorasrv.distributed.frames import Frame
 from lorasrv.distributed.partition import Partition
-from lorasrv.distributed.pulse import PulseMonitor
+from lorasrv.distributed.pulse import PulseMonitor, end_process
 from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
 from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
@@ -73,7 +73,7 @@ class ProcessLauncher:
         fds = [connection.fileno() for connection in (sockets.orders, sockets.bulk, sockets.pulse)]
         self._processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "lorasrv.distributed.rank_process", *map(str, fds)],
+                [sys.executable, "-P", "-m", "lorasrv.distributed.rank_process", *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 env=os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000")},
@@ -85,7 +85,13 @@ class ProcessLauncher:
         return torch_comm(setup, self.meeting)
 
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
-        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)})
+        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._end)
+
+    def _end(self, why: str) -> None:
+        # A stopped process would not notice that rank 0 is gone.
+        for process in self._processes:
+            process.kill()
+        end_process(why)
 
     def stop(self) -> None:
         deadline = time.monotonic() + STOP_S

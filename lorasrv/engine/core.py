@@ -24,7 +24,7 @@ from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
 from lorasrv.engine.utility_calls import UtilityCalls
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import DeviceLost
+from lorasrv.errors import DeviceLost, EngineDead
 from lorasrv.memory.cost_model import StepShape
 from lorasrv.metrics.engine_stats import EngineMetrics
 from lorasrv.metrics.step_stats import StepProfile, StepStats
@@ -83,6 +83,7 @@ class EngineCore:
         self._pending_ops: deque[PageOp] = deque()
         self._in_flight: deque[_InFlightStep] = deque()
         self._is_serial = False
+        self._is_lost = False
         # From when on the time of the step in flight counts, and when the next one is to be planned.
         self._begun_s = self._plan_at_s = 0.0
         self._counters = CoreCounters()
@@ -125,7 +126,13 @@ class EngineCore:
         self._executor.collect(self._executor.submit(WARM_UP_STEP))
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request that `InputProcessor` has made."""
+        """Queue a request that `InputProcessor` has made.
+
+        Raises:
+            EngineDead: a step was interrupted in the middle, and cannot be repeated.
+        """
+        if self._is_lost:
+            raise EngineDead("Ctrl-C has ended a step in its middle, which cannot be repeated; load the model again")
         self._counters.arrived += 1
         self._scheduler.add(message)
 
@@ -182,9 +189,12 @@ class EngineCore:
         try:
             return self._step()
         except KeyboardInterrupt:
-            self._executor.recover()
+            self._is_lost = not self._executor.recover()
             self._in_flight.clear()
             self._scheduler.discard_all()
+            if self._is_lost:
+                # Ranks that wait in the middle of a pass would take the next one's numbers for those of this one.
+                self._executor.close()
             raise
 
     def _step(self) -> list[EngineOutput]:

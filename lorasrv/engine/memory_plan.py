@@ -111,8 +111,10 @@ class MemoryPlan:
         if draft is not None:
             base += base_bytes(draft, quantization, dtype)
             step += step_bytes(draft, config, activation_dtype(device, dtype))
-            if config.speculation.accept == REJECTION:
-                step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * draft.vocab_size * _PROBABILITY_BYTES
+        if config.speculation.accept == REJECTION:
+            # What each drafter has drawn from, which is kept for the next step.
+            vocabulary = len(model_names(config.speculation)) * spec.vocab_size
+            step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * vocabulary * _PROBABILITY_BYTES
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
         if memory.on_gpu:
             step += heads

@@ -146,6 +146,10 @@ class DraftHeads:
             self._arriving[adapter] = self._threads.submit(adapter, partial(self._load, self._read, adapter))
         return self._base
 
+    def close(self) -> None:
+        """Read no more heads; do not wait for those that are being read."""
+        self._threads.close(wait_s=0.0)
+
     def _load(self, read: Callable[[AdapterKey], HeadArrays], adapter: AdapterKey) -> MedusaHeads:
         return MedusaHeads.of(read(adapter), self._dtype, self._device)
 

@@ -168,7 +168,7 @@ class InProcessExecutor:
         return self.runner.recover()
 
     def close(self) -> None:
-        """Do nothing: all is in this process."""
+        self.runner.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -241,6 +241,7 @@ class ThreadedExecutor(InProcessExecutor):
     def close(self) -> None:
         """Wait for what is computed."""
         self.runner.wait()
+        super().close()
 
     def __del__(self) -> None:
         # Helpers read and write the runner's memory.

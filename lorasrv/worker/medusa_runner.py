@@ -62,6 +62,10 @@ class MedusaRunner:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
         return self._drawn.find(share, depth)
 
+    def close(self) -> None:
+        """Read no more heads."""
+        self._heads.close()
+
     def _find(self, share: ScheduledRequest) -> MedusaHeads | None:
         return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)
 

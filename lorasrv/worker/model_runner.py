@@ -257,6 +257,11 @@ class ModelRunner:
         """Wait until nothing is computed beside the calling thread."""
         self._decoder.wait()
 
+    def close(self) -> None:
+        """End what reads beside the steps."""
+        if self._medusa is not None:
+            self._medusa.close()
+
     def settle(self) -> None:
         """Compute the pass of the step that has begun, if one has: its pages may be moved then."""
         begun = time.perf_counter()

@@ -10,7 +10,7 @@ import pytest
 from tiny_engine import GREEDY, PROMPT, offline_engine
 
 from lorasrv.config import Limits
-from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
+from lorasrv.errors import ContextLengthExceeded, EngineDead, InvalidRequest, PoisonRequest, RequestTimeout
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import BeamOptions
 from lorasrv.worker import adapter_loader
@@ -65,6 +65,22 @@ def test_ctrl_c_waits_until_the_accounts_are_whole(
         assert not llm.engine.has_requests
         assert list(llm.generate([PROMPT], GREEDY, ["one"])[0].token_ids) == alone(PROMPT, GREEDY, "one")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_a_step_that_cannot_be_repeated_nothing_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a pass of several processes: the others would answer the next one with this one's."""
+    with offline_engine(model) as llm:
+        executor, closed = llm.engine._executor, list[bool]()
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "collect", _interrupted)
+            patch.setattr(executor, "recover", lambda: False)
+            patch.setattr(executor, "close", lambda: closed.append(True))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT], GREEDY)
+        assert closed == [True]
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="load the model again"):
+                llm.generate([PROMPT], GREEDY)
 
 
 def test_calls_of_several_threads_take_turns(model: Path, adapter_dirs: dict[str, Path], alone) -> None:

@@ -109,6 +109,25 @@ def test_what_is_no_head_is_refused(inside: dict[str, torch.Tensor], code: str, 
     assert message in problems[code].message
 
 
+@pytest.mark.parametrize(
+    ("data", "code", "says"),
+    [
+        (b"\x80\x02" + bytes(20), "not_safetensors", "is no safetensors file; save the heads as one"),
+        (b"", "truncated", "too few for a safetensors file"),
+        (save({}), "no_tensors", "so no heads"),
+        (save(heads(1))[:-1], "truncated", "upload it again"),
+    ],
+)
+def test_a_file_of_heads_that_is_none_is_named(tmp_path: Path, data: bytes, code: str, says: str) -> None:
+    path = folder(tmp_path / "in", {})
+    (path / HEADS_NAME).write_bytes(data)
+    with pytest.raises(AdapterInvalid) as refused, open_adapter_dir(path):
+        pass
+    [problem] = refused.value.problems
+    assert (problem.field, problem.code) == (HEADS_NAME, code)
+    assert says in problem.message
+
+
 def test_the_largest_heads_are_not_too_large() -> None:
     assert len(save(heads(8, 2))) < max_head_bytes(HIDDEN) + 4096
     assert max_adapter_bytes(BASE, 1) > max_head_bytes(HIDDEN)

@@ -3,10 +3,13 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from answers import coded, error_of, named
+from safetensors.torch import save_file
 
 from adapter_store.store import AdapterStore
 from api.config.lora_modules import ImportRoot
@@ -125,6 +128,19 @@ class TestRoot:
         monkeypatch.setattr(Path, "open", by_name)
         assert load(importing, "mia", "mia").status_code == 200
         assert {"adapter_config.json", "adapter_model.safetensors"} == set(opened)
+
+    @pytest.mark.parametrize("has_heads", [False, True])
+    def test_a_tokenizer_elsewhere_is_not_read(
+        self, importing, engine, store: AdapterStore, root: Path, tmp_path: Path, monkeypatch, has_heads: bool
+    ) -> None:
+        """With heads of their own file, too, which are joined to a copy of the weights."""
+        monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(vocab_size=9))
+        if has_heads:
+            width = store.base.hidden_size
+            save_file({"0.0.linear.weight": torch.zeros(width, width)}, root / "mia" / "medusa_lm_head.safetensors")
+        (tmp_path / "secret.json").write_text('{"added_tokens": [{"id": 99999, "content": "x"}]}')
+        (root / "mia" / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+        assert coded(load(importing, "mia", "mia")) == (403, "path_not_allowed")
 
     @pytest.mark.parametrize("path", ["nowhere", "a\0b", "x" * 5000, "mia/adapter_config.json", "~", "org/name"])
     def test_not_there(self, importing, path: str) -> None:

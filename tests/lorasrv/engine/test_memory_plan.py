@@ -11,6 +11,7 @@ from lorasrv.engine import memory_plan
 from lorasrv.engine.memory_plan import MemoryPlan, pool_size
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader.locate import read_model_shape
+from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.worker.device import DeviceMemory
 
 GIB = 1 << 30
@@ -55,6 +56,20 @@ def test_its_parts(plan: Any) -> None:
     assert (more.step - one.step) / 1000 == pytest.approx(35.3 * 1024, rel=0.05)
     assert one.base == pytest.approx(92.1 * (1 << 20), rel=0.1)
     assert one.block == 360 << 10
+
+
+def test_what_drafters_draw_from_is_counted(plan: Any) -> None:
+    """With rejection sampling: a table of the vocabulary for each draft token, of each drafter."""
+    spec = read_model_shape("smollm2-135m").spec
+    steps = {}
+    for accept in ("same-draw", "rejection"):
+        for layers in (None, 4):
+            speculation = SpeculationOptions(accept=accept, draft_layers=layers, draft_head_bytes=0)
+            config = EngineConfig(speculation=speculation)
+            steps[accept, layers] = MemoryPlan.of(config, spec, "int4", torch.device("cpu")).step
+    table = spec.vocab_size * 8 * config.scheduler.max_num_seqs * MAX_MODEL_DRAFT
+    assert steps["rejection", None] == steps["same-draw", None]
+    assert steps["rejection", 4] == steps["same-draw", 4] + table
 
 
 @pytest.mark.parametrize(

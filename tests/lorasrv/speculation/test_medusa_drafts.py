@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -188,6 +189,20 @@ def test_preempted_answers_too(
             same_answers(plain, drafting, asks)
         assert drafting.engine.metrics.snapshot().preemptions_total > 0
         assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 50
+
+
+def test_no_thread_outlives_the_engine(model: Path, filled: AdapterStore) -> None:
+    before = set(threading.enumerate())
+    with closing(started(model, filled, MEDUSA)) as drafting:
+        drafting.run([Ask(PROMPTS[0], GREEDY, "one")])
+        readers = [one for one in threading.enumerate() if one not in before and one.name.startswith("draft-heads")]
+    assert readers
+    assert all(map(_ends, readers))
+
+
+def _ends(thread: threading.Thread) -> bool:
+    thread.join(10)
+    return not thread.is_alive()
 
 
 def test_rejection_goes_on_with_any_distribution(model: Path, filled: AdapterStore, base_heads: Path) -> None:
