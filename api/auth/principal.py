@@ -109,6 +109,8 @@ class Scope(StrEnum):
 
     INFER = "infer"
     UPLOAD = "upload"
+    # What monitoring reads, which names all adapters.
+    METRICS = "metrics"
     ADMIN = "admin"
     # What servers of a cluster tell each other. Digests of pages say who has sent which prompt: no client may ask.
     REPLICATE = "replicate"

@@ -13,6 +13,7 @@ from api.console.paths import CONSOLE_PATHS
 
 INFER = frozenset({Scope.INFER})
 UPLOAD = frozenset({Scope.UPLOAD})
+METRICS = frozenset({Scope.METRICS})
 ADMIN = frozenset({Scope.ADMIN})
 REPLICATE = frozenset({Scope.REPLICATE})
 EITHER = INFER | UPLOAD
@@ -58,7 +59,7 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/v1/adapters/{adapter_id}"): EITHER,
     ("GET", "/v1/adapters/{adapter_id}/stats"): EITHER,
     ("GET", "/v1/adapters/{reference}/defaults"): EITHER,
-    ("GET", "/info"): EITHER,
+    ("GET", "/info"): EITHER | METRICS,
     ("GET", "/version"): EITHER,
     ("GET", "/ping"): EITHER,
     ("GET", "/openapi.json"): EITHER,
@@ -66,8 +67,8 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/v1/registry/blobs/{digest}"): REPLICATE,
     ("POST", "/v1/registry/lease"): REPLICATE,
     ("POST", "/v1/registry/usage"): REPLICATE,
-    ("GET", "/metrics"): ADMIN,
-    ("GET", "/v1/pool"): ADMIN,
+    ("GET", "/metrics"): METRICS,
+    ("GET", "/v1/pool"): METRICS,
     ("GET", "/v1/replica"): REPLICATE,
     ("POST", "/v1/pages/offer"): REPLICATE,
     ("GET", "/v1/pages/{lease}"): REPLICATE,

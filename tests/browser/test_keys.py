@@ -22,7 +22,7 @@ def wants_key(page: Any) -> None:
 
 def may_only_ask(page: Any) -> None:
     def refuse(route: Any) -> None:
-        route.fulfill(status=403, json={"error": {"message": "this key has no scope admin", "code": "forbidden"}})
+        route.fulfill(status=403, json={"error": {"message": "this key has no scope metrics", "code": "forbidden"}})
 
     page.route(re.compile(r"/(metrics|info|v1/pool|v1/adapters.*)$"), refuse)
 
@@ -81,11 +81,11 @@ def test_a_key_that_no_header_takes_is_not_sent(open_page) -> None:
 def test_a_key_for_asking_sees_the_try_it_box(open_page) -> None:
     page = open_page(prepare=may_only_ask, live=False)
     page.wait_for_selector("#state[data-state=forbidden]")
-    assert "need a key with scope admin" in page.locator("#needs-admin").inner_text()
+    assert "need a key with scope metrics or admin" in page.locator("#needs-admin").inner_text()
     assert page.locator("#overview-body").is_hidden()
     assert "needs a key with scope upload or admin" in page.locator("#adapters-about").inner_text()
     page.get_by_label("In the pool").check()
-    page.locator("#adapters-about", has_text="needs a key with scope admin").wait_for()
+    page.locator("#adapters-about", has_text="needs a key with scope metrics or admin").wait_for()
     page.fill("#try-tokens", "4")
     page.click("#try-run")
     page.wait_for_selector("#try-stop:disabled")

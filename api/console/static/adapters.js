@@ -208,7 +208,7 @@ class AdapterTable {
     this.#rows.clear();
     byId("adapters-rows").replaceChildren();
     byId("adapters-table").hidden = true;
-    const scope = this.#view === "pool" ? "This view needs a key with scope admin" : LIST_NEEDS;
+    const scope = this.#view === "pool" ? "This view needs a key with scope metrics or admin" : LIST_NEEDS;
     const text = problem.status === 403 ? `${scope}.` : problem.advice;
     setText(byId("adapters-about"), problem instanceof Problem ? text : "The list could not be read.");
   }

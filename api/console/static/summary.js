@@ -11,7 +11,7 @@ const STATES = {
   live: ["●", "Live"],
   lost: ["○", "No answer, trying again"],
   key: ["◆", "Needs a key"],
-  forbidden: ["◇", "Needs scope admin"],
+  forbidden: ["◇", "Needs scope metrics"],
 };
 const TILES = [
   ["Generated", (now) => [rate(now.tokens), "tokens/s"]],

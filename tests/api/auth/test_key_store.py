@@ -116,7 +116,7 @@ class TestKeyStore:
             keys.create("alice", INFER, adapters)
 
     def test_a_key_needs_a_scope(self, keys) -> None:
-        with pytest.raises(InvalidKey, match="one of the scopes infer, upload, admin"):
+        with pytest.raises(InvalidKey, match="one of the scopes infer, upload, metrics, admin"):
             keys.create("alice", frozenset())
 
     def test_looking_for_keys_creates_nothing(self, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            (["--scope", "root"], "--scope: 'root' is none of infer, upload, admin"),
+            (["--scope", "root"], "--scope: 'root' is none of infer, upload, metrics, admin"),
             (["--name", "A/b"], "--name: 'A/b' is not a valid name of a key"),
             (["--adapters", "../x"], "--adapters: '../x' is not a pattern"),
             (["--adapters", ","], "--adapters: a key needs a pattern"),
