@@ -218,8 +218,9 @@ def _build(
         why_no_policy=spec.why_no_kv_policy if replica is None else f"not with {replica.partition.text}",
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
-    is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
-    fingerprint = same_tokens(identity) if is_batch_invariant and not config.speculation.draft_trees else ""
+    of_kernels = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
+    is_batch_invariant = of_kernels and not config.speculation.draft_trees
+    fingerprint = same_tokens(identity) if is_batch_invariant else ""
     return BuiltModel(
         parts,
         inputs,

@@ -26,6 +26,16 @@ _NOT_NEEDED = {
     "enable_chunked_prefill": "prompts are always computed in chunks",
     "enforce_eager": "CUDA graphs are captured for what occurs, and no memory is kept for others",
     "disable_log_requests": "texts of requests are logged with --log-prompts only",
+    "no_enable_log_requests": "texts of requests are logged with --log-prompts only",
+    "disable_log_stats": "figures are at /metrics, and in no log",
+    "fully_sharded_loras": "adapters are divided as the linears are",
+    "block_size": "a page of the KV cache has 16 tokens",
+    "swap_space": "--swap-bytes bounds the memory of preempted requests",
+    "seed": "requests have seeds of their own",
+    "download_dir": "models of hf:org/name are kept where HF_HOME says",
+    "enable_auto_tool_choice": "tools are served where the model's chat template has them",
+    "tool_call_parser": "the form of tool calls is the chat template's",
+    "uvicorn_log_level": "--log-level is that of all logs",
 }
 
 
@@ -41,10 +51,22 @@ class NotNeeded:
     enable_chunked_prefill: Annotated[bool, typer.Option("--enable-chunked-prefill", hidden=True)] = False
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", hidden=True)] = False
     disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", hidden=True)] = False
+    no_enable_log_requests: Annotated[bool, typer.Option("--no-enable-log-requests", hidden=True)] = False
+    disable_log_stats: Annotated[bool, typer.Option("--disable-log-stats", hidden=True)] = False
+    fully_sharded_loras: Annotated[bool, typer.Option("--fully-sharded-loras", hidden=True)] = False
+    block_size: Annotated[int | None, typer.Option(hidden=True)] = None
+    swap_space: Annotated[float | None, typer.Option(hidden=True)] = None
+    seed: Annotated[int | None, typer.Option(hidden=True)] = None
+    download_dir: Annotated[str | None, typer.Option(hidden=True)] = None
+    enable_auto_tool_choice: Annotated[bool, typer.Option("--enable-auto-tool-choice", hidden=True)] = False
+    tool_call_parser: Annotated[str | None, typer.Option(hidden=True)] = None
+    uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True)] = None
 
     def notes(self) -> list[str]:
         """Return a line for each one that is given."""
-        given = [name for name in _NOT_NEEDED if getattr(self, name)]
+        values = ((name, getattr(self, name)) for name in _NOT_NEEDED)
+        # 0 is given, too.
+        given = [name for name, value in values if value is not None and value is not False]
         return [f"--{name.replace('_', '-')} is not needed: {_NOT_NEEDED[name]}" for name in given]
 
 

@@ -15,7 +15,7 @@ from tiny_checkpoints import write_tiny
 from tiny_engine import GREEDY, engine_config, offline_engine
 from toy_kv import TOY, VALUE_SCALES
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
 from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError
 from lorasrv.llm import LLM
@@ -114,12 +114,15 @@ def test_an_answer_is_the_same_to_the_bit_alone_and_in_any_batch(wide: Path, qua
         ({"quantization": "int4"}, True),
         ({"quantization": "none"}, False),
         ({"kernels": "torch"}, False),
+        ({"draft_trees": True}, False),
     ],
 )
 def test_what_makes_an_answer_depend_on_its_batch_says_so(
-    model: Path, options: dict[str, str], is_invariant: bool
+    model: Path, options: dict[str, Any], is_invariant: bool
 ) -> None:
-    config = EngineConfig(model=ModelOptions(device="cpu", **options), memory=MemoryOptions(pool_bytes=1 << 22))
+    speculation = SpeculationOptions(draft_trees="draft_trees" in options)
+    of_model = ModelOptions(device="cpu", **{name: value for name, value in options.items() if name != "draft_trees"})
+    config = EngineConfig(of_model, memory=MemoryOptions(pool_bytes=1 << 22), speculation=speculation)
     with closing(open_checkpoint(str(model))) as checkpoint:
         assert build(checkpoint, config, None).is_batch_invariant == is_invariant
 

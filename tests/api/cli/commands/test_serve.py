@@ -159,7 +159,7 @@ def test_plain_ready_line(start: Start) -> None:
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
     """Started as vLLM would be."""
-    flags = "--enable-lora --max-loras 4 --max-lora-rank 8 --trust-remote-code --json --drain-s 0.5"
+    flags = "--enable-lora --max-loras 4 --max-lora-rank 8 --trust-remote-code --json --drain-s 0.5 --seed 0"
     process = start("hanging", *flags.split())
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
     with httpx2.stream("POST", ready(process)["url"] + "/v1/completions", json=body) as response:
@@ -167,10 +167,11 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert err.splitlines()[:3] == [
+    assert err.splitlines()[:4] == [
         "--enable-lora is not needed: adapters are always served",
         "--max-loras is not needed: a batch may hold any number of adapters",
         "--trust-remote-code is not needed: no code of a checkpoint is ever run",
+        "--seed is not needed: requests have seeds of their own",
     ]
 
 
