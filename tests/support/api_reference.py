@@ -10,10 +10,11 @@ from page_parts import table
 from api.app import _ROUTES
 from api.errors import _HTTP_CODES, ANSWERS
 from api.schemas.adapters import LoadBody
-from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, StreamOptions
+from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, StreamOptions
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
 from api.schemas.structured_output import StructuredOutputs
+from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.request import SamplingParams
@@ -45,7 +46,10 @@ DEFAULTS = f"""
 Fields without a default are off. Without `max_tokens`, a plain completion has {DEFAULT_COMPLETION_TOKENS}
 tokens, and a chat or a response of TGI's routes may use the rest of the context.
 """
-UNSUPPORTED = "These fields are refused, except with the values beside them, which have no effect."
+UNSUPPORTED = """
+These fields are refused, except with the values beside them, which have no effect: everywhere, or in the bodies that
+are named (`chat`, `completions`, `tokenize`), where others have them. Bodies of TGI's form: [tgi.md](tgi.md).
+"""
 ERRORS = """
 `{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
 format ([tgi.md](tgi.md)). Errors with `Retry-After` may succeed later; permanent ones are not 5xx, or have
@@ -57,6 +61,7 @@ FIELDS_OF = {
     "GenerateBody": "TGI and LoRAX: `POST /generate`, `/generate_stream`, `/`",
     "Parameters": "Their `parameters`",
 }
+_BODIES = {"chat": ChatBody, "completions": CompletionBody, "tokenize": TokenizeBody}
 _OBJECTS = (LoadBody, Message, StreamOptions, StructuredOutputs)
 
 
@@ -75,7 +80,9 @@ def page() -> str:
     others = sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"})
     titles = FIELDS_OF | {name: name for name in others if shapes[name].get("properties")}
     inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
-    unsupported = ((f"`{name}`", _values(values)) for name, values in sorted({**INERT_VALUES, **inside}.items()))
+    unsupported = (
+        (f"`{name}`", _lacking(name), _values(values)) for name, values in sorted({**INERT_VALUES, **inside}.items())
+    )
     parts = [
         INTRO,
         "## Routes",
@@ -85,7 +92,7 @@ def page() -> str:
     ]
     for name, title in titles.items():
         parts += [f"### {title}", table(("field", "type", "default"), _fields(shapes[name], shapes))]
-    parts += ["### Unsupported fields", UNSUPPORTED, table(("field", "accepted"), unsupported)]
+    parts += ["### Unsupported fields", UNSUPPORTED, table(("field", "refused in", "accepted"), unsupported)]
     parts += ["## Errors", ERRORS, table(("status", "code", "retried by openai-python"), _errors())]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -117,6 +124,12 @@ def _default(name: str, field: Json) -> str:
         return f"`{field['default']}`"
     known = getattr(SamplingParams(), name, None)
     return f"`{known}`" if isinstance(known, int | float) and not isinstance(known, bool) else ""
+
+
+def _lacking(name: str) -> str:
+    """Return the bodies that lack a field, if others have it."""
+    lacking = [title for title, kind in _BODIES.items() if name not in kind.model_fields]
+    return "" if len(lacking) in (0, len(_BODIES)) else ", ".join(lacking)
 
 
 def _type(field: Json, shapes: Mapping[str, Json]) -> str:
