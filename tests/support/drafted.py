@@ -18,6 +18,7 @@ from lorasrv.engine import factory
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
+from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.memory import memory_manager
 from lorasrv.memory.memory_manager import ADAPTER_FLOOR
 from lorasrv.models.loader import open_checkpoint
@@ -175,7 +176,8 @@ class Drafted:
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
         self.late = late(built.parts.executor) if late else None
-        parts = replace(built.parts, executor=self.late or InProcessExecutor(self.runner))
+        # The processor refuses nothing for the faults of this engine, which tests cause.
+        parts = replace(built.parts, executor=self.late or InProcessExecutor(self.runner), poison=PoisonGuard())
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
         self.processor = built.input_processor
