@@ -257,7 +257,7 @@ def test_a_verdict_in_words(modules) -> None:
 def test_files_of_a_drop(modules) -> None:
     code = """
     import { adapterFiles, idFrom } from "./files.mjs";
-    const of = (names) => adapterFiles(names.map((name) => ({ name, folder: "My Bot!" })));
+    const of = (names) => adapterFiles(names.map((name) => ({ name, path: `My Bot!/${name}` })));
     console.log(JSON.stringify({ found: given.map((names) => of(names).problem ?? of(names).folder),
       ids: ["My Bot!", "..x", "a".repeat(99), "Ünï"].map(idFrom) }));
     """
