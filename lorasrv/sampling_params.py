@@ -46,6 +46,8 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_FSD_NGRAM = 8
+MAX_BAD_WORDS, MAX_BAD_WORD_BYTES = 128, 256
+MAX_ALLOWED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     typical_p: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # No others are chosen; None: all may be.
+    allowed_token_ids: tuple[int, ...] | None = None
+    # Texts that are not written, as far as tokens spell them in the usual way.
+    bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     # True: with the server's own watermark.
     watermark: bool | Watermark = False
@@ -81,6 +87,8 @@ class SamplingParams:
     fsd_ngram: int = 3
     # Tokens that end an answer, which `min_tokens` bans; filled in at admission.
     end_token_ids: tuple[int, ...] = ()
+    # Tokens of `bad_words`, of which the last one is banned behind the others; filled in at admission.
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # Whether a field that acts on logits in every step is set.
@@ -103,7 +111,9 @@ class SamplingParams:
             _check(stop != "", "stop", "must not contain an empty string")
             _check(len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES, "stop", f"strings: {MAX_STOP_BYTES} bytes")
         _check_logit_fields(self)
-        changes = self.has_penalties or bool(self.logit_bias) or self.watermark is not False or self.fsd_alpha > 0.0
+        bans = self.allowed_token_ids is not None or bool(self.bad_words)
+        biased = bool(self.logit_bias) or self.watermark is not False or self.fsd_alpha > 0.0
+        changes = self.has_penalties or biased or bans
         object.__setattr__(self, "changes_logits", changes)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _check(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
@@ -142,6 +152,11 @@ def _check_types(p: SamplingParams) -> None:
             _check(is_right or not is_given, name, f"must be {what}, not {value!r}")
     is_stop = isinstance(p.stop, tuple | list) and all(isinstance(stop, str) for stop in p.stop)
     _check(is_stop, "stop", f"must be a tuple of texts, not {p.stop!r}")
+    is_words = isinstance(p.bad_words, tuple | list) and all(isinstance(word, str) for word in p.bad_words)
+    _check(is_words, "bad_words", f"must be a tuple of texts, not {p.bad_words!r}")
+    ids = p.allowed_token_ids
+    is_ids = ids is None or (isinstance(ids, tuple | list) and all(isinstance(token, Integral) for token in ids))
+    _check(is_ids, "allowed_token_ids", f"must be a tuple of token ids, not {ids!r}")
     pairs = p.logit_bias if isinstance(p.logit_bias, tuple | list) else (p.logit_bias,)
     is_bias = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
     _check(is_bias, "logit_bias", "must be a tuple of pairs, of a token's id and its bias")
@@ -165,6 +180,20 @@ def _check_logit_fields(p: SamplingParams) -> None:
     _check(1 <= p.fsd_ngram <= MAX_FSD_NGRAM, "fsd_ngram", f"must be between 1 and {MAX_FSD_NGRAM}")
     _check(p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it is deterministic")
     _check_bias(p)
+    _check_bans(p)
+
+
+def _check_bans(p: SamplingParams) -> None:
+    _check(len(p.bad_words) <= MAX_BAD_WORDS, "bad_words", f"must have at most {MAX_BAD_WORDS} texts")
+    for word in p.bad_words:
+        _check(word.strip() != "", "bad_words", "must not contain an empty text")
+        is_short = len(word.encode("utf-8", "replace")) <= MAX_BAD_WORD_BYTES
+        _check(is_short, "bad_words", f"texts: at most {MAX_BAD_WORD_BYTES} bytes")
+    if p.allowed_token_ids is not None:
+        is_some = 0 < len(p.allowed_token_ids) <= MAX_ALLOWED_TOKENS
+        _check(is_some, "allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKENS} tokens")
+        are_ids = all(0 <= token < 2**31 for token in p.allowed_token_ids)
+        _check(are_ids, "allowed_token_ids", "must contain token ids, which are not negative")
 
 
 def _check_bias(p: SamplingParams) -> None:
@@ -184,6 +213,8 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
     in_range = f"must contain token ids in [0, {vocab_size})"
     _check(all(0 <= token < vocab_size for token in p.stop_token_ids), "stop_token_ids", in_range)
     _check(all(token < vocab_size for token, _ in p.logit_bias), "logit_bias", in_range)
+    allowed = p.allowed_token_ids or ()
+    _check(all(0 <= token < vocab_size for token in allowed), "allowed_token_ids", in_range)
     banned = sum(bias == -MAX_BIAS for _, bias in p.logit_bias)
     _check(banned < vocab_size, "logit_bias", "bans every token; leave at least one above -100")
 

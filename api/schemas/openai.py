@@ -16,7 +16,15 @@ from api.schemas.tools import Message, ToolFields
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES
-from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams, TextOptions
+from lorasrv.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    BeamOptions,
+    SamplingParams,
+    TextOptions,
+)
 
 MAX_MESSAGES = 2048
 MAX_STOP_TOKEN_IDS = 128
@@ -60,6 +68,8 @@ class SamplingFields(Body):
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED_TOKENS), at_most(MAX_BIASED_TOKENS)] | None = (
         None
     )
+    allowed_token_ids: Annotated[Items[int], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: int | None = None
     watermark: bool | None = None
     fsd_alpha: float | None = None
@@ -151,6 +161,8 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
             "logprobs": 0 if self._is_ranked else self.top_shown,
             "prompt_logprobs": self._prompt_top(),
             "logit_bias": bias_of_tokens(self.logit_bias),
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             **{name: getattr(self, name) for name in _AS_GIVEN},
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -31,12 +31,12 @@ from api.schemas.tools import Message
 from api.serving.model_list import digest_text
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
-from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
+from lorasrv.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_CACHED = 256
 Json = dict[str, Any]
 _SAMPLING = tuple(SamplingFields.model_fields)
-_UNITED = ("stop", "stop_token_ids", "logit_bias")
+_UNITED = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
@@ -301,6 +301,8 @@ def _apply_to_parameters(
     tokens = {
         "stop_token_ids": tuple(defaults.stop_token_ids or ()),
         "logit_bias": bias_of_tokens(defaults.logit_bias),
+        "bad_words": tuple(defaults.bad_words or ()),
+        "allowed_token_ids": tuple(defaults.allowed_token_ids or ()) if is_free else None,
         "min_tokens": defaults.min_tokens if is_free else None,
     }
     given = {name: value for name, value in tokens.items() if value}
@@ -327,7 +329,7 @@ def _sampling(body: GenerationBody, defaults: Defaults) -> Json:
         # FSD is deterministic: the one excludes the other.
         said |= {"temperature", "fsd_alpha", "fsd_ngram"}
     if any(getattr(body, name) is not None for name in StructuredFields.model_fields):
-        said |= {"min_tokens", "ignore_eos"}
+        said |= {"min_tokens", "ignore_eos", "allowed_token_ids"}
     if body.use_beam_search:
         own = {name: value for name, value in own.items() if name in _WITH_BEAMS}
     update = {name: value for name, value in own.items() if name not in said}
@@ -341,7 +343,8 @@ def _united(name: str, given: Any, own: Any) -> Any:
     if name == "logit_bias":
         return _bounded(name, {**own, **given}, MAX_BIASED_TOKENS)
     both = [*_listed(given), *_listed(own)]
-    return _bounded(name, list(dict.fromkeys(both)), MAX_STOP_STRINGS if name == "stop" else None)
+    most = {"stop": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS}
+    return _bounded(name, list(dict.fromkeys(both)), most.get(name))
 
 
 def _bounded(name: str, both: Any, most: int | None) -> Any:

@@ -29,6 +29,7 @@ from lorasrv.sampling_params import (
     check_token_ids,
 )
 from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
+from lorasrv.text.bad_words import bad_word_ids
 from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
@@ -188,7 +189,7 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
-            sampling=self._completed(sampling, max_tokens),
+            sampling=self._completed(sampling, max_tokens, words.tokenizer),
             adapter_key=adapter,
             terms=stored.terms,
             found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
@@ -297,7 +298,7 @@ class InputProcessor:
         check_could_fit([text], tokenizer, self._max_model_len, param="prediction")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    def _completed(self, sampling: SamplingParams, max_tokens: int, tokenizer: Tokenizer | None) -> SamplingParams:
         """Return sampling with the values that only the server knows."""
         if sampling.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -310,6 +311,10 @@ class InputProcessor:
         if sampling.min_tokens:
             ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
             known["end_token_ids"] = tuple(dict.fromkeys(ends))
+        if sampling.bad_words:
+            if tokenizer is None:
+                raise InvalidRequest("{param} needs a tokenizer, which this engine has none of", param="bad_words")
+            known["bad_word_ids"] = bad_word_ids(sampling.bad_words, tokenizer)
         if sampling.watermark is True:
             known["watermark"] = self._watermark
         return replace(sampling, **known) if known else sampling
@@ -426,3 +431,7 @@ def _check_constrained(sampling: SamplingParams) -> None:
         raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="ignore_eos")
     if sampling.min_tokens:
         raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="min_tokens")
+    if sampling.allowed_token_ids is not None:
+        raise InvalidRequest(
+            "{param} does not go with a grammar, which says what is allowed", param="allowed_token_ids"
+        )

@@ -191,15 +191,34 @@ def _mark(logits: Tensor, row: SamplingMetadata) -> None:
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
-    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens` if nothing else
-    is.
+    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens`, and bad words, if
+    nothing else is.
     """
     may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
-    if not row.is_early or not row.params.end_token_ids:
+    if row.params.allowed_token_ids is not None:
+        may = np.zeros(vocab_size, dtype=np.bool_)
+        may[list(row.params.allowed_token_ids)] = True
+    if row.is_early:
+        may = _without(row.params.end_token_ids, may, vocab_size)
+    return _without(_ends_of_bad_words(row), may, vocab_size)
+
+
+def _without(tokens: Sequence[int], may: Mask | None, vocab_size: int) -> Mask | None:
+    if not tokens:
         return may
-    goes_on = np.ones(vocab_size, dtype=np.bool_) if may is None else may.copy()
-    goes_on[list(row.params.end_token_ids)] = False
-    return goes_on if goes_on.any() else may
+    left = np.ones(vocab_size, dtype=np.bool_) if may is None else may.copy()
+    left[list(tokens)] = False
+    return left if left.any() else may
+
+
+def _ends_of_bad_words(row: SamplingMetadata) -> list[int]:
+    """Return the tokens that would complete a bad word behind the answer so far."""
+    said = row.generated if row.params.bad_word_ids else ()
+    return [
+        last
+        for *before, last in row.params.bad_word_ids
+        if len(before) <= len(said) and list(said[len(said) - len(before) :]) == before
+    ]
 
 
 def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:

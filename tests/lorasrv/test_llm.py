@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lorasrv.config import Limits
 from lorasrv.errors import ContextLengthExceeded, EngineDead, InvalidRequest, PoisonRequest, RequestTimeout
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import BeamOptions
+from lorasrv.text.bad_words import bad_word_ids
 from lorasrv.worker import adapter_loader
 
 
@@ -126,3 +128,19 @@ def test_defaults_are_refused_and_never_left_out_silently(
         plain = [alone(PROMPT, GREEDY, name) for name in (None, "one", "one")]
         assert [list(answer.token_ids) for answer in answers] == plain
         assert llm.beam_search([PROMPT], GREEDY, BeamOptions(2), ["one"], ignore_defaults=True)
+
+
+def test_bad_words_and_allowed_tokens_hold(model: Path) -> None:
+    with offline_engine(model) as llm:
+        plain = llm.generate([PROMPT], GREEDY)[0]
+        words = {llm.tokenizer.decode([token]): token for token in plain.token_ids}
+        word = next(w for w, token in words.items() if w.strip() and llm.tokenizer.encode(w, False) == [token])
+        other = llm.generate([PROMPT], replace(GREEDY, bad_words=(word,)))[0]
+        assert plain.token_ids != other.token_ids
+        banned = {ids[0] for ids in bad_word_ids([word], llm.tokenizer) if len(ids) == 1}
+        assert banned & set(plain.token_ids)
+        assert not banned & set(other.token_ids)
+        few = (7, 11, 300)
+        assert set(llm.generate([PROMPT], replace(GREEDY, allowed_token_ids=few))[0].token_ids) <= set(few)
+        with pytest.raises(InvalidRequest, match=r"allowed_token_ids must contain token ids in \[0, 384\)"):
+            llm.generate([PROMPT], replace(GREEDY, allowed_token_ids=(384,)))

@@ -55,6 +55,10 @@ def _sampling(rng: random.Random) -> SamplingParams:
     }
     if fields["temperature"] == 0.0 and rng.random() < 0.2:
         fields |= {"fsd_alpha": rng.choice([0.2, 0.6]), "fsd_ngram": rng.choice([2, 3, 5])}
+    # By a generator of its own: the other fields of all asks stay as they were.
+    own = random.Random(fields["seed"])
+    fields["allowed_token_ids"] = tuple(range(5, 90)) if own.random() < 0.1 else None
+    fields["bad_words"] = own.choice([("a",), ("e", "the")]) if own.random() < 0.2 else ()
     fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"])
     return SamplingParams(**fields)
 
@@ -65,7 +69,7 @@ def _ask(rng: random.Random, grammars: Sequence[TokenConstraint], longest: int =
     sampling, constraint = _sampling(rng), None
     if rng.random() < 0.2:
         constraint = rng.choice(grammars)
-        sampling = replace(sampling, ignore_eos=False, stop=(), stop_token_ids=(), min_tokens=0)
+        sampling = replace(sampling, ignore_eos=False, stop=(), stop_token_ids=(), min_tokens=0, allowed_token_ids=None)
     if rng.random() < 0.05:
         # To the context's end.
         sampling = replace(sampling, max_tokens=None, ignore_eos=True, stop=(), stop_token_ids=())

@@ -35,6 +35,8 @@ OPENAI: list[Row] = [
     *wrong("presence_penalty", -2.01, 2.5, 1e300, "1", True, [1]),
     *wrong("frequency_penalty", -2.01, 2.5, 1e300, "1", True, [1]),
     *wrong("repetition_penalty", 0, -1, 1e-40, 1e-9, 101, "1.1", False),
+    *wrong("allowed_token_ids", [], [-1], [2**40], 5, {"1": 1}),
+    *wrong("bad_words", [""], [" "], ["x" * 257], ["x"] * 129, "x"),
     *wrong("min_tokens", -1, 17, 2**31, 2**70, 1.5, "3", True, max_tokens=16),
     *wrong("fsd_alpha", -0.1, 1.1, "1", temperature=0),
     *wrong("fsd_alpha", 0.4, temperature=0.7),

@@ -158,6 +158,8 @@ OPENAI = SAMPLING | {
     "max_completion_tokens": st.integers(1, 8),
     "logit_bias": st.dictionaries(IDS.map(str), st.integers(-100, 100), max_size=3),
     "min_tokens": st.integers(0, 3),
+    "allowed_token_ids": st.lists(IDS, max_size=3),
+    "bad_words": st.lists(WORDS, max_size=3),
     "fsd_alpha": share(),
     "fsd_ngram": st.integers(1, 4),
     "stop_token_ids": st.lists(IDS, max_size=3),

@@ -65,6 +65,8 @@ GENERATION: dict[str, Any] = {
     "frequency_penalty": 1,
     "repetition_penalty": 2,
     "logit_bias": {"7": 1},
+    "allowed_token_ids": [5],
+    "bad_words": ["x"],
     "min_tokens": 1,
     "watermark": True,
     "fsd_alpha": 0.5,

@@ -134,6 +134,31 @@ class TestMinTokens:
         assert sample(_logits(), [_row(min_tokens=99, end_token_ids=tuple(range(V)))]) == [int(_logits().argmax())]
 
 
+class TestAllowedAndBad:
+    def test_only_allowed_tokens_are_left(self) -> None:
+        allowed = _one(_row(allowed_token_ids=(3, 9, 69)))
+        assert _support(allowed) == {3, 9, 69}
+        assert torch.equal(allowed[[3, 9, 69]], _logits()[0][[3, 9, 69]])
+        assert _support(_one(_row(allowed_token_ids=(2, 9), min_tokens=99, end_token_ids=(2,)))) == {9}
+        assert _support(_one(_row(allowed_token_ids=(2,), min_tokens=99, end_token_ids=(2,)))) == {2}
+
+    @given(
+        words=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
+        answer=st.lists(st.integers(0, 4), max_size=6),
+    )
+    def test_bad_words_are_those_of_transformers(self, words: list[list[int]], answer: list[int]) -> None:
+        """Within the answer: the prompt is not looked at, as in vLLM."""
+        row = _row(answer, bad_words=("x",), bad_word_ids=tuple(map(tuple, words)))
+        processor = oracle.NoBadWordsLogitsProcessor(words)
+        want = processor(torch.tensor([answer], dtype=torch.long), _logits())
+        assert torch.equal(_one(row), want[0])
+
+    def test_bad_words_give_way_if_nothing_else_is_allowed(self) -> None:
+        words = {"bad_words": ("x",), "bad_word_ids": ((3,), (9,))}
+        assert _support(_one(_row(allowed_token_ids=(3, 7), **words))) == {7}
+        assert _support(_one(_row(allowed_token_ids=(3, 9), **words))) == {3, 9}
+
+
 class TestConstraint:
     @given(st.frozensets(st.integers(0, V - 1), min_size=1), st.integers(0, 5))
     def test_only_what_it_allows_is_drawn(self, tokens: frozenset[int], seed: int) -> None:
@@ -236,7 +261,8 @@ def _rows() -> st.SearchStrategy[SamplingMetadata]:
     def make(fields: dict, answer: list[int], allowed: frozenset[int] | None) -> SamplingMetadata:
         if "fsd_alpha" in fields:
             fields = {**fields, "temperature": 0.0}
-        constraint = Only(allowed) if allowed else None
+        constraint = Only(allowed) if allowed and fields.get("allowed_token_ids") is None else None
+        fields = {**fields, "bad_words": ("x",) if fields.get("bad_word_ids") else ()}
         return _row(answer, constraint, **{"seed": 7, "end_token_ids": (2, 40), **fields})
 
     penalty, tokens = st.floats(-2.0, 2.0, width=32), st.integers(0, V - 1)
@@ -252,6 +278,8 @@ def _rows() -> st.SearchStrategy[SamplingMetadata]:
             "top_p": st.sampled_from([0.5, 1.0]),
             "logit_bias": bias.map(lambda bias: tuple(bias.items())),
             "min_tokens": st.integers(0, 12),
+            "allowed_token_ids": st.none() | st.lists(tokens, min_size=1, max_size=5).map(tuple),
+            "bad_word_ids": st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
             "watermark": st.sampled_from([True, False, Watermark(0.25, 3.0, 5)]),
             "fsd_alpha": st.sampled_from([0.0, 0.4, 1.0]),
         },

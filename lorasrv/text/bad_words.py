@@ -1,0 +1,18 @@
+"""Bad words: texts that an answer does not have, as the tokens that spell them."""
+
+from collections.abc import Iterable
+
+from lorasrv.text.tokenizer import Tokenizer
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each text, at the beginning of an answer and behind a blank, each sequence once.
+
+    A model can spell a text otherwise, with shorter tokens: then it is not recognised, as in vLLM and transformers.
+
+    Raises:
+        InvalidRequest: a text has lone surrogates.
+    """
+    spelled = (blank + word.lstrip() for word in words for blank in ("", " "))
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spelled)
+    return tuple(dict.fromkeys(filter(None, found)))
