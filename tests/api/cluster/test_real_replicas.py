@@ -5,7 +5,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,16 +25,23 @@ NUM_WHOLE, NUM_STREAMS = 40, 6
 TOKENS = 200
 
 
-@pytest.fixture(scope="module")
-def cluster(model, adapter_dirs) -> Iterator[SimpleNamespace]:
-    """The first is to be killed."""
+@contextmanager
+def started(model: Path, adapter_dirs: dict[str, Path], *ends: int) -> Iterator[SimpleNamespace]:
+    """Replicas that are to end with these codes, behind an edge."""
     flags = ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--cluster-secret", SECRET)
     adapters = {"mia": adapter_dirs["two"], "tom": adapter_dirs["one"]}
     with ExitStack() as opened:
-        replicas = [opened.enter_context(serve(*flags, adapters=adapters, ends=code)) for code in (-signal.SIGKILL, 0)]
+        replicas = [opened.enter_context(serve(*flags, adapters=adapters, ends=code)) for code in ends]
         chooser = StaticChooser((), make_placement("bounded"))
         edge = opened.enter_context(edge_of([one.url for one in replicas], chooser=chooser, secret=SECRET))
         yield SimpleNamespace(replicas=replicas, **vars(edge))
+
+
+@pytest.fixture
+def cluster(model, adapter_dirs) -> Iterator[SimpleNamespace]:
+    """The first is to be killed."""
+    with started(model, adapter_dirs, -signal.SIGKILL, 0) as cluster:
+        yield cluster
 
 
 def body_of(number: int, tokens: int) -> dict[str, Any]:
@@ -44,15 +52,16 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
     return {**body, **sampling}
 
 
-def test_commands_ask_the_replica_that_they_name(cluster: Any) -> None:
-    at = ("--server", cluster.url, "--json")
-    unnamed = cli_process.run("top", "--once", *at)
-    assert (unnamed.returncode, unnamed.stdout) == (1, "")
-    assert "is of several replicas; choose one: --replica r0 or r1" in unnamed.stderr
-    assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
-    total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
-    assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
-    assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
+def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
+    with started(model, adapter_dirs, 0, 0) as cluster:
+        at = ("--server", cluster.url, "--json")
+        unnamed = cli_process.run("top", "--once", *at)
+        assert (unnamed.returncode, unnamed.stdout) == (1, "")
+        assert "is of several replicas; choose one: --replica r0 or r1" in unnamed.stderr
+        assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
+        total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
+        assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
+        assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
 
 
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
