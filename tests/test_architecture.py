@@ -1,6 +1,7 @@
 """Structure of the packages: rooms, one-way imports, sizes. The layers are those of import-linter in pyproject.toml."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -212,6 +213,18 @@ def test_no_pickle_in_the_packages() -> None:
         for alias in node.names
     }
     assert [module for module, name in named if name == "pickle"] == []
+
+
+def test_processes_import_nothing_of_the_working_directory() -> None:
+    """A file there named as a library's module would be run in its place."""
+    started = [
+        (path, match)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for match in re.findall(r'sys\.executable, "([^"]+)"', path.read_text("utf-8"))
+    ]
+    assert len(started) > 4
+    assert {first for _, first in started} == {"-P"}, started
 
 
 def test_every_room_is_in_the_map() -> None:

@@ -313,7 +313,7 @@ class InputProcessor:
             known["end_token_ids"] = tuple(dict.fromkeys(ends))
         if sampling.bad_words:
             if tokenizer is None:
-                raise InvalidRequest("{param} needs a tokenizer, which this engine has none of", param="bad_words")
+                raise InvalidRequest("{param} needs a tokenizer, and this engine has none", param="bad_words")
             known["bad_word_ids"] = bad_word_ids(sampling.bad_words, tokenizer)
         if sampling.watermark is True:
             known["watermark"] = self._watermark

@@ -1,7 +1,7 @@
 """Run the server (serve)."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
@@ -17,57 +17,74 @@ if TYPE_CHECKING:
     from api.server import Progress, Ready
 
 
-_NOT_NEEDED = {
-    "enable_lora": "adapters are always served",
-    "max_loras": "a batch may hold any number of adapters",
-    "max_cpu_loras": "--host-cache-bytes bounds the adapters in host memory",
-    "lora_dtype": "--dtype is that of adapters",
-    "trust_remote_code": "no code of a checkpoint is ever run",
-    "enable_chunked_prefill": "prompts are always computed in chunks",
-    "enforce_eager": "CUDA graphs are captured for what occurs, and no memory is kept for others",
-    "disable_log_requests": "texts of requests are logged with --log-prompts only",
-    "no_enable_log_requests": "texts of requests are logged with --log-prompts only",
-    "disable_log_stats": "figures are at /metrics, and in no log",
-    "fully_sharded_loras": "adapters are divided as the linears are",
-    "block_size": "a page of the KV cache has 16 tokens",
-    "swap_space": "--swap-bytes bounds the memory of preempted requests",
-    "seed": "requests have seeds of their own",
-    "download_dir": "models of hf:org/name are kept where HF_HOME says",
-    "enable_auto_tool_choice": "tools are served where the model's chat template has them",
-    "tool_call_parser": "the form of tool calls is the chat template's",
-    "uvicorn_log_level": "--log-level is that of all logs",
-}
-
-
 @dataclass(frozen=True)
 class NotNeeded:
     """Accept options of vLLM's serve that have no meaning here."""
 
-    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
-    max_loras: Annotated[int | None, typer.Option(hidden=True)] = None
-    max_cpu_loras: Annotated[int | None, typer.Option(hidden=True)] = None
-    lora_dtype: Annotated[str | None, typer.Option(hidden=True)] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", hidden=True)] = False
-    enable_chunked_prefill: Annotated[bool, typer.Option("--enable-chunked-prefill", hidden=True)] = False
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", hidden=True)] = False
-    disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", hidden=True)] = False
-    no_enable_log_requests: Annotated[bool, typer.Option("--no-enable-log-requests", hidden=True)] = False
-    disable_log_stats: Annotated[bool, typer.Option("--disable-log-stats", hidden=True)] = False
-    fully_sharded_loras: Annotated[bool, typer.Option("--fully-sharded-loras", hidden=True)] = False
-    block_size: Annotated[int | None, typer.Option(hidden=True)] = None
-    swap_space: Annotated[float | None, typer.Option(hidden=True)] = None
-    seed: Annotated[int | None, typer.Option(hidden=True)] = None
-    download_dir: Annotated[str | None, typer.Option(hidden=True)] = None
-    enable_auto_tool_choice: Annotated[bool, typer.Option("--enable-auto-tool-choice", hidden=True)] = False
-    tool_call_parser: Annotated[str | None, typer.Option(hidden=True)] = None
-    uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True)] = None
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True, help="adapters are always served")] = False
+    max_loras: Annotated[int | None, typer.Option(hidden=True, help="a batch may hold any number of adapters")] = None
+    max_cpu_loras: Annotated[
+        int | None, typer.Option(hidden=True, help="--host-cache-bytes bounds the adapters in host memory")
+    ] = None
+    lora_dtype: Annotated[str | None, typer.Option(hidden=True, help="--dtype is that of adapters")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", hidden=True, help="no code of a checkpoint is ever run")
+    ] = False
+    enable_chunked_prefill: Annotated[
+        bool, typer.Option("--enable-chunked-prefill", hidden=True, help="prompts are always computed in chunks")
+    ] = False
+    enforce_eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager",
+            hidden=True,
+            help="CUDA graphs are captured for what occurs, and no memory is kept for others",
+        ),
+    ] = False
+    disable_log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--disable-log-requests", hidden=True, help="texts of requests are logged with --log-prompts only"
+        ),
+    ] = False
+    no_enable_log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--no-enable-log-requests", hidden=True, help="texts of requests are logged with --log-prompts only"
+        ),
+    ] = False
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", hidden=True, help="figures are at /metrics, and in no log")
+    ] = False
+    fully_sharded_loras: Annotated[
+        bool, typer.Option("--fully-sharded-loras", hidden=True, help="adapters are divided as the linears are")
+    ] = False
+    block_size: Annotated[int | None, typer.Option(hidden=True, help="a page of the KV cache has 16 tokens")] = None
+    swap_space: Annotated[
+        float | None, typer.Option(hidden=True, help="--swap-bytes bounds the memory of preempted requests")
+    ] = None
+    seed: Annotated[int | None, typer.Option(hidden=True, help="requests have seeds of their own")] = None
+    download_dir: Annotated[
+        str | None, typer.Option(hidden=True, help="models of hf:org/name are kept where HF_HOME says")
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice", hidden=True, help="tools are served where the model's chat template has them"
+        ),
+    ] = False
+    tool_call_parser: Annotated[
+        str | None, typer.Option(hidden=True, help="the form of tool calls is the chat template's")
+    ] = None
+    uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True, help="--log-level is that of all logs")] = None
 
     def notes(self) -> list[str]:
-        """Return a line for each one that is given."""
-        values = ((name, getattr(self, name)) for name in _NOT_NEEDED)
+        """Return a line for each one that is given, with the reason, which is its help."""
+        declared = get_type_hints(NotNeeded, include_extras=True)
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
         # 0 is given, too.
         given = [name for name, value in values if value is not None and value is not False]
-        return [f"--{name.replace('_', '-')} is not needed: {_NOT_NEEDED[name]}" for name in given]
+        return [f"--{name.replace('_', '-')} is not needed: {declared[name].__metadata__[0].help}" for name in given]
 
 
 def serve(

@@ -67,7 +67,9 @@ class _Watch:
         """
         metrics = self._client.metrics(self._replica)
         if ids := [_REPLICA.findall(name)[0] for name in metrics if name.startswith(_OF_EDGE)]:
-            raise CliError(f"{self.url} is of several replicas; choose one: --replica {' or '.join(sorted(ids))}")
+            raise CliError(
+                f"{self.url} is the address of several replicas; choose one with --replica {' or '.join(sorted(ids))}"
+            )
         self.model = self.model or self._client.info(self._replica)["model_id"]
         sample = Sample(time.monotonic(), metrics, self._client.pool(self._replica))
         about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}

@@ -57,7 +57,7 @@ def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
         at = ("--server", cluster.url, "--json")
         unnamed = cli_process.run("top", "--once", *at)
         assert (unnamed.returncode, unnamed.stdout) == (1, "")
-        assert "is of several replicas; choose one: --replica r0 or r1" in unnamed.stderr
+        assert "is the address of several replicas; choose one with --replica r0 or r1" in unnamed.stderr
         assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
         total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
         assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total

@@ -254,6 +254,18 @@ def test_a_verdict_in_words(modules) -> None:
     assert ["Wrong linears", "9: layers.0.q, layers.1.q"] in differs
 
 
+def test_an_owner_of_many_ids_is_told_by_a_few(modules) -> None:
+    """A thousand in one text took seconds to draw."""
+    code = """
+    import { layOut } from "./pool_owners.mjs";
+    const of = (count) => ({ ids: Array.from({ length: count }, (_, n) => `m${n}`), digest: "sha256:ab", state: "ready",
+      runs: [[0, 1]], pages: 1 });
+    const pool = (count) => ({ pages_total: 4, adapters: [of(count)] });
+    console.log(JSON.stringify(given.map((count) => layOut(pool(count)).owners[0].who)));
+    """
+    assert modules(code, [2, 5, 1000]) == ["m0, m1", "m0, m1, m2, m3, m4", "m0, m1, m2, m3, m4 and 995 more"]
+
+
 def test_files_of_a_drop(modules) -> None:
     code = """
     import { adapterFiles, idFrom } from "./files.mjs";
