@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapter_store.errors import AdapterInvalid, Problem
 from lorasrv.distributed.frames import Frame
-from lorasrv.distributed.rank0 import PartitionedReplica
+from lorasrv.distributed.rank0 import Ranks
 from lorasrv.distributed.rank_adapters import (
     LayoutNumbers,
     RankPlaces,
@@ -36,10 +36,10 @@ class PartitionedExecutor(InProcessExecutor):
     A step that fails within the pass cannot be computed again: other ranks wait for parts that will not come.
     """
 
-    def __init__(self, runner: ModelRunner, replica: PartitionedReplica) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         super().__init__(runner)
-        self._replica, self._exchange = replica, replica.exchange
-        self._numbers, self._places = LayoutNumbers(), RankPlaces(replica.page_bytes)
+        self._ranks, self._exchange = ranks, ranks.exchange
+        self._numbers, self._places = LayoutNumbers(), RankPlaces(ranks.page_bytes)
         self._requests: dict[RequestId, int] = {}
         self._next_request = 0
 
@@ -60,7 +60,7 @@ class PartitionedExecutor(InProcessExecutor):
         return self._commit_pages
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
-        self.runner.bind_thread(before_pass, self._replica.threads)
+        self.runner.bind_thread(before_pass, self._ranks.threads)
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         step = handle.step
@@ -69,7 +69,7 @@ class PartitionedExecutor(InProcessExecutor):
         own = self._own(step)
         frame = encode_step(step, self._numbers.of)
         self._exchange.is_within_pass = True
-        self._replica.team.tell(frame)
+        self._ranks.team.tell(frame)
         return self.runner.run(own)
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
@@ -84,17 +84,17 @@ class PartitionedExecutor(InProcessExecutor):
 
     def close(self) -> None:
         super().close()
-        self._replica.close()
+        self._ranks.close()
 
     def _apply(self, op: PageOp) -> int:
         frame = encode_page_op(op, self._number_of)
-        self._replica.team.tell(frame)
+        self._ranks.team.tell(frame)
         try:
             swapped = self.runner.apply_page_ops((op,))
         finally:
             # Also if this rank's part has failed: replies are taken in the order of the orders.
-            replies = self._replica.team.take_replies()
-        self._replica.team.check(replies)
+            replies = self._ranks.team.take_replies()
+        self._ranks.team.check(replies)
         if isinstance(op, SwapIn | DropSwap):
             self._requests.pop(op.request_id, None)
         return swapped
@@ -113,7 +113,7 @@ class PartitionedExecutor(InProcessExecutor):
 
     def _place(self, planned: PlacedAdapter) -> PlacedAdapter:
         number = self._numbers.of(planned.layout)
-        self._places.learn(number, rank_layout(planned.layout, self._replica.spec))
+        self._places.learn(number, rank_layout(planned.layout, self._ranks.spec))
         return self._places.place(number, planned.runs)
 
     def _write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
@@ -124,25 +124,25 @@ class PartitionedExecutor(InProcessExecutor):
         """
         assert isinstance(packed, SharedAdapter)
         number = self._numbers.of(placed.layout)
-        frames = [encode_adapter(packed, placed, number, spec) for spec in self._replica.specs[1:]]
+        frames = [encode_adapter(packed, placed, number, spec) for spec in self._ranks.specs[1:]]
         try:
-            with self._replica.team.asking_bulk(frames):
+            with self._ranks.team.asking_bulk(frames):
                 self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
         except RankFailed as error:
             raise AdapterInvalid((Problem("unsupported_partition", "adapter", str(error)),)) from error
 
     def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
-        replies = self._replica.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
+        replies = self._ranks.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
         others = [torch.from_numpy(reply.arrays[0]) for reply in replies]
         return torch.cat([self.runner.read_pages(pages), *others], dim=1)
 
     def _write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
-        sizes = [self._replica.block_bytes(rank) for rank in range(len(self._replica.specs))]
+        sizes = [self._ranks.block_bytes(rank) for rank in range(len(self._ranks.specs))]
         own, *others = torch.split(rows, sizes, dim=1)
         places = np.array(copies, dtype=np.int64).reshape(-1, 2)
-        with self._replica.team.asking_bulk([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
+        with self._ranks.team.asking_bulk([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
             self.runner.write_pages(own.contiguous(), copies)
 
     def _commit_pages(self, count: int) -> None:
-        with self._replica.team.asking_bulk([Frame(COMMIT, {"count": count})] * (len(self._replica.specs) - 1)):
+        with self._ranks.team.asking_bulk([Frame(COMMIT, {"count": count})] * (len(self._ranks.specs) - 1)):
             self.runner.commit_pages(count)

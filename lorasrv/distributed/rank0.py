@@ -123,7 +123,7 @@ class LoadedRanks:
         return replace(own, fingerprint=known.hexdigest(), kept_codes=kept, remade_codes=remade)
 
 
-class PartitionedReplica:
+class Ranks:
     """Hold the ranks of a partition, from their start to their end.
 
     Args:

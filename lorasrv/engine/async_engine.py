@@ -19,7 +19,7 @@ from lorasrv.engine.async_input_processor import AsyncInputProcessor
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.engine_thread import EngineThread
-from lorasrv.engine.factory import BuiltModel, Progress, build
+from lorasrv.engine.factory import BuiltModel, build
 from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import (
@@ -63,6 +63,7 @@ from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import compute_alone
 from lorasrv.worker.disk_threads import DiskReadStats
 from lorasrv.worker.snapshot_loader import FetchPages, SnapshotLoader
+from lorasrv.worker.weights import Progress
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0

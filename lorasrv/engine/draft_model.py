@@ -52,14 +52,11 @@ def _check(checkpoint: Checkpoint, model: str, tokenizer: Tokenizer, vocab_size:
 def load_draft_weights(
     checkpoint: Checkpoint, options: ModelOptions, ops: Ops, device: torch.device, progress: Progress
 ) -> ModelWeights:
-    """Load a draft model in the format that fits it, and close its checkpoint.
+    """Load a draft model in the format that fits it.
 
     Raises:
         ModelError: the checkpoint cannot be served.
     """
-    try:
-        name, accepted = select_format(StoredWeights.of(checkpoint), "auto", None)
-        fmt = get_format(name, ops, accepted.group, keep_int8_codes=accepted.keep_int8_codes)
-        return load_weights(checkpoint, fmt, getattr(torch, options.dtype), WeightMeter(), progress, device)
-    finally:
-        checkpoint.close()
+    name, accepted = select_format(StoredWeights.of(checkpoint), "auto", None)
+    fmt = get_format(name, ops, accepted.group, keep_int8_codes=accepted.keep_int8_codes)
+    return load_weights(checkpoint, fmt, getattr(torch, options.dtype), WeightMeter(), progress, device)

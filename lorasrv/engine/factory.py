@@ -1,59 +1,37 @@
 """Factory: build an engine's parts (model, memory, pool, scheduler) from options."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-
-from adapter_store.formats.weights import HeadArrays
 from adapter_store.host_cache import HostCache
 from adapter_store.storage.snapshots import SnapshotFiles
 from adapter_store.store import AdapterStore
-from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
-from lorasrv.distributed.executor import PartitionedExecutor
-from lorasrv.distributed.part_checkpoint import PartCheckpoint
-from lorasrv.distributed.partition import Partition
-from lorasrv.distributed.rank0 import LoadedRanks, PartitionedReplica, ProcessLauncher
-from lorasrv.distributed.rank_adapters import SharedAdapterStore
-from lorasrv.engine.draft_model import load_draft_weights, open_draft_model
+from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
+from lorasrv.distributed.model_processes import ModelProcesses, start_processes
+from lorasrv.engine.checked_model import CheckedModel
 from lorasrv.engine.draft_rules import DraftRules
 from lorasrv.engine.input_processor import InputProcessor
-from lorasrv.engine.memory_plan import MemoryPlan, pool_size
+from lorasrv.engine.loaded_model import LoadedModel
 from lorasrv.engine.parts import EngineParts
-from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
-from lorasrv.models.loader import Checkpoint, WeightMeter
+from lorasrv.models.loader import Checkpoint
 from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.speculation.drafter import Drafter
-from lorasrv.speculation.drafters import draft_layers, make_drafters, model_names
+from lorasrv.speculation.drafters import make_drafters, model_names
 from lorasrv.speculation.speculator import Speculator
 from lorasrv.speculation_params import REJECTION
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer
-from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
-from lorasrv.worker.base_format import choose_format, make_ops
-from lorasrv.worker.decoder import DecoderLimits
-from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
-from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads, read_heads
-from lorasrv.worker.executor import Executor, LaunchingExecutor, ThreadedExecutor
+from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.kv_identity import kv_identity, peer_identity, same_tokens
 from lorasrv.worker.model_runner import DraftModel, ModelRunner
-from lorasrv.worker.weights import ModelWeights, load_weights, served_error, silent
-from sgmv_kernels.backend import KernelsUnavailable
-from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
-from sgmv_kernels.ops import Ops
-
-logger = logging.getLogger(__name__)
-Progress = Callable[[str, float], None]
-"""Called with the current activity and its progress from 0 to 1."""
+from lorasrv.worker.weights import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -93,209 +71,140 @@ def build(
         ConfigError: an option does not fit this model or machine.
         NotEnoughMemory: the model, the pool or a step is too large for this machine.
     """
-    with ExitStack() as on_failure:
-        built = _build(checkpoint, config, store, progress or silent, drafters, on_failure)
+    progress = progress or silent
+    with ExitStack() as opened, ExitStack() as on_failure:
+        model = CheckedModel.of(checkpoint, config, progress)
+        if model.draft is not None:
+            opened.callback(model.draft.close)
+        plan = model.plan_memory()
+        processes = start_processes(config, model.spec, model.device, model.kv_format)
+        on_failure.callback(processes.close)
+        loaded = LoadedModel.load(model, processes, progress)
+        plan = plan.measured(config.memory, loaded.nbytes, model.device)
+        plan.check()
+        layout = _layout(model, loaded, processes, plan.pool)
+        built = _build(model, loaded, processes, layout, store, drafters, progress)
         on_failure.pop_all()
         return built
 
 
 def _build(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
+    model: CheckedModel,
+    loaded: LoadedModel,
+    processes: ModelProcesses,
+    layout: PoolLayout,
     store: AdapterStore | None,
-    progress: Progress,
     drafters: Sequence[Drafter] | None,
-    on_failure: ExitStack,
+    progress: Progress,
 ) -> BuiltModel:
-    spec = checkpoint.spec
-    device = resolve_device(config.model.device)
-    dtype = getattr(torch, config.model.dtype)
-    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
-    max_model_len = _max_model_len(config.model.max_model_len, spec)
-    ops = _ops(config.model, spec, device, dtype, kv_format, progress)
-    # Before the weights, which take long: what can be refused is refused here.
-    source = checkpoint.tokenizer_source()
-    tokenizer = Tokenizer.from_source(source)
-    fmt = choose_format(config.model, checkpoint, ops)
-    drafting = open_draft_model(config, tokenizer, spec.vocab_size, max_model_len)
-    draft_spec = None if drafting is None else drafting.spec
-    layers = draft_layers(spec.num_layers, config.speculation.draft_layers, spec.kv_source_layers)
-    base_heads = _read_draft_heads(config.speculation, spec)
-    plan = MemoryPlan.of(config, spec, fmt.name, device, checkpoint.packing, draft_spec)
-    plan.check()
-    if warning := plan.warning():
-        logger.warning(warning)
-    replica = _start_ranks(config, spec, device, kv_format)
-    if replica is not None:
-        on_failure.callback(replica.close)
-    own = checkpoint if replica is None else PartCheckpoint(checkpoint, replica.spec)
-    weights = load_weights(own, fmt, dtype, WeightMeter(), progress, device)
-    bits, error = weights.bits_per_weight, served_error(own, weights)
-    others = LoadedRanks() if replica is None else replica.wait_loaded(progress)
-    weights = others.join(weights)
-    served = ServedWeights(fmt.name, checkpoint.packing, weights.kept_codes, weights.remade_codes, bits, error)
-    if line := served.line():
-        logger.log(logging.INFO if served.is_exact else logging.WARNING, "%s", line)
-    draft = None if drafting is None else load_draft_weights(drafting, config.model, ops, device, progress)
-    weight_bytes = weights.nbytes + sum(others.weight_bytes) + (0 if draft is None else draft.nbytes)
-    plan = _measured(plan, config.memory, weight_bytes, device)
-    plan.check()
-    page_bytes = _page_bytes(spec, kv_format) if replica is None else replica.page_bytes
-    elsewhere = 0 if draft is None else _page_bytes(draft.spec, kv_format) * draft.spec.num_slabs
-    elsewhere += 0 if replica is None else sum(map(replica.block_bytes, range(1, len(replica.specs))))
-    geometry = PoolLayout.of_bytes(plan.pool, page_bytes, PAGE_SIZE_TOKENS, weights.spec.num_slabs, elsewhere)
-    device_pool = DevicePool(
-        weights.spec, geometry.num_pages, geometry.page_size, kv_format, device, page_bytes=page_bytes
-    )
-    draft_model = None
-    if draft is not None:
-        draft_pool = DevicePool(draft.spec, geometry.num_pages, geometry.page_size, kv_format, device)
-        draft_model = DraftModel(draft, draft_pool)
-    adapters = None if store is None else _adapters(store, config.memory, weights, dtype, replica)
+    """Build what is made of loaded weights, and of a pool of this layout."""
+    config, spec, drafting = model.config, model.spec, model.config.speculation
+    adapters = None
+    if store is not None:
+        adapters = processes.adapters(store, HostCache(config.memory.host_cache_bytes), loaded.weights, model.dtype)
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
-    sizes = (geometry.page_size, geometry.page_bytes, geometry.num_slabs, geometry.elsewhere_bytes)
-    identity = kv_identity(weights, fmt, config.model, ops, kv_format, sizes, draft)
+    sizes = (layout.page_size, layout.page_bytes, layout.num_slabs, layout.elsewhere_bytes)
+    identity = kv_identity(loaded.weights, model.fmt, config.model, model.ops, model.kv_format, sizes, loaded.draft)
     memory = MemoryManager.make(
-        geometry,
+        layout,
         config.memory,
         config.scheduler.preemption_mode,
         adapters.is_on_host if adapters else lambda _: False,
         facts=identity if snapshots is not None else None,
         stored=snapshots.sizes() if snapshots is not None else {},
-        # Pages of several ranks can be read by the engine's thread alone, and lent ones are read beside it.
-        peer_facts=peer_identity(identity) if replica is None else None,
+        peer_facts=peer_identity(identity) if processes.can_lend_pages else None,
     )
-    rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
-    models = model_names(config.speculation) if replica is None else []
-    made = make_drafters(config.speculation) if drafters is None else drafters
-    heads = None
-    if "medusa" in models:
-        base = MedusaHeads.of(base_heads, limits.activation, device) if base_heads else None
-        max_bytes = config.speculation.draft_head_bytes
-        read = adapters.draft_heads if adapters is not None and max_bytes else None
-        heads = DraftHeads(base, read, max_bytes, limits.activation, device)
-    exchange = None if replica is None else replica.open(device_pool, limits, ops)
-    runner = ModelRunner(weights, device_pool, limits, ops, draft_model, layers, heads, exchange)
-    has_trees = config.speculation.draft_trees or config.speculation.lookahead is not None
+    pool = DevicePool(
+        loaded.weights.spec,
+        layout.num_pages,
+        layout.page_size,
+        model.kv_format,
+        model.device,
+        page_bytes=layout.page_bytes,
+    )
+    models = model_names(drafting) if processes.can_draft else []
+    runner = _runner(model, loaded, processes, pool, _draft_heads(model, models, adapters))
+    has_trees = drafting.draft_trees or drafting.lookahead is not None
     runner.warm_up(config.memory.max_lora_rank, progress, has_trees=has_trees)
+    made = make_drafters(drafting) if drafters is None else drafters
+    speculator = Speculator(made, spec.vocab_size, models=models, makes_trees=drafting.draft_trees)
     parts = EngineParts(
         memory=memory,
-        scheduler=Scheduler(
-            config.scheduler,
-            memory,
-            frozenset(spec.eos_token_ids),
-            Speculator(
-                made,
-                spec.vocab_size,
-                models=models,
-                makes_trees=config.speculation.draft_trees,
-            ),
-        ),
-        executor=_executor(runner, device, replica),
+        scheduler=Scheduler(config.scheduler, memory, frozenset(spec.eos_token_ids), speculator),
+        executor=processes.executor(runner),
         source=adapters,
-        max_model_len=max_model_len,
-        weight_bytes=weight_bytes,
-        pool_bytes=device_pool.nbytes + geometry.num_pages * geometry.elsewhere_bytes,
+        max_model_len=model.max_model_len,
+        weight_bytes=loaded.nbytes,
+        pool_bytes=pool.nbytes + layout.num_pages * layout.elsewhere_bytes,
     )
-    own_tokenizers = OwnTokenizers(tokenizer, store.added_tokens.of) if store is not None else None
+    own_tokenizers = OwnTokenizers(model.tokenizer, store.added_tokens.of) if store is not None else None
     inputs = InputProcessor(
         memory,
         adapters,
-        max_model_len,
+        model.max_model_len,
         spec.vocab_size,
-        tokenizer,
+        model.tokenizer,
         own_tokenizers=own_tokenizers,
         eos_token_ids=spec.eos_token_ids,
         watermark=config.watermark,
         poison=parts.poison,
         drafts=DraftRules(
-            may_reject=config.speculation.accept == REJECTION,
-            num_draft_heads=len(base_heads),
+            may_reject=drafting.accept == REJECTION,
+            num_draft_heads=len(model.draft_heads),
             drafters=frozenset((*(drafter.name for drafter in made), *models)),
         ),
-        step_tokens=rows,
-        why_no_policy=spec.why_no_kv_policy if replica is None else f"not with {replica.partition.text}",
+        step_tokens=model.limits.max_rows,
+        why_no_policy=processes.why_no_policy,
     )
-    template = ChatTemplate.from_source(source) if source.chat_template else None
-    of_kernels = ops.is_batch_invariant and fmt.is_batch_invariant and weights.is_recordable
-    is_batch_invariant = of_kernels and not config.speculation.draft_trees
-    fingerprint = same_tokens(identity) if is_batch_invariant else ""
+    of_kernels = model.ops.is_batch_invariant and model.fmt.is_batch_invariant and loaded.weights.is_recordable
+    is_batch_invariant = of_kernels and not drafting.draft_trees
+    source = model.tokenizer_source
     return BuiltModel(
         parts,
         inputs,
         spec,
-        served,
-        tokenizer,
+        loaded.served,
+        model.tokenizer,
         own_tokenizers,
-        template,
+        ChatTemplate.from_source(source) if source.chat_template else None,
         is_batch_invariant,
-        fingerprint,
-        snapshots,
-        config.memory.snapshot_bytes,
+        fingerprint=same_tokens(identity) if is_batch_invariant else "",
+        snapshots=snapshots,
+        max_snapshot_bytes=config.memory.snapshot_bytes,
     )
 
 
-def _start_ranks(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, kv_format: KVFormat
-) -> PartitionedReplica | None:
-    """Start the other processes of this replica; None if it has no others."""
-    if Partition.of(config.partition).num_ranks == 1:
+def _layout(model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool_bytes: int) -> PoolLayout:
+    """Return the pages of a pool of so many bytes, those in the pools of the draft model and other ranks included."""
+
+    def page_bytes(num_kv_heads: int, head_dim: int) -> int:
+        return model.kv_format.page_bytes(num_kv_heads, head_dim, PAGE_SIZE_TOKENS)
+
+    own = page_bytes(processes.num_kv_heads, model.spec.head_dim)
+    elsewhere = own * processes.slabs_elsewhere
+    if loaded.draft is not None:
+        draft = loaded.draft.spec
+        elsewhere += page_bytes(draft.num_kv_heads, draft.head_dim) * draft.num_slabs
+    return PoolLayout.of_bytes(pool_bytes, own, PAGE_SIZE_TOKENS, loaded.weights.spec.num_slabs, elsewhere)
+
+
+def _draft_heads(model: CheckedModel, models: Sequence[str], adapters: HostAdapterStore | None) -> DraftHeads | None:
+    """Return what finds the heads that draft; None if none do."""
+    if "medusa" not in models:
         return None
-    return PartitionedReplica(config, spec, device, kv_format, ProcessLauncher)
+    activation, max_bytes = model.limits.activation, model.config.speculation.draft_head_bytes
+    base = MedusaHeads.of(model.draft_heads, activation, model.device) if model.draft_heads else None
+    read = adapters.draft_heads if adapters is not None and max_bytes else None
+    return DraftHeads(base, read, max_bytes, activation, model.device)
 
 
-def _adapters(
-    store: AdapterStore,
-    options: MemoryOptions,
-    weights: ModelWeights,
-    dtype: torch.dtype,
-    replica: PartitionedReplica | None,
-) -> HostAdapterStore:
-    cache: HostCache[PackedAdapter] = HostCache(options.host_cache_bytes)
-    if replica is None:
-        return HostAdapterStore(store, cache, weights, dtype)
-    return SharedAdapterStore(store, cache, weights, dtype, replica.pool_spec, replica.partition)
-
-
-def _executor(runner: ModelRunner, device: torch.device, replica: PartitionedReplica | None) -> Executor:
-    if replica is not None:
-        return PartitionedExecutor(runner, replica)
-    return LaunchingExecutor(runner) if device.type == "cuda" else ThreadedExecutor(runner)
-
-
-def _ops(
-    options: ModelOptions,
-    spec: ModelSpec,
-    device: torch.device,
-    adapter_dtype: torch.dtype,
-    kv_format: KVFormat,
-    progress: Progress,
-) -> Ops:
-    try:
-        ops = make_ops(options, spec, device)
-        ops.warm_up(adapter_dtype, kv_format, progress)
-        return ops
-    except KernelsUnavailable as error:
-        raise ConfigError(f"--kernels: {error}; use --kernels auto or torch") from error
-
-
-def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
-    if wanted is not None and wanted > spec.max_position:
-        why = ": longrope is served within the original context only" if spec.rope.max_position else ""
-        raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model supports{why}")
-    return wanted or spec.max_position
-
-
-def _read_draft_heads(options: SpeculationOptions, spec: ModelSpec) -> HeadArrays:
-    return () if options.draft_heads is None else read_heads(Path(options.draft_heads), spec.hidden_size)
-
-
-def _page_bytes(spec: ModelSpec, kv_format: KVFormat) -> int:
-    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-
-
-def _measured(plan: MemoryPlan, options: MemoryOptions, weight_bytes: int, device: torch.device) -> MemoryPlan:
-    """Return the plan with the numbers of the loaded base."""
-    memory = DeviceMemory.of(device)
-    return replace(plan, free=memory.free + weight_bytes, base=weight_bytes, pool=pool_size(options, memory, plan.step))
+def _runner(
+    model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool: DevicePool, heads: DraftHeads | None
+) -> ModelRunner:
+    """Return what computes this process's part of every step; the other processes make their pools."""
+    draft = None
+    if loaded.draft is not None:
+        draft_pool = DevicePool(loaded.draft.spec, pool.num_pages, pool.page_size, model.kv_format, model.device)
+        draft = DraftModel(loaded.draft, draft_pool)
+    exchange = processes.open(pool, model.limits, model.ops)
+    return ModelRunner(loaded.weights, pool, model.limits, model.ops, draft, model.draft_layers, heads, exchange)

@@ -133,6 +133,11 @@ class MemoryPlan:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
+    def measured(self, options: MemoryOptions, base: int, device: torch.device) -> "MemoryPlan":
+        """Return the plan with the bytes of the loaded base and what is free now."""
+        memory = DeviceMemory.of(device)
+        return replace(self, free=memory.free + base, base=base, pool=pool_size(options, memory, self.step))
+
     @property
     def needed(self) -> int:
         """Return the bytes without which no server can run."""

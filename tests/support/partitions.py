@@ -12,7 +12,7 @@ from rank_threads import ThreadLauncher
 from tiny_engine import GREEDY, LONG, engine_config
 
 from lorasrv.config import PartitionOptions
-from lorasrv.engine import factory
+from lorasrv.distributed import model_processes
 from lorasrv.llm import LLM
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.model_runner import ModelRunner
@@ -47,7 +47,7 @@ def replica(model: Path, options: PartitionOptions, **engine: Any) -> Iterator[L
     torch.set_num_threads(1)
     try:
         with (
-            patch.object(factory, "ProcessLauncher", ThreadLauncher),
+            patch.object(model_processes, "ProcessLauncher", ThreadLauncher),
             LLM(str(model), replace(config, partition=options)) as llm,
         ):
             yield llm

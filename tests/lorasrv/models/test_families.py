@@ -403,7 +403,7 @@ def test_a_tokenizer_is_refused_before_weights_are_loaded(
 ) -> None:
     path = write_gguf(tiny_hf_checkpoints["gemma3"](), tmp_path / "m.gguf", "F32")
     path.write_bytes(path.read_bytes().replace(b"gpt2", b"spm!"))
-    monkeypatch.delattr("lorasrv.engine.factory.load_weights")
+    monkeypatch.delattr("lorasrv.engine.loaded_model.load_weights")
     message = r"tokenizer model 'spm!' is not supported; known: gpt2 .*Hugging Face"
     with closing(open_checkpoint(str(path))) as checkpoint, pytest.raises(UnsupportedModel, match=message):
         build(checkpoint, engine_config(path, kernels="torch"), None)
