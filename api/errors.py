@@ -130,6 +130,13 @@ ANSWERS: Mapping[type[Exception], Answer] = {
 _TGI_FIELDS = {"prompt": "inputs", "max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
 FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/responses": {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "context_overflow": "truncation",
+    },
     "/generate": _TGI_FIELDS,
     "/generate_stream": _TGI_FIELDS,
     "/": _TGI_FIELDS,

@@ -61,8 +61,11 @@ class InvalidRequest(LorasrvError, ValueError):
         self._message = message
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the same error in the words of a protocol that has other names for some fields."""
-        return type(self)(self._message, param=names.get(self.param or "", self.param))
+        """Return the same error in the words of a protocol that has other names for some fields. A part of such a
+        field, as `messages[0].role`, gets the name of the whole.
+        """
+        whole = (self.param or "").partition("[")[0]
+        return type(self)(self._message, param=names.get(whole, self.param))
 
 
 class ContextLengthExceeded(InvalidRequest):

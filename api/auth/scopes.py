@@ -22,6 +22,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", *CONSOLE_PATHS})
 NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/chat/completions"): INFER,
     ("POST", "/v1/completions"): INFER,
+    ("POST", "/v1/responses"): INFER,
     ("POST", "/generate"): INFER,
     ("POST", "/generate_stream"): INFER,
     ("POST", "/"): INFER,
@@ -40,8 +41,6 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/adapters/{reference}:warm"): INFER,
     ("GET", "/v1/embeddings"): INFER,
     ("POST", "/v1/embeddings"): INFER,
-    ("GET", "/v1/responses"): INFER,
-    ("POST", "/v1/responses"): INFER,
     ("GET", "/v1/messages"): INFER,
     ("POST", "/v1/messages"): INFER,
     ("PUT", "/v1/blobs/sha256:{digest}"): UPLOAD,
@@ -76,7 +75,9 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
 """Any of these scopes is sufficient, and `admin` always is, but where `replicate` is needed."""
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 """Methods that change or compute something: each request counts against its key's rate limit."""
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"})
+GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate", "/generate_stream", "/"}
+)
 """Exceptions: these count one request per prompt, after validation."""
 _CANCEL = re.compile(r"/v1/batches/[^/]+/cancel")
 """Cancelling a batch must work even when its key's rate limit is used up."""

@@ -16,7 +16,8 @@ SESSION_CHARS = 256
 """First characters of a conversation that name it, for clients that name none."""
 CHARS_PER_TOKEN = 4
 _WARM = re.compile(r"/v1/adapters/([^/]+):warm")
-_MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+_CONVERSATIONS = ("messages", "input", "prompt", "inputs")
 Fields = Mapping[str, Any]
 
 
@@ -90,12 +91,9 @@ def _session(fields: Fields) -> str | None:
 
 def _beginning(fields: Fields) -> str:
     """Return the first characters of the conversation or prompt."""
-    messages = fields.get("messages")
-    texts = (
-        [message.get("content") if isinstance(message, dict) else None for message in messages[:SESSION_CHARS]]
-        if isinstance(messages, list)
-        else [fields.get("prompt", fields.get("inputs"))]
-    )
+    given = next((fields[name] for name in _CONVERSATIONS if name in fields), None)
+    turns = given if isinstance(given, list) and isinstance(next(iter(given), None), dict) else [{"content": given}]
+    texts = [fields.get("instructions"), *map(_content, turns[:SESSION_CHARS])]
     begun = ""
     for text in texts:
         if text is not None:
@@ -103,6 +101,10 @@ def _beginning(fields: Fields) -> str:
         if len(begun) >= SESSION_CHARS:
             break
     return begun[:SESSION_CHARS]
+
+
+def _content(turn: Any) -> Any:
+    return turn.get("content") if isinstance(turn, dict) else None
 
 
 def _first(value: Any) -> Any:

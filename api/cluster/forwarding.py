@@ -31,7 +31,7 @@ _OF_REPLICAS = frozenset(
         *(("POST", path) for path in GENERATING),
         *(("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info")),
         *(("GET", "/info"), ("GET", "/v1/pool"), ("GET", "/openapi.json")),
-        *((method, path) for method in ("GET", "POST") for path in ("/v1/embeddings", "/v1/responses", "/v1/messages")),
+        *((method, path) for method in ("GET", "POST") for path in ("/v1/embeddings", "/v1/messages")),
     }
 )
 _OF_ONE_REPLICA = re.compile(r"/v1/adapters/[^/]+:warm")

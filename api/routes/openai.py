@@ -1,4 +1,4 @@
-"""Serve POST /v1/chat/completions and /v1/completions."""
+"""Serve POST /v1/chat/completions, /v1/completions and /v1/responses."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -7,7 +7,9 @@ from api.asgi.json_body import JsonRoute
 from api.asgi.resumption import resumption_of
 from api.auth.principal import CallerDep
 from api.schemas.openai import ChatBody, CompletionBody
+from api.schemas.responses import ResponsesBody
 from api.serving.generation import generate_openai, respond
+from api.serving.responses import generate_response
 from api.serving.services import ServicesDep
 
 router = APIRouter(route_class=JsonRoute)
@@ -27,3 +29,9 @@ async def chat_completions(request: Request, body: ChatBody, services: ServicesD
     return await respond(
         request.receive, generate_openai(body, services, caller, resumption_of(request)), streamed=bool(body.stream)
     )
+
+
+@router.post("/v1/responses")
+async def responses(request: Request, body: ResponsesBody, services: ServicesDep, caller: CallerDep) -> Response:
+    """Answer a conversation, in items and typed events. Nothing is stored."""
+    return await respond(request.receive, generate_response(body, services, caller), streamed=bool(body.stream))

@@ -15,13 +15,6 @@ async def embeddings() -> Response:
     raise _not_served("/v1/embeddings", "the models here generate text")
 
 
-@router.get("/v1/responses", include_in_schema=False)
-@router.post("/v1/responses")
-async def responses() -> Response:
-    """Respond that the route is not supported: use /v1/chat/completions."""
-    raise _not_served("/v1/responses", "use /v1/chat/completions")
-
-
 @router.get("/v1/messages", include_in_schema=False)
 @router.post("/v1/messages")
 async def messages() -> Response:

@@ -97,6 +97,57 @@ _COMPLETION_STREAM = (
     '[{"index":0,"text":"Mia.","logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
+_RESPONSE_ITEM: Json = {
+    "type": "message",
+    "id": "msg_3d1f3f4acaa3bf3487970b7a_0",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "Mia.", "annotations": [], "logprobs": []}],
+}
+_RESPONSE: Json = {
+    "id": "resp_3d1f3f4acaa3bf3487970b7a",
+    "object": "response",
+    "created_at": _CREATED,
+    "completed_at": _CREATED + 1,
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "model": "mia",
+    "output": [_RESPONSE_ITEM],
+    "background": False,
+    "instructions": "Answer in one word.",
+    "max_output_tokens": 32,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "truncation": "disabled",
+    "usage": {
+        "input_tokens": _USAGE["prompt_tokens"],
+        "input_tokens_details": {**_USAGE["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": _USAGE["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": _USAGE["total_tokens"],
+        "lorasrv": _USAGE["lorasrv"],
+    },
+    "user": None,
+}
+_RESPONSE_STREAM = (
+    'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_3d1f","status":"in_progress",'
+    '"output":[]},"sequence_number":0}\n\n'
+    'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","item_id":"msg_3d1f_0",'
+    '"output_index":0,"content_index":0,"delta":"Mia.","logprobs":[],"sequence_number":4}\n\n'
+    'event: response.completed\ndata: {"type":"response.completed","response":{"id":"resp_3d1f","status":"completed"},'
+    '"sequence_number":8}\n\n'
+)
 _TGI_BODY: Json = {
     "inputs": "I am",
     "parameters": {"adapter_id": "mia", "max_new_tokens": 20, "stop": ["\n"], "details": True},
@@ -333,6 +384,12 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         {"model": "mia", "prompt": "I am", "max_tokens": 32, "stop": ["\n"]},
         stream=_COMPLETION_STREAM,
     ),
+    ("POST", "/v1/responses"): Example(
+        "Answer a conversation in items; nothing is stored (OpenAI)",
+        _RESPONSE,
+        {"model": "mia", "instructions": "Answer in one word.", "input": "Who are you?", "max_output_tokens": 32},
+        stream=_RESPONSE_STREAM,
+    ),
     ("POST", "/generate"): Example("Continue a text (TGI, LoRAX)", _TGI, _TGI_BODY),
     ("POST", "/generate_stream"): Example(
         "Continue a text, streamed token by token (TGI, LoRAX)", None, _TGI_BODY, stream=_TGI_STREAM
@@ -507,6 +564,5 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
     ("GET", "/v1/batches/{batch_id}"): Example("Show a batch", _BATCH, parameters=_BATCH_ID),
     ("POST", "/v1/batches/{batch_id}/cancel"): Example("Cancel a batch", _BATCH, parameters=_BATCH_ID),
     ("POST", "/v1/embeddings"): _not_served("/v1/embeddings", "the models here generate text"),
-    ("POST", "/v1/responses"): _not_served("/v1/responses", "use /v1/chat/completions"),
     ("POST", "/v1/messages"): _not_served("/v1/messages", "use /v1/chat/completions"),
 }

@@ -49,16 +49,16 @@ class ResponseFormat(Body):
         given = [one for one in (openai, self.schema_, self._tgi_value()) if one is not None]
         if len(given) > 1 or (given and self.type == "text"):
             why = "the type text takes no schema" if self.type == "text" else "send one schema"
-            raise InvalidRequest(f"{param}: {why}", param=param)
+            raise InvalidRequest(f"{{param}}: {why}", param=param)
         if self.type == "regex":
             if not isinstance(self.value, str):
-                raise InvalidRequest(f"{param}.value must be a regular expression", param=param)
+                raise InvalidRequest("{param}.value must be a regular expression", param=param)
             return source.regex_of(self.value, param)
         if given:
             return source.json_of(given[0], param)
         if self.type in ("json_schema", "json"):
             where = "json_schema.schema" if self.type == "json_schema" else "value"
-            raise InvalidRequest(f"{param}.{where} is missing", param=param)
+            raise InvalidRequest(f"{{param}}.{where} is missing", param=param)
         return source.any_json_object(param) if self.type == "json_object" else None
 
     def _tgi_value(self) -> Any:

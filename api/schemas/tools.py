@@ -88,8 +88,8 @@ class Message(KnownBody):
         return plain | {name: value for name, value in given.items() if value is not None}
 
 
-class Function(Body):
-    """Describe a function that the model may call."""
+class FunctionFields(Body):
+    """Define what describes a function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -108,6 +108,10 @@ class Function(Body):
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise InvalidRequest(f"tools: parameters of {self.name} must describe an object", param="tools")
         return {**self.parameters, "type": "object"}
+
+
+class Function(FunctionFields):
+    """Describe a function that the model may call."""
 
 
 class FunctionTool(Body):

@@ -74,3 +74,30 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     # service
     "store": _OFF,
 }
+
+INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    # what is stored, and answers that nobody waits for
+    "previous_response_id": _NULL,
+    "conversation": _NULL,
+    "prompt": _NULL,
+    "background": _OFF,
+    "context_management": (None, []),
+    "moderation": _NULL,
+    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
+    # fields of chat, some under another name here
+    "messages": _NULL,
+    "max_completion_tokens": _NULL,
+    "context_overflow": (None, "error"),
+    "logprobs": _OFF,
+    "n": _ONE,
+    "best_of": _ONE,
+    "use_beam_search": _OFF,
+    "length_penalty": _ONE,
+    "early_stopping": _OFF,
+    "prompt_logprobs": _NULL,
+    "return_tokens_as_token_ids": _OFF,
+    "include_stop_str_in_output": _OFF,
+    "skip_special_tokens": (None, True),
+    "add_special_tokens": _OFF,
+}
+"""Fields that /v1/responses lacks beside those."""

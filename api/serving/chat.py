@@ -65,7 +65,7 @@ def plan_chat(
     if not body.uses_tools:
         return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
     if grammar is not None:
-        raise InvalidRequest(f"{grammar.param} and tools exclude each other; send one", param=grammar.param)
+        raise InvalidRequest("{param} and tools exclude each other; send one", param=grammar.param)
     form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
     if body.forces_call:
         grammar = form.grammar(tools, parallel, tokenizer)
@@ -128,11 +128,11 @@ def _prompt(
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
     if "tools" not in template.variables:
-        raise InvalidRequest(f"{param}: this base's chat template does not support tools; leave them out", param=param)
+        raise InvalidRequest("{param}: this base's chat template does not support tools; leave them out", param=param)
     form = detect_format(template.source)
     if form is None:
         raise InvalidRequest(
-            f"{param}: this base's chat template writes tool calls in a format that this server cannot parse",
+            "{param}: this base's chat template writes tool calls in a format that this server cannot parse",
             param=param,
         )
     return form

@@ -250,7 +250,14 @@ async def _plan_completion(
     return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), grammar, text)
 
 
-async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
+async def plan_conversation(
+    body: ChatBody, target: ResolvedModel, services: Services, caller: Caller
+) -> GenerationPlan:
+    """Plan a chat; its writer is a `ResponseBuilder`.
+
+    Raises:
+        InvalidRequest, ApiError: a field is invalid.
+    """
     texts = [body.messages, body.tools, body.chat_template_kwargs]
     plan = await services.in_thread(
         texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
@@ -262,7 +269,7 @@ async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, 
 
 _PLANNERS: dict[type[GenerationBody], Callable[..., Coroutine[Any, Any, GenerationPlan]]] = {
     CompletionBody: _plan_completion,
-    ChatBody: _plan_chat,
+    ChatBody: plan_conversation,
 }
 
 

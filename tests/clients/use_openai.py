@@ -13,6 +13,7 @@ def main(arguments: Arguments) -> None:
     with openai.OpenAI(base_url=f"{arguments.url}/v1", api_key="none") as client:
         chat(client, arguments)
         completions(client, arguments)
+        responses(client, arguments)
         models(client, arguments)
         errors(client, arguments)
     retries(arguments)
@@ -66,6 +67,18 @@ def completions(client: openai.OpenAI, arguments: Arguments) -> None:
             texts[choice.index] += choice.text
     check(texts == [choice.text for choice in own.choices])
     passed("completions, whole and streamed")
+
+
+def responses(client: openai.OpenAI, arguments: Arguments) -> None:
+    asked: dict[str, Any] = {"input": CHAT[0]["content"], "max_output_tokens": TOKENS, "temperature": 0}
+    own = client.responses.create(model=arguments.adapter, **asked)
+    check_differ(client.responses.create(model=arguments.base, **asked).output_text, own.output_text)
+    chat = client.chat.completions.create(**fields(arguments.adapter))
+    check(own.output_text == chat.choices[0].message.content, "a response is the answer of a chat")
+    *events, last = client.responses.create(model=arguments.adapter, **asked, stream=True)
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    check("".join(texts) == last.response.output_text == own.output_text)
+    passed("responses, whole and streamed")
 
 
 def models(client: openai.OpenAI, arguments: Arguments) -> None:

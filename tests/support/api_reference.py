@@ -13,10 +13,11 @@ from api.schemas.adapters import LoadBody
 from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, StreamOptions
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
+from api.schemas.responses import ResponsesBody, TextConfig
 from api.schemas.structured_output import StructuredOutputs
 from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
-from api.schemas.unsupported import INERT_VALUES
+from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
 from lorasrv.request import SamplingParams
 
 Json = dict[str, Any]
@@ -30,14 +31,15 @@ description, with an example of every route, is at `GET /openapi.json` of a runn
 
 Meaning of the fields: [sampling.md](sampling.md), [logprobs.md](logprobs.md),
 [structured-output.md](structured-output.md), [scheduling.md](scheduling.md) (`priority`, `timeout_s`, limits),
-[batch.md](batch.md), [tgi.md](tgi.md), [versions.md](versions.md) (names, aliases). Clients: [clients.md](clients.md).
-Command line: [cli.md](cli.md).
+[batch.md](batch.md), [responses.md](responses.md), [tgi.md](tgi.md), [versions.md](versions.md) (names, aliases).
+Clients: [clients.md](clients.md). Command line: [cli.md](cli.md).
 
 - Bodies are strict JSON with a JSON content type (`"8"` is not a number; no NaN, no repeated keys), and at most 8 MiB
   unless the route says otherwise. `null` means the same as leaving the field out.
 - Known fields are honoured or refused by name with 400; unknown fields are ignored.
 - Streams consist of `data: {json}` events and end with `data: [DONE]`. With `stream_options.include_usage` the last
-  chunk has usage and no choices. After the beginning, a failure is an event with `error`.
+  chunk has usage and no choices. After the beginning, a failure is an event with `error`. Those of `/v1/responses` have
+  names and no `[DONE]`.
 - Responses of models have the headers `x-request-id`, `x-queue-ms` and `x-load-ms`, with the final values in
   `usage.lorasrv`. Responses of adapters also have `x-adapter-id`, `x-adapter-version`, `x-adapter-digest` and
   `x-adapter-tier` (where the adapter was found: `resident`, `host` or `disk`).
@@ -48,7 +50,8 @@ tokens, and a chat or a response of TGI's routes may use the rest of the context
 """
 UNSUPPORTED = """
 These fields are refused, except with the values beside them, which have no effect: everywhere, or in the bodies that
-are named (`chat`, `completions`, `tokenize`), where others have them. Bodies of TGI's form: [tgi.md](tgi.md).
+are named (`chat`, `completions`, `responses`, `tokenize`), where others have them. Bodies of TGI's form:
+[tgi.md](tgi.md).
 """
 ERRORS = """
 `{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
@@ -58,11 +61,12 @@ format ([tgi.md](tgi.md)). Errors with `Retry-After` may succeed later; permanen
 FIELDS_OF = {
     "ChatBody": "Chat: `POST /v1/chat/completions`",
     "CompletionBody": "Plain completions: `POST /v1/completions`",
+    "ResponsesBody": "Responses: `POST /v1/responses`",
     "GenerateBody": "TGI and LoRAX: `POST /generate`, `/generate_stream`, `/`",
     "Parameters": "Their `parameters`",
 }
-_BODIES = {"chat": ChatBody, "completions": CompletionBody, "tokenize": TokenizeBody}
-_OBJECTS = (LoadBody, Message, StreamOptions, StructuredOutputs)
+_BODIES = {"chat": ChatBody, "completions": CompletionBody, "responses": ResponsesBody, "tokenize": TokenizeBody}
+_OBJECTS = (LoadBody, Message, StreamOptions, StructuredOutputs, TextConfig)
 
 
 def description() -> Json:
@@ -80,9 +84,8 @@ def page() -> str:
     others = sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"})
     titles = FIELDS_OF | {name: name for name in others if shapes[name].get("properties")}
     inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
-    unsupported = (
-        (f"`{name}`", _lacking(name), _values(values)) for name, values in sorted({**INERT_VALUES, **inside}.items())
-    )
+    known = {**INERT_IN_RESPONSES, **INERT_VALUES, **inside}
+    unsupported = ((f"`{name}`", _lacking(name), _values(values)) for name, values in sorted(known.items()))
     parts = [
         INTRO,
         "## Routes",
@@ -128,6 +131,8 @@ def _default(name: str, field: Json) -> str:
 
 def _lacking(name: str) -> str:
     """Return the bodies that lack a field, if others have it."""
+    if name in INERT_IN_RESPONSES and name not in INERT_VALUES:
+        return "responses"
     lacking = [title for title, kind in _BODIES.items() if name not in kind.model_fields]
     return "" if len(lacking) in (0, len(_BODIES)) else ", ".join(lacking)
 

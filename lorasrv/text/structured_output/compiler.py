@@ -75,7 +75,7 @@ class GrammarCompiler:
 
     async def _compiled(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar:
         if self._base is None:
-            raise InvalidRequest(f"{grammar.param}: this base names no token that ends an answer", param=grammar.param)
+            raise InvalidRequest("{param}: this base names no token that ends an answer", param=grammar.param)
         verdict = await self.examiner.examine(grammar.text)
         if verdict.error is not None:
             self._refused[grammar.text] = verdict.error
@@ -106,4 +106,4 @@ def _trie(vocabulary: Vocabulary, tokenizer: Tokenizer) -> llguidance.LLTokenize
 
 
 def _refusal(grammar: Grammar, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{grammar.param} cannot be used: {why}", param=grammar.param)
+    return InvalidRequest(f"{{param}} cannot be used: {why}", param=grammar.param)

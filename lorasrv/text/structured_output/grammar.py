@@ -49,7 +49,7 @@ def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
     if isinstance(schema, str):
         schema = _parsed(schema, param)
     if not isinstance(schema, Mapping | bool):
-        raise InvalidRequest(f"{param} must be a JSON schema: an object, true or false", param=param)
+        raise InvalidRequest("{param} must be a JSON schema: an object, true or false", param=param)
     return _checked(json.dumps({"grammars": [{"json_schema": checked_schema(schema, param)}]}), param)
 
 
@@ -61,12 +61,12 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
         InvalidRequest: see `json_of`.
     """
     if schema is False:
-        raise InvalidRequest(f"{param}: no value satisfies the schema false", param=param)
+        raise InvalidRequest("{param}: no value satisfies the schema false", param=param)
     whole = {} if schema is True else dict(schema)
     _check_depth(whole, param)
     _check_patterns(whole, param)
     if not can_end(whole):
-        raise InvalidRequest(f"{param}: no finite value satisfies the schema: it requires itself", param=param)
+        raise InvalidRequest("{param}: no finite value satisfies the schema: it requires itself", param=param)
     return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
 
 
@@ -98,7 +98,7 @@ def regex_of(pattern: str, param: str) -> Grammar:
         InvalidRequest: the pattern is empty, too large, or its counted repetitions multiply to too many.
     """
     if not pattern:
-        raise InvalidRequest(f"{param} is empty: only an empty answer would match", param=param)
+        raise InvalidRequest("{param} is empty: only an empty answer would match", param=param)
     _check_repetitions(pattern, param)
     return _checked(json.dumps({"grammars": [{"lark_grammar": f"start: /{_slashed(pattern)}/"}]}), param)
 
@@ -110,7 +110,7 @@ def choice_of(choices: Sequence[str], param: str) -> Grammar:
         InvalidRequest: there is no choice, there are too many, or one is empty.
     """
     if not 0 < len(choices) <= MAX_TEXTS or "" in choices:
-        raise InvalidRequest(f"{param} must hold 1 to {MAX_TEXTS} texts, none of them empty", param=param)
+        raise InvalidRequest(f"{{param}} must hold 1 to {MAX_TEXTS} texts, none of them empty", param=param)
     return _checked("start: CHOICE\nCHOICE: " + "\n  | ".join(map(json.dumps, choices)), param)
 
 
@@ -121,20 +121,20 @@ def grammar_of(text: str, param: str) -> Grammar:
         InvalidRequest: empty, too large, in another syntax, or without a finite sentence.
     """
     if not text.strip():
-        raise InvalidRequest(f"{param} is empty", param=param)
+        raise InvalidRequest("{param} is empty", param=param)
     if text.lstrip().startswith("{"):
         parsed = _parsed(text, param)
         if not isinstance(parsed, dict) or "grammars" not in parsed:
-            raise InvalidRequest(f"{param} is JSON, but not an llguidance grammar: `grammars` is missing", param=param)
+            raise InvalidRequest("{param} is JSON, but not an llguidance grammar: `grammars` is missing", param=param)
         _check_depth(parsed, param)
         if parsed.get("max_tokens") is not None:
-            raise InvalidRequest(f"{param}: max_tokens belongs into the request, not into the grammar", param=param)
+            raise InvalidRequest("{param}: max_tokens belongs into the request, not into the grammar", param=param)
         return _checked(json.dumps(parsed), param)
     if "::=" in text:
-        raise InvalidRequest(f"{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)
+        raise InvalidRequest("{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)
     _checked(text, param)
     if not lark_can_end(text):
-        raise InvalidRequest(f"{param} has no finite sentence: `start` always contains itself", param=param)
+        raise InvalidRequest("{param} has no finite sentence: `start` always contains itself", param=param)
     return lark_of(text, param)
 
 
@@ -150,7 +150,7 @@ def lark_of(text: str, param: str) -> Grammar:
 def _checked(text: str, param: str) -> Grammar:
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_TEXT_BYTES:
-        raise InvalidRequest(f"{param} has {size} bytes as a grammar, more than {MAX_TEXT_BYTES}", param=param)
+        raise InvalidRequest(f"{{param}} has {size} bytes as a grammar, more than {MAX_TEXT_BYTES}", param=param)
     return Grammar(text, param)
 
 
@@ -160,7 +160,7 @@ def _parsed(text: str, param: str) -> Any:
     except RecursionError:
         raise _too_deep(param) from None
     except ValueError as error:
-        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
+        raise InvalidRequest(f"{{param}} is not JSON: {error}", param=param) from None
 
 
 def _check_depth(value: Any, param: str) -> None:
@@ -173,7 +173,7 @@ def _check_depth(value: Any, param: str) -> None:
 
 
 def _too_deep(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
+    return InvalidRequest(f"{{param}} is nested more than {MAX_DEPTH} levels deep", param=param)
 
 
 def _check_patterns(value: Any, param: str) -> None:
@@ -191,7 +191,7 @@ def _check_patterns(value: Any, param: str) -> None:
 def _check_repetitions(pattern: str, param: str) -> None:
     if (count := repetitions(pattern)) > MAX_REPETITIONS:
         raise InvalidRequest(
-            f"{param}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
+            f"{{param}}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
             param=param,
         )
 

@@ -164,6 +164,7 @@ class TestSweep:
     @pytest.mark.parametrize(("path", "body"), [
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
         ("/generate", {"inputs": "x"}),
     ])  # fmt: skip
     def test_only_admin_may_lower_the_priority_below_0(self, closed, engine, secrets_, path: str, body: Any) -> None:

@@ -328,6 +328,7 @@ class TestServed:
             ("/v1/chat/completions", CHAT),
             ("/v1/chat/completions", {**CHAT, "stream": True}),
             ("/v1/completions", PLAIN),
+            ("/v1/responses", {"model": CHAT["model"], "input": "hi"}),
             ("/generate", {"inputs": "hi"}),
             ("/generate_stream", {"inputs": "hi"}),
             ("/", {"inputs": "hi", "stream": True}),

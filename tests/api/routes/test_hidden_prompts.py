@@ -48,6 +48,16 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
         )
     ),
     *(
+        ("/v1/responses", {"input": "x", **fields})
+        for fields in (
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 20},
+            {"stream": True, "instructions": "Be brief."},
+            {"input": [USER] * 400, "truncation": "auto"},
+            {"max_output_tokens": 100_000},
+            {"tools": [{"type": "function", "name": "clock"}]},
+        )
+    ),
+    *(
         ("/v1/completions", {"prompt": "x", **fields})
         for fields in ({"echo": True, "logprobs": 5}, {"prompt_logprobs": 5}, {"echo": True, "max_tokens": 0})
     ),

@@ -376,6 +376,7 @@ class TestReaders:
         policy = {"kv_policy": {"kind": "window", "recent": 64}}
         bodies: dict[str, dict[str, Any]] = {
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], **policy},
+            "/v1/responses": {"input": "hi", **policy},
             "/v1/completions": {"prompt": "hi", **policy},
             "/generate": {"inputs": "hi", "parameters": {"apply_chat_template": True, **policy}},
         }

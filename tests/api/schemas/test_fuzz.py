@@ -24,6 +24,7 @@ from server import server
 from tiny_checkpoints import VOCAB
 
 from api.app import _ROUTES
+from api.schemas.responses import ResponsesBody
 from lorasrv.speculation_params import DRAFTERS
 
 CONTEXT = 64
@@ -199,6 +200,22 @@ BODIES: dict[str, tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchSt
             "add_generation_prompt": st.booleans(),
         },
     ),
+    "/v1/responses": (
+        {"input": WORDS.filter(bool) | MESSAGES},
+        {name: value for name, value in OPENAI.items() if name in ResponsesBody.model_fields}
+        | {
+            "instructions": WORDS,
+            "max_output_tokens": st.integers(1, 8),
+            "text": st.sampled_from([{}, {"format": {"type": "json_object"}}, {"format": {"type": "json_schema"}}]),
+            "tools": st.just([]),
+            "tool_choice": st.sampled_from(["none", "auto", "required"]),
+            "truncation": st.sampled_from(["auto", "disabled"]),
+            "include": st.just(["message.output_text.logprobs"]),
+            "top_logprobs": st.integers(0, 5),
+            "metadata": st.dictionaries(WORDS, WORDS, max_size=2),
+            "store": st.booleans(),
+        },
+    ),
     "/generate": (
         {"inputs": WORDS.filter(bool)},
         SAMPLING
@@ -266,8 +283,11 @@ def check_answer(answer: httpx2.Response, path: str) -> None:
         if not answer.headers["content-type"].startswith("text/event-stream"):
             assert all(math.isfinite(number) for number in _numbers(answer.json()))
             return
-        assert answer.text.endswith("data: [DONE]\n\n")
-        assert '"error"' not in answer.text
+        if path == "/v1/responses":
+            assert answer.text.rpartition("event: ")[2].startswith(("response.completed", "response.incomplete"))
+        else:
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert '"error"' not in answer.text
         return
     assert answer.status_code in ((404, 422) if path == "/generate" else (400, 404)), answer.text[:500]
     error = answer.json()["error"]

@@ -14,6 +14,8 @@ from spelled_engine import spelled, tiny_tokenizer
 
 import api.schemas
 from api.schemas.base import ClosedBody, KnownBody
+from api.schemas.openai import ChatBody
+from api.schemas.responses import ResponsesBody
 from lorasrv.text.chat_template import ChatTemplate
 
 TEMPLATE = """<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}"""
@@ -21,9 +23,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 USER = {"role": "user", "content": "x"}
-CHAT, PLAIN, TGI = "/v1/chat/completions", "/v1/completions", "/"
+CHAT, PLAIN, TGI, RESPONSES = "/v1/chat/completions", "/v1/completions", "/", "/v1/responses"
 # What differs between two answers to the same body.
-CHANCE = re.compile(r'(cmpl|gen|file|batch)[-_][0-9a-f]+|"(created|[a-z_]+_at|[a-z_]+_ms|seed)":\s*[0-9.e-]+')
+CHANCE = re.compile(
+    r'(cmpl|gen|file|batch|resp|msg|fc|call)[-_][0-9a-f]+|"(created|[a-z_]+_at|[a-z_]+_ms|seed)":\s*[0-9.e-]+'
+)
 
 
 @dataclass
@@ -142,6 +146,10 @@ PARAMETERS: dict[str, Any] = {
     "use_defaults": beside(False, adapter_id="muse"),
 }
 BASE = {"model": "tiny-base"}
+OFFERED = {"type": "function", "name": "clock", "parameters": SCHEMA}
+INPUT_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
+INPUT_USER = {"type": "message", "role": "user", "content": "x"}
+FORMED = {"format": {"type": "json_object"}}
 ASSISTANT = {"role": "assistant", "tool_calls": [CALL]}
 PLACES: dict[str, Place] = {
     "CompletionBody": Place(
@@ -268,6 +276,77 @@ PLACES: dict[str, Place] = {
             "tool_choice": {"type": "function", "function": one},
         },
     ),
+    "ResponsesBody": Place(
+        RESPONSES,
+        {**BASE, "input": "hi"},
+        {
+            **{name: value for name, value in GENERATION.items() if name in ResponsesBody.model_fields},
+            "input": [INPUT_USER],
+            "instructions": "be kind",
+            "max_output_tokens": 5,
+            "stream_options": beside({}, stream=True),
+            "text": FORMED,
+            "tools": [OFFERED],
+            "tool_choice": beside("none", tools=[OFFERED]),
+            "parallel_tool_calls": beside(False, tools=[OFFERED], tool_choice="required"),
+            "chat_template_kwargs": {"enable_thinking": True},
+            "truncation": "auto",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "metadata": {"a": "b"},
+            "max_tool_calls": 3,
+            "store": True,
+        },
+        idle=frozenset({"stream_options", "store"}),
+    ),
+    "ResponseStreamOptions": Place(
+        RESPONSES, {}, {}, lambda one: {**BASE, "input": "hi", "stream": True, "stream_options": one}
+    ),
+    "TextConfig": Place(RESPONSES, {}, FORMED, lambda one: {**BASE, "input": "hi", "text": one}),
+    "TextFormat": Place(
+        RESPONSES,
+        {"type": "json_schema", "schema": {"type": "integer"}},
+        {"type": "text", "name": "x", "description": "x", "schema": SCHEMA, "strict": True},
+        lambda one: {**BASE, "input": "hi", "text": {"format": one}},
+    ),
+    "InputMessage": Place(
+        RESPONSES,
+        INPUT_USER,
+        {"type": "message", "role": "system", "content": "y"},
+        lambda one: {**BASE, "input": [one]},
+        # It may be left out.
+        frozenset({"type"}),
+    ),
+    "InputPart": Place(
+        RESPONSES,
+        {"type": "input_text", "text": "x"},
+        {"type": "input_image", "text": "y"},
+        lambda one: {**BASE, "input": [{"role": "user", "content": [one]}]},
+    ),
+    "InputCall": Place(
+        RESPONSES,
+        INPUT_CALL,
+        {"type": "custom_tool_call", "call_id": "c2", "name": "watch", "arguments": '{"a": 1}'},
+        lambda one: {**BASE, "input": [one]},
+    ),
+    "InputCallOutput": Place(
+        RESPONSES,
+        {"type": "function_call_output", "call_id": "c1", "output": "x"},
+        {"type": "local_shell_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "y"}]},
+        lambda one: {**BASE, "input": [INPUT_CALL, one]},
+    ),
+    "OfferedFunction": Place(
+        RESPONSES,
+        {"type": "function", "name": "clock"},
+        {"type": "custom", "name": "watch", "description": "x", "parameters": SCHEMA, "strict": True},
+        lambda one: {**BASE, "input": "hi", "tools": [one]},
+    ),
+    "ForcedFunction": Place(
+        RESPONSES,
+        {"type": "function", "name": "clock"},
+        {"type": "custom", "name": "watch"},
+        lambda one: {**BASE, "input": "hi", "tools": [OFFERED], "tool_choice": one},
+    ),
     "GenerateBody": Place(
         TGI,
         {"inputs": "hi"},
@@ -355,6 +434,10 @@ def ask(make_server, engine: FakeEngine, make_adapter) -> Callable[[Place, dict[
 
 def test_every_field_has_a_row() -> None:
     assert {name: names(kind) for name, kind in KINDS.items()} == {name: set(p.fields) for name, p in PLACES.items()}
+
+
+def test_responses_know_every_field_of_a_chat() -> None:
+    assert ChatBody.model_fields.keys() <= ResponsesBody.model_fields.keys() | ResponsesBody.UNSUPPORTED.keys()
 
 
 @pytest.mark.parametrize("name", KINDS)

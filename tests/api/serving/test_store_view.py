@@ -133,6 +133,7 @@ def told(response: httpx2.Response, name: str) -> tuple[int, str, dict[str, str]
 BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "POST /v1/completions": lambda name: {"model": name, "prompt": "hi"},
     "POST /v1/chat/completions": lambda name: {"model": name, "messages": [{"role": "user", "content": "hi"}]},
+    "POST /v1/responses": lambda name: {"model": name, "input": "hi"},
     "POST /generate": lambda name: {"inputs": "hi", "parameters": {"adapter_id": name}},
     "POST /generate_stream": lambda name: {"inputs": "hi", "parameters": {"adapter_id": name}},
     "POST /": lambda name: {"inputs": "hi", "parameters": {"adapter_id": name}},

@@ -1,0 +1,255 @@
+"""Define the body of /v1/responses, OpenAI's newer form of a chat, and turn it into the chat that it asks for."""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from api.schemas.base import Body, Items, KnownBody, at_most
+from api.schemas.openai import MAX_MESSAGES, ChatBody, SamplingFields
+from api.schemas.request_fields import RequestFields
+from api.schemas.structured_output import StructuredFields
+from api.schemas.tools import MAX_TOOLS, FunctionFields
+from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
+from lorasrv.errors import InvalidRequest
+from lorasrv.sampling_params import MAX_LOGPROBS
+
+Json = dict[str, Any]
+MAX_METADATA = 16
+MAX_INCLUDED = 16
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""Parts that OpenAI adds to a response on request; but for the first, nothing here has them."""
+
+
+class InputPart(Body):
+    """Add text to a message; other kinds of parts are not supported."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def _form(value: Any) -> str:
+    return "Text" if isinstance(value, str) else "List"
+
+
+Text = Annotated[Annotated[str, Tag("Text")] | Annotated[Items[InputPart], Tag("List")], Discriminator(_form)]
+
+
+class InputMessage(Body):
+    """Add one turn, or repeat one of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class InputCall(Body):
+    """Repeat a call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(Body):
+    """Tell what a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+def _kind(item: Any) -> str | None:
+    """Return which of the kinds an item is; messages may leave it out."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+_KINDS = {"message": "Message", "function_call": "Call", "function_call_output": "Output"}
+Item = Annotated[
+    Annotated[InputMessage, Tag("Message")]
+    | Annotated[InputCall, Tag("Call")]
+    | Annotated[InputCallOutput, Tag("Output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="must be an object whose type is message, function_call or function_call_output",
+    ),
+]
+
+
+Conversation = Annotated[Items[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+Input = Annotated[Annotated[str, Tag("Text")] | Annotated[Conversation, Tag("List")], Discriminator(_form)]
+
+
+class OfferedFunction(FunctionFields):
+    """Offer a function, the only kind of tool."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, value: Any) -> Any:
+        """Refuse another kind by its name, before the fields that a function needs are missed."""
+        if isinstance(value, dict) and value.get("type") != "function":
+            raise PydanticCustomError("unknown_tool", "must be 'function', the only kind of tool", {"field": "type"})
+        return value
+
+    def of_chat(self) -> Json:
+        """Return the tool in a chat's form."""
+        return {"type": "function", "function": _given(self, FunctionFields.model_fields)}
+
+
+class ForcedFunction(Body):
+    """Force a call of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """Select the output format, with the schema beside its name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def of_chat(self) -> Json:
+        """Return the format in a chat's form.
+
+        Raises:
+            InvalidRequest: the schema is missing.
+        """
+        if self.type != "json_schema":
+            return {"type": self.type, "schema": self.schema_}
+        if self.schema_ is None:
+            raise InvalidRequest("{param} is missing", param="text.format.schema")
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+
+class TextConfig(KnownBody):
+    """Configure the text of the answer."""
+
+    UNSUPPORTED: ClassVar = {"verbosity": (None, "medium")}
+
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(KnownBody):
+    """Hold what other servers configure in streams; usage is always in the last event."""
+
+    UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
+
+
+class ResponsesBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
+    """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
+
+    UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_RESPONSES}
+
+    model: str | None = None
+    input: Input
+    # A system message before the others.
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    tools: Annotated[Items[OfferedFunction], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ForcedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # `auto` drops the oldest turns of a conversation that does not fit the context.
+    truncation: Literal["auto", "disabled"] | None = None
+    include: Annotated[Items[Included], Field(max_length=MAX_INCLUDED)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # Repeated in the response.
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
+    # Of tools that a server calls itself, of which there are none here.
+    max_tool_calls: int | None = None
+    # Accepted, as clients leave it at true: nothing is stored.
+    store: bool | None = None
+    user: str | None = None
+
+    def chat(self) -> ChatBody:
+        """Return the chat that the body asks for.
+
+        Raises:
+            InvalidRequest: a called function's output has no call, the limits differ, or a schema is missing.
+        """
+        fields = _given(self, _SHARED)
+        if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
+            fields["logprobs"] = True
+        if self.tools is not None:
+            fields["tools"] = [tool.of_chat() for tool in self.tools]
+        if isinstance(self.tool_choice, ForcedFunction):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if self.max_output_tokens is not None:
+            if self.max_tokens not in (None, self.max_output_tokens):
+                raise InvalidRequest("max_tokens and max_output_tokens differ; send one", param="max_output_tokens")
+            fields["max_tokens"] = self.max_output_tokens
+        if self.text is not None and self.text.format is not None:
+            if self.response_format is not None:
+                raise InvalidRequest("text.format and response_format exclude each other; send one", param="text")
+            fields["response_format"] = self.text.format.of_chat()
+        if self.truncation == "auto":
+            fields["context_overflow"] = "drop_oldest"
+        return ChatBody.model_validate({**fields, "messages": list(self._messages())})
+
+    def _messages(self) -> Iterator[Json]:
+        if self.instructions is not None:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        called: set[str] = set()
+        # What the model said in one turn: a text, calls, or both.
+        said: Json | None = None
+        for number, item in enumerate(self.input):
+            if isinstance(item, InputCall):
+                said = said or {"role": "assistant", "content": None}
+                said.setdefault("tool_calls", []).append(_call(item))
+                called.add(item.call_id)
+                continue
+            if said is not None:
+                yield said
+                said = None
+            if isinstance(item, InputCallOutput):
+                if item.call_id not in called:
+                    raise InvalidRequest("{param} is that of no function_call before", param=f"input[{number}].call_id")
+                yield {"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id}
+            elif item.role == "assistant":
+                said = {"role": "assistant", "content": _content(item.content)}
+            else:
+                yield {"role": item.role, "content": _content(item.content)}
+        if said is not None:
+            yield said
+
+
+_SHARED = (ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()) - {"tools", "stream_options"}
+"""Fields that mean the same in a chat."""
+
+
+def _given(body: Body, names: Iterable[str]) -> Json:
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def _call(item: InputCall) -> Json:
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _content(text: Text) -> str | list[Json]:
+    return text if isinstance(text, str) else [{"type": "text", "text": part.text} for part in text]
