@@ -41,7 +41,7 @@ class _CachedAdapter:
     need: Need
     # Running requests that read it.
     pins: int = 0
-    # Requests that have pinned it so far, at most `MAX_COUNTED_USES`.
+    # Requests that were admitted with it so far, at most `MAX_COUNTED_USES`.
     uses: int = 0
     # Valid while `is_evictable`.
     score: float = 0.0
@@ -140,6 +140,11 @@ class AdapterCache:
         if adapter.is_evictable:
             self._protect(key, adapter)
         adapter.pins += 1
+
+    def count_use(self, key: AdapterKey) -> None:
+        """Count one more request that was admitted with a pinned adapter, which counts for its score."""
+        adapter = self._adapters[key]
+        assert adapter.pins, f"adapter {key} is not pinned"
         adapter.uses = min(adapter.uses + 1, MAX_COUNTED_USES)
 
     def unpin(self, key: AdapterKey) -> None:

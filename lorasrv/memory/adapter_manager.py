@@ -235,8 +235,11 @@ class AdapterManager:
         return dict(self._requests)
 
     def reserve(self, key: AdapterKey, layout: AdapterLayout, until_s: float) -> None:
-        """Prefetch an adapter and spare it until `until_s`. Beyond `MAX_RESERVED` the oldest reservation is dropped."""
-        reservation = self._reservations.setdefault(key, _Reservation(layout))
+        """Prefetch an adapter and spare it until `until_s`. Beyond `MAX_RESERVED` the oldest reservation is dropped.
+        One that is renewed is the newest.
+        """
+        reservation = self._reservations.pop(key, None) or _Reservation(layout)
+        self._reservations[key] = reservation
         reservation.until_s = max(reservation.until_s, until_s)
         timed = [key for key, r in self._reservations.items() if not r.is_pinned]
         for oldest in timed[: max(0, len(timed) - MAX_RESERVED)]:

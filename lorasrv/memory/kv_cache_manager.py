@@ -35,6 +35,8 @@ class _Table:
     pages: list[int] = field(default_factory=list)
     # Number of first ones that were offered to the prefix cache.
     num_kept: int = 0
+    # Number of first ones that came from there.
+    num_attached: int = 0
 
 
 class KVCacheManager:
@@ -97,8 +99,15 @@ class KVCacheManager:
             if page is None:
                 break
             table.pages.append(page)
-        table.num_kept = len(table.pages)
+        table.num_kept = table.num_attached = len(table.pages)
         return len(table.pages) * self.page_size
+
+    def count_uses(self, request_id: RequestId) -> None:
+        """Count a use of each page that `attach_prefix` has found and that the request still has."""
+        table = self._tables[request_id]
+        for page in _real(table.pages[: table.num_attached]):
+            assert self._prefixes is not None, "pages came from the prefix cache"
+            self._prefixes.count_use(page)
 
     def fork(self, parent: RequestId, child: RequestId, num_tokens: int) -> None:
         """Share the parent's pages of its first `num_tokens` tokens with the child's empty table."""
@@ -273,6 +282,7 @@ class KVCacheManager:
             assert self._prefixes is not None
             if (page := self._prefixes.lookup(digest)) is None:
                 break
+            self._prefixes.count_use(page)
             pages.append(page)
         if pages:
             self._lent[lease] = tuple(pages)

@@ -157,10 +157,15 @@ class PrefixCache:
             self._pool.share((page,))
             self._cached.pop(page, None)
             self._orphaned.pop(page, None)
-            entry = self._entries[page]
+        return page
+
+    def count_use(self, page: int) -> None:
+        """Count one more use of a page that `lookup` has returned, which counts for its score; do nothing if the page
+        has left the cache."""
+        entry = self._entries.get(page)
+        if entry is not None:
             self._num_reused += entry.uses == 0
             entry.uses = min(entry.uses + 1, MAX_COUNTED_USES)
-        return page
 
     def page_of(self, digest: bytes) -> int | None:
         """Return the page of this hash, which is not used; None if there is none."""

@@ -57,6 +57,7 @@ class RequestAllocator:
             self._free_swap(request)
         elif not request.num_preemptions:
             request.num_cached_tokens = shared
+            self._count_uses(request)
         return True
 
     def lacks_pages(self, request: Request) -> bool:
@@ -233,6 +234,12 @@ class RequestAllocator:
             self._kv.fork(parent.request_id, rid, shared)
         self._kv.drop_unseen(rid, shared)
         return shared
+
+    def _count_uses(self, request: Request) -> None:
+        """Count a request that is admitted for the first time; one that waits for pages is tried in every step."""
+        for key in request.term_keys:
+            self._adapters.count_use(key)
+        self._kv.count_uses(request.request_id)
 
     def _free_swap(self, request: Request) -> None:
         self._swap.free(request.request_id)

@@ -69,10 +69,11 @@ class _Ledger:
 
     Args:
         weigh: returns the weight of an account.
+        on_dropped: called with the name of an account that is forgotten.
     """
 
-    def __init__(self, weigh: Callable[[str], float]) -> None:
-        self._weigh = weigh
+    def __init__(self, weigh: Callable[[str], float], on_dropped: Callable[[str], object] = lambda _: None) -> None:
+        self._weigh, self._on_dropped = weigh, on_dropped
         self._weight = 0.0
         self._accounts: dict[str, _FairAccount] = {}
         # (service, name) of accounts with waiting requests; an entry is outdated if the account has more service now.
@@ -114,7 +115,7 @@ class _Ledger:
         self._num_waiting -= 1
         self._floor = self._least_served() if self._num_waiting else account.served
         if len(self._accounts) >= self._next_sweep:
-            self._sweep()
+            self._sweep(account)
 
     def add_running(self, account: _FairAccount, change: int) -> None:
         """Count one more, or one less, running request of an account."""
@@ -144,12 +145,18 @@ class _Ledger:
                 return served
         return self._floor
 
-    def _sweep(self) -> None:
-        """Drop idle accounts that would be lifted on their return."""
-        idle = (a for a in self._accounts.values() if not a.num_waiting and not a.num_running)
-        gone = [account.name for account in idle if account.served <= self._floor]
-        for name in gone:
-            del self._accounts[name]
+    def _sweep(self, taken: _FairAccount) -> None:
+        """Drop idle accounts that would be lifted on their return, and of the others all but those with most service.
+
+        Args:
+            taken: that of a request which waits no more and does not run yet.
+        """
+        idle = [a for a in self._accounts.values() if not (a.num_waiting or a.num_running or a is taken)]
+        idle.sort(key=lambda account: account.served)
+        num_lifted = sum(account.served <= self._floor for account in idle)
+        for account in idle[: max(num_lifted, len(idle) - MIN_SWEEP // 2)]:
+            del self._accounts[account.name]
+            self._on_dropped(account.name)
         self._next_sweep = max(MIN_SWEEP, 2 * len(self._accounts))
 
 
@@ -167,8 +174,8 @@ class Fair(Policy):
         self._quotas = quotas
         self._costs = costs
         self._predictor = predictor
-        self._keys = _Ledger(lambda _: quotas.key_weight())
         self._adapters: dict[str, _Ledger] = {}
+        self._keys = _Ledger(lambda _: quotas.key_weight(), self._adapters.pop)
         self._in_batch: Counter[AdapterKey | None] = Counter()
 
     def rank(self, request: Request) -> Rank:

@@ -34,6 +34,7 @@ class Cache(AdapterCache):
     def use(self, key: AdapterKey, times: int) -> None:
         for _ in range(times):
             self.pin(key)
+            self.count_use(key)
             self.unpin(AdapterKey("".join(key)))  # equal, but another object
 
     def evicted(self, *spared: AdapterKey) -> AdapterKey | None:

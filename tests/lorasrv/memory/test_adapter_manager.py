@@ -234,6 +234,14 @@ def test_reservations_are_bounded_and_pins_are_not_among_them() -> None:
     assert not bench.is_reserved(AdapterKey(f"{9:064x}"))
 
 
+def test_a_reservation_that_is_renewed_is_the_newest() -> None:
+    bench = Bench()
+    keys = [AdapterKey(f"{number:064x}") for number in range(MAX_RESERVED + 1)]
+    for key in (*keys[:-1], keys[0], keys[-1]):
+        bench.manager.reserve(key, LAYOUT, until_s=9.0)
+    assert [bench.is_reserved(key) for key in (keys[0], keys[1], keys[-1])] == [True, False, True]
+
+
 def test_the_outlook_counts_what_is_on_its_way_and_says_if_there_is_no_room() -> None:
     bench = Bench()
 

@@ -114,6 +114,7 @@ def test_what_is_asked_once_goes_before_what_is_asked_often() -> None:
         pool.manager.on_copied(key)
         for _ in range(uses):
             pool.books.adapters.pin(key)
+            pool.books.adapters.count_use(key)
             pool.books.adapters.unpin(key)
     assert pool.left()[2] == "ae"
 

@@ -38,6 +38,7 @@ class Cache(PrefixCache):
     def use(self, chain: Chain, times: int = 1) -> None:
         for digest, page in chain * times:
             assert self.lookup(digest) == page
+            self.count_use(page)
             self.rest(page)
 
     def check(self) -> None:

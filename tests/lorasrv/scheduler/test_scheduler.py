@@ -10,6 +10,7 @@ from mispredict import expect_short_answers
 
 import lorasrv
 from adapter_store.spec import AdapterKey
+from lorasrv.config import MemoryOptions
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import AdapterTerm, OnCold, RequestStatus
@@ -323,3 +324,29 @@ def test_a_recomputed_request_that_selects_wants_no_more_than_it_was_promised() 
     bench.run()
     assert bench.ends().keys() == {"a", "b", "urgent"}
     assert any(step.num_preempted for step in bench.steps)
+
+
+def test_a_request_that_waits_for_pages_is_one_use_of_what_it_needs() -> None:
+    """It is tried in every step: its adapter would outlive one of many requests, and its prefix all others."""
+    cached = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, enable_prefix_caching=True)
+    bench = Bench(pages=20, memory=cached)
+    bench.add("runs", prompt=2 * PAGE_SIZE + 1, max_tokens=1000, key=KEYS[0])
+    bench.arrive()
+    while bench.pool.num_free > 1:
+        bench.arrive()
+        bench.step()
+    prefixes = bench.books.prefixes
+    assert prefixes is not None
+
+    def uses() -> tuple[int, set[int]]:
+        return bench.adapters._adapters[KEYS[0]].uses, {entry.uses for entry in prefixes._entries.values()}
+
+    assert uses() == (1, {0})
+    bench.add("waits", prompt=8 * PAGE_SIZE, max_tokens=1, key=KEYS[0])
+    for _ in range(3):
+        bench.step()
+    assert not bench.computed()["waits"]
+    assert uses() == (1, {0})
+    bench.scheduler.finish(RequestId("runs"), RequestStatus.FINISHED_ABORTED)
+    bench.run()
+    assert uses() == (2, {0, 1}), "the pages of its prompt that the other had computed"

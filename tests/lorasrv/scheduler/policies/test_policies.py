@@ -220,3 +220,20 @@ def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest
     bench.add("again", adapter_id="long")
     account = bench.scheduler.policy._adapters["anonymous"].account("long")
     assert account.served >= 3 + 2 * bench.tokens("long")
+
+
+def test_accounts_of_what_comes_and_goes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing else waits, and each has had more service than a newcomer; what runs keeps its account."""
+    monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 8)
+    bench = scheduler("fair", seats=8)
+    bench.add("long", max_tokens=200, adapter_id="long", principal="long")
+    for i in range(60):
+        bench.add(f"one of many adapters {i}", prompt=20, max_tokens=1, adapter_id=f"a{i}")
+        bench.add(f"one of many keys {i}", prompt=20, max_tokens=1, principal=f"key {i}")
+        bench.step()
+        bench.step()
+    policy = bench.scheduler.policy
+    assert len(policy._adapters["anonymous"]._accounts) <= 2 * 8
+    assert len(policy._keys._accounts) <= 2 * 8
+    assert policy._adapters.keys() == policy._keys._accounts.keys() >= {"long", "anonymous"}
+    assert policy._adapters["long"].account("long").served > 100
