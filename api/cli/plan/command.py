@@ -35,6 +35,8 @@ _COSTS, _OUTPUT = "Costs", "Output"
 SERVER_SETTINGS = (
     *("model", "quantization", "quantization_group", "quantized_weights", "dtype", "device", "kernels", "pool_bytes"),
     *(
+        "kv_cache_dtype",
+        "max_model_len",
         "host_cache_bytes",
         "scheduling_policy",
         "max_num_seqs",
@@ -219,17 +221,21 @@ def _server(
         spec, name = checkpoint.spec, checkpoint.name
     finally:
         checkpoint.close()
-    costs, source, memory = _costs(options, name, on_progress)
+    costs, source, memory, num_pages = _costs(options, name, on_progress)
     itemsize = 4 if options.config.model.dtype == "float32" else 2
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     free = DeviceMemory.of(resolve_device(options.config.model.device))
     layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
+    if num_pages is not None and num_pages != layout.num_pages:
+        why = f"the server at --server has {num_pages} pages in a pool that would have {layout.num_pages} here"
+        raise CliError(f"{why}; give --model, --dtype and --kv-cache-dtype as it has them", code=ExitCode.USAGE)
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(options, spec, itemsize, trace)
     has_drafts = options.config.speculation.speculation != "off"
-    server = SimServer(layout, memory, options.config.scheduler, costs, layout_of, spec.max_position, has_drafts)
+    longest = options.config.model.max_model_len or spec.max_position
+    server = SimServer(layout, memory, options.config.scheduler, costs, layout_of, longest, has_drafts)
     return server, source
 
 
@@ -257,20 +263,24 @@ def _layouts(
 
 def _costs(
     options: _PlanOptions, model_name: str, on_progress: Callable[[str, float], None]
-) -> tuple["MachineProfile", str, "MemoryOptions"]:
-    """Return the costs, their source in words, and the memory options to plan with."""
+) -> tuple["MachineProfile", str, "MemoryOptions", int | None]:
+    """Return the costs, their source in words, the memory options to plan with, and how many pages a server has that
+    was asked for them."""
     from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 
     memory = options.config.memory
     if options.costs is not None:
-        return MachineProfile.read(options.costs), f"costs from {options.costs.name}", memory
+        return MachineProfile.read(options.costs), f"costs from {options.costs.name}", memory, None
     file = cache_file(model_name, options.config.model)
     cached = None if options.recalibrate else read_cached(file)
     if options.server is not None:
         with connected(options.server) as client:
             samples = client.metrics()
-        learnt, pool = _learnt(samples, cached)
-        return learnt, f"costs learnt by {options.server}", replace(memory, pool_bytes=memory.pool_bytes or pool)
+        learnt, source = _learnt(samples, cached), f"costs learnt by {options.server}"
+        pool, pages = (int(samples.get(name, 0)) or None for name in ("lorasrv_pool_bytes", "lorasrv_pages_total"))
+        if memory.pool_bytes is not None:
+            return learnt, source, memory, None
+        return learnt, source, replace(memory, pool_bytes=pool), pages
     if cached is None:
         # Before torch is imported, as in `serve`.
         import os
@@ -284,12 +294,12 @@ def _costs(
         else:
             note(f"steps took {100 * done.misfit:.0f} % longer than the costs explain: other programs were running;")
             note("these costs are not saved; measure again on an idle machine")
-        return done.costs, "costs measured now on this machine", memory
-    return cached, "costs measured earlier on this machine (--recalibrate measures anew)", memory
+        return done.costs, "costs measured now on this machine", memory, None
+    return cached, "costs measured earlier on this machine (--recalibrate measures anew)", memory, None
 
 
-def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> tuple["MachineProfile", int | None]:
-    """Return the costs that a server has learnt, completed by costs measured here, and its pool size."""
+def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> "MachineProfile":
+    """Return the costs that a server has learnt, completed by costs measured here."""
     from lorasrv.memory.cost_model import PARTS
     from lorasrv.offline.planner.machine_profile import MachineProfile
 
@@ -301,5 +311,4 @@ def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> tuple
             "the server at --server does not report learnt costs; is it lorasrv?", code=ExitCode.UNREACHABLE
         ) from None
     base = cached or MachineProfile(step)
-    pool = int(samples.get("lorasrv_pool_bytes", 0)) or None
-    return replace(base, step=step, load_s=0.0, load_byte_s=load, copy_s=0.0, copy_byte_s=copy), pool
+    return replace(base, step=step, load_s=0.0, load_byte_s=load, copy_s=0.0, copy_byte_s=copy)

@@ -30,6 +30,10 @@ Rate = Callable[[float], float]
 """Requests a second at a time, as a multiple of the mean."""
 
 
+MAX_REQUESTS = 10_000_000
+"""Of some 200 bytes each."""
+
+
 @dataclass(frozen=True)
 class TrafficLaw:
     """Describe traffic; means and laws are those of the whole.
@@ -57,6 +61,8 @@ class TrafficLaw:
         for name in ("rate", "seconds", "adapters", "prompt_tokens", "output_tokens"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if (requests := self.rate * self.seconds) > MAX_REQUESTS:
+            raise ConfigError(f"rate times seconds are {requests:.0f} requests, more than {MAX_REQUESTS}; lower one")
         for name in ("zipf", "sigma"):
             if not 0 <= getattr(self, name) < 10:
                 raise ConfigError(f"{name} must be from 0 to 10, not {getattr(self, name)}")

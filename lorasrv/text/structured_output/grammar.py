@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
-from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, can_end, lark_can_end, repetitions
+from lorasrv.text.structured_output.satisfiability import can_end, lark_can_end
+from lorasrv.text.structured_output.schema_checks import DATA, NAMED_SCHEMAS, check_repetitions, check_schema
 
 MAX_TEXT_BYTES = 256 << 10
 MAX_DEPTH = 64
@@ -18,11 +19,15 @@ MAX_TEXTS = 10_000
 WHITESPACE = r"( |\n[ \t]{0,20})"
 """Optional white space between JSON tokens: a blank, or a new line and its indentation. Plain JSON would let a model
 write blank lines without end (llama.cpp's grammars have the same bound)."""
-_JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+_JSON_OPTIONS = {
+    "whitespace_pattern": WHITESPACE,
+    "lenient": False,
+    "coerce_one_of": False,
+    # Without `\u`: a property of a name that is spelled otherwise would escape the schema of that name.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Values of JSON schema's `format` that are enforced; others are treated as annotations."""
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA = frozenset({"const", "enum", "default", "examples", "example"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
         raise InvalidRequest("{param}: no value satisfies the schema false", param=param)
     whole = {} if schema is True else dict(schema)
     _check_depth(whole, param)
-    _check_patterns(whole, param)
+    check_schema(whole, param)
     if not can_end(whole):
         raise InvalidRequest("{param}: no finite value satisfies the schema: it requires itself", param=param)
     return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
@@ -79,9 +84,9 @@ def _without_annotations(schema: Any) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             kept[keyword] = {name: _without_annotations(inner) for name, inner in value.items()}
-        elif keyword in _DATA:
+        elif keyword in DATA:
             kept[keyword] = value
         elif keyword == "uniqueItems" and value is False:
             continue
@@ -99,7 +104,7 @@ def regex_of(pattern: str, param: str) -> Grammar:
     """
     if not pattern:
         raise InvalidRequest("{param} is empty: only an empty answer would match", param=param)
-    _check_repetitions(pattern, param)
+    check_repetitions(pattern, param)
     return _checked(json.dumps({"grammars": [{"lark_grammar": f"start: /{_slashed(pattern)}/"}]}), param)
 
 
@@ -174,26 +179,6 @@ def _check_depth(value: Any, param: str) -> None:
 
 def _too_deep(param: str) -> InvalidRequest:
     return InvalidRequest(f"{{param}} is nested more than {MAX_DEPTH} levels deep", param=param)
-
-
-def _check_patterns(value: Any, param: str) -> None:
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        todo += _children(item)
-        if isinstance(item, dict):
-            named = item.get("patternProperties")
-            for pattern in (item.get("pattern"), *(named if isinstance(named, dict) else ())):
-                if isinstance(pattern, str):
-                    _check_repetitions(pattern, param)
-
-
-def _check_repetitions(pattern: str, param: str) -> None:
-    if (count := repetitions(pattern)) > MAX_REPETITIONS:
-        raise InvalidRequest(
-            f"{{param}}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
-            param=param,
-        )
 
 
 def _children(value: Any) -> list[Any]:

@@ -6,6 +6,7 @@ sandbox process, which has no tokenizer. Nothing here raises in the engine's thr
 """
 
 import json
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,13 @@ class _Wrapper:
 
 
 BITS = 32
-NO_SENTENCE = "no text satisfies it"
+_SAID = {
+    "NoExtensionBias": "no text satisfies it",
+    "oneOf constraints are not supported": "the parts of oneOf may overlap; use anyOf",
+}
+"""What llguidance's messages begin with, and what is said in their place."""
+_CAUSE = re.compile(r"regex parse error:.*^error: ([^\n]*)", re.DOTALL | re.MULTILINE)
+"""It stands behind the whole expression, which may be long."""
 # Limits per step: a grammar that exceeds them fails its own request only. llguidance computes some 14,000 units of
 # lexer fuel or 20,000 items per millisecond, and takes 1 to 2 kB per lexer state.
 STEP_LEXER_FUEL = 100_000
@@ -214,5 +221,7 @@ class GrammarState:
 
 def one_line(error: str, most: int = 240) -> str:
     """Return llguidance's message without line breaks, state dumps and the trace of a panic."""
+    if cause := _CAUSE.search(error):
+        return f"a regular expression is invalid: {cause[1][:most]}"
     message = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())[:most]
-    return NO_SENTENCE if message == "NoExtensionBias" else message
+    return next((ours for theirs, ours in _SAID.items() if message.startswith(theirs)), message)

@@ -197,11 +197,14 @@ class _Walk:
 
 def _needed(schema: Mapping[str, Any]) -> list[Any]:
     """Return the schemas of the parts that every value must contain."""
-    if schema.get("type") == "object":
-        properties, required = schema.get("properties"), schema.get("required")
+    kinds = schema.get("type")
+    kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
+    if kind == "object":
+        properties, required = schema.get("properties", {}), schema.get("required")
         if isinstance(properties, Mapping) and isinstance(required, list):
-            return [properties[name] for name in required if isinstance(name, str) and name in properties]
-    if schema.get("type") == "array":
+            others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+            return [properties.get(name, others) for name in required if isinstance(name, str)]
+    if kind == "array":
         least, prefix = schema.get("minItems"), schema.get("prefixItems")
         items = list(prefix) if isinstance(prefix, list) else []
         if isinstance(least, int):

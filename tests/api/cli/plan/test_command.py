@@ -20,6 +20,7 @@ from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.calibrate import Calibrated
 from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 from lorasrv.offline.planner.random_adapters import write_random_adapter
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 COSTS = Path(__file__).parents[2] / "data" / "costs.json"
 POOL = ("--pool-bytes", "16MiB")
@@ -129,9 +130,12 @@ def test_wrong_costs(plan, tmp_path: Path) -> None:
 def test_costs_of_a_server_are_taken_with_its_pool(cli, server, engine, trace: Path) -> None:
     learnt = {part: (number + 1) * 1e-9 for number, part in enumerate(PARTS)}
     loads = {"load_byte": 1e-9, "copy_byte": 2e-9}
-    engine.metrics.publish(EngineStats(step_costs=learnt, load_costs=loads, pool_bytes=32 << 20))
+    block = 30 * KV_FORMATS["int8"].page_bytes(3, 64, 16)
+    of_server = {"pool_bytes": 32 << 20, "pages_total": (32 << 20) // block}
+    engine.metrics.publish(EngineStats(step_costs=learnt, load_costs=loads, **of_server))
     options = ("--trace", trace, "--predict-only", "--json")
-    done = json.loads(cli("plan", *options, "--server", server.url).out)
+    failed(cli("plan", *options, "--server", server.url), 2, "pages", "--kv-cache-dtype as it has them")
+    done = json.loads(cli("plan", *options, "--server", server.url, "--kv-cache-dtype", "int8").out)
     assert done["costs"]["step"] == pytest.approx(learnt)
     assert (done["costs"]["load_byte_s"], done["costs"]["copy_byte_s"]) == pytest.approx((1e-9, 2e-9))
     assert 31 << 20 < done["pool_bytes"] <= 32 << 20

@@ -70,6 +70,10 @@ def test_a_law_on_one_server(plan) -> None:
         ((*LAW, "--trace", "x"), "give either --trace, a recorded file, or --law"),
         (("--trace", "x", "--rate", "3"), "--rate and --trace exclude each other"),
         (("--law", "chaos"), "law 'chaos' is unknown; there are poisson, diurnal, flash, mmpp"),
+        (
+            ("--law", "poisson", "--seconds", "1e12"),
+            "rate times seconds are 10000000000000 requests, more than 10000000",
+        ),
         ((*LAW, "--zipf", "-1"), "zipf must be from 0 to 10"),
         (("--law", "poisson", "--rate", "0.001"), "no request in so few --seconds"),
         ((*LAW, "--machines", "0"), "machines must be positive, not 0"),

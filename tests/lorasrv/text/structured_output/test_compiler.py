@@ -130,6 +130,16 @@ CHOICES = ["yes", "yesterday", 'q"\n\\', "한국😀", " lead"]
             ['{"a": 1.5}', "{}", '{"ü": "x"}', '{"a": 1, "b": 2}', '{"a":  1}', ' {"a": 1}', '{"a": 1} '],
         ),
         (source.json_of(json.dumps(SCHEMA), "p"), ['{"a": 1}'], ["[]"]),
+        (
+            source.json_of({"properties": {"role": {"enum": ["user"]}, "a\n": {"const": 1}}, "type": "object"}, "p"),
+            ['{"role": "user", "b\\n\\"": [1]}', '{"a\\n": 1}'],
+            [r'{"role": "user", "\u0072ole": "admin"}', r'{"\u0072ole": "admin"}', r'{"a\u000a": 2}'],
+        ),
+        (
+            source.json_of({"type": "object", "patternProperties": {"^a$": {"type": "integer"}}}, "p"),
+            ['{"a": 1, "b": "x"}'],
+            [r'{"\u0061": "x"}'],
+        ),
         (source.any_json_object("p"), ['{"x": [1, {"y": null}]}'], ["[1]", "1"]),
         (source.json_of(True, "p"), ["1", '"x"', "[]"], ["x"]),
         (source.regex_of("[a-c]+/\\d\n|^x$", "p"), ["abc/1\n", "x"], ["abc", "a/x", "xx"]),
@@ -195,6 +205,14 @@ FIELDS = {
         ("guided_json", LENIENT, "uniqueItems"),
         ("guided_json", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ("guided_json", {"enum": list(range(100_000))}, "bytes"),
+        ("guided_json", {"const": 1234567890123456789}, "1234567890123456789 cannot be enforced exactly"),
+        ("guided_json", {"properties": {"ids": {"enum": [{"id": [2**53 + 1]}]}}}, "9007199254740993 cannot"),
+        ("guided_json", {"type": "integer", "minimum": 1e20}, "1e+20 cannot"),
+        ("guided_json", {"type": "object", "required": ["a"], "minProperties": 2}, "minProperties 2"),
+        ("guided_json", {"type": ["object"], **{k: v for k, v in ENDLESS.items() if k != "type"}}, "requires itself"),
+        ("guided_json", {"type": "object", "required": ["n"], "additionalProperties": {"$ref": "#"}}, "itself"),
+        ("guided_json", {"oneOf": [{"pattern": "^a{1,3}$"}, {"pattern": "^b{1,3}$"}]}, "use anyOf"),
+        ("guided_regex", "|".join(f"option number {i}" for i in range(40)) + "|(?=x)", "look-around"),
         ("guided_json", {"type": "string", "pattern": f"^{REPEATED}$"}, "25000"),
         ("guided_regex", REPEATED, "250000"),
         ("guided_regex", "(a", "unclosed group"),
@@ -232,8 +250,11 @@ def test_refusals_name_the_field_and_say_why(builtin_compiling: Compiling, field
     [
         {"$ref": "#num", "$defs": {"n": {"$anchor": "num", "type": "integer"}}},
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+        {"enum": ["x"], "default": {"pattern": REPEATED}, "examples": [2**60]},
+        {"const": {"pattern": REPEATED}},
+        {"type": "object", "required": ["a", "b"], "minProperties": 2, "properties": {"a": {"maximum": 2**53}}},
     ],
-    ids=["anchor", "uniqueItems"],
+    ids=["anchor", "uniqueItems", "annotations", "data", "bounds"],
 )
 def test_schemas_that_demand_nothing_impossible(builtin_compiling: Compiling, given: Any) -> None:
     builtin_compiling.compile(FIELDS["guided_json"](given, "guided_json"))

@@ -1,0 +1,89 @@
+"""Refuse in a JSON schema what llguidance would enforce in part, or otherwise than the schema says."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lorasrv.errors import InvalidRequest
+from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, repetitions
+
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by name."""
+ENFORCED_DATA = frozenset({"const", "enum"})
+DATA = ENFORCED_DATA | {"default", "examples", "example"}
+"""Keywords whose values are no schemas."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_NUMBER = 2**53
+"""llguidance computes with floats, which are exact up to here."""
+
+
+def check_schema(schema: Mapping[str, Any], param: str) -> None:
+    """Check a schema of checked depth, with all that are in it.
+
+    Raises:
+        InvalidRequest: a pattern is too large, a number is not exact in a float, or more properties are wanted than are
+            named as required.
+    """
+    for part in _schemas(schema):
+        named = part.get("patternProperties")
+        for pattern in (part.get("pattern"), *(named if isinstance(named, Mapping) else ())):
+            if isinstance(pattern, str):
+                check_repetitions(pattern, param)
+        for number in _numbers([part.get(name) for name in (*_BOUNDS, *ENFORCED_DATA)]):
+            if abs(number) > MAX_NUMBER:
+                raise InvalidRequest(
+                    f"{{param}}: the number {number} cannot be enforced exactly, only those up to 2^53; use a string",
+                    param=param,
+                )
+        _check_min_properties(part, param)
+
+
+def check_repetitions(pattern: str, param: str) -> None:
+    """Check that a regular expression's counted repetitions do not multiply to too many.
+
+    Raises:
+        InvalidRequest: they do.
+    """
+    if (count := repetitions(pattern)) > MAX_REPETITIONS:
+        raise InvalidRequest(
+            f"{{param}}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
+            param=param,
+        )
+
+
+def _check_min_properties(schema: Mapping[str, Any], param: str) -> None:
+    """Refuse what several values of one name would satisfy, which are one property."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    if isinstance(least, int) and least > len(names):
+        raise InvalidRequest(
+            f"{{param}}: minProperties {least} is enforced for properties in `required` alone, which are {len(names)}",
+            param=param,
+        )
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and those in it; literal data is none."""
+    todo = [schema]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list):
+            todo += item
+        elif isinstance(item, Mapping):
+            yield item
+            for keyword, value in item.items():
+                if keyword in NAMED_SCHEMAS and isinstance(value, Mapping):
+                    todo += value.values()
+                elif keyword not in DATA:
+                    todo.append(value)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, int | float) and not isinstance(item, bool):
+            yield item
+        elif isinstance(item, list):
+            todo += item
+        elif isinstance(item, Mapping):
+            todo += item.values()
