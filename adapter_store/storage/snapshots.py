@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,10 @@ Facts = Mapping[str, Any]
 
 class SnapshotDamaged(Exception):
     """Report that a file does not hold what its name says; it was removed."""
+
+
+class VersionGone(Exception):
+    """Report that a snapshot's version was deleted while it was written; it was removed."""
 
 
 class SnapshotName(NamedTuple):
@@ -82,6 +87,8 @@ class SnapshotFiles:
     def __init__(self, root: Path, owners: Callable[[], Collection[str]]) -> None:
         self._folder = root / "snapshots"
         self._owners = owners
+        # Those that have gone with their versions.
+        self._removed: SimpleQueue[SnapshotName] = SimpleQueue()
         # Between looking at the folder and changing it.
         self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,6 +139,7 @@ class SnapshotFiles:
 
         Raises:
             StoreFull, StoreUnusable: the disk refused, or `max_bytes` are fewer; nothing is stored.
+            VersionGone: its version was deleted meanwhile.
         """
         head = _head(facts, _of_pieces(lambda _, piece: _sha256(piece), data))
         nbytes = len(head) + data.nbytes
@@ -157,6 +165,7 @@ class SnapshotFiles:
         removed = self._make_room(name, nbytes, max_bytes)
         if name.owner not in self._owners():
             self.remove(name)
+            raise VersionGone("its version was deleted meanwhile")
         return Stored(nbytes, removed)
 
     def remove(self, name: SnapshotName) -> None:
@@ -170,6 +179,11 @@ class SnapshotFiles:
         with contextlib.suppress(OSError):
             for name in [name for name in self.sizes() if name.owner in owners]:
                 self.remove(name)
+                self._removed.put(name)
+
+    def take_removed(self) -> list[SnapshotName]:
+        """Return the snapshots that have gone with their versions since the last call."""
+        return [self._removed.get_nowait() for _ in range(self._removed.qsize())]
 
     def _make_room(self, name: SnapshotName, nbytes: int, max_bytes: int) -> tuple[SnapshotName, ...]:
         with self._lock:

@@ -53,10 +53,9 @@ class StreamOptions(KnownBody):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Body):
-    """Define how an answer is sampled and where it ends: fields of both routes, and of a persona's defaults."""
+class DrawingFields(Body):
+    """Define how tokens are drawn, and what ends an answer but for its length."""
 
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -78,6 +77,16 @@ class SamplingFields(Body):
     stop: str | Items[str] | None = None
     stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+
+
+class LengthFields(Body):
+    """Define how long an answer may be."""
+
+    max_tokens: int | None = None
+
+
+class SamplingFields(DrawingFields, LengthFields):
+    """Define how an answer is sampled and where it ends: in chats and completions, and in a persona's defaults."""
 
 
 class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody):

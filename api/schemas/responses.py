@@ -7,9 +7,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from api.schemas.base import Body, Items, KnownBody, at_most
-from api.schemas.openai import MAX_MESSAGES, ChatBody, SamplingFields
+from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields
 from api.schemas.request_fields import RequestFields
-from api.schemas.structured_output import StructuredFields
+from api.schemas.structured_output import GuidedFields
 from api.schemas.tools import MAX_TOOLS, FunctionFields
 from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
 from lorasrv.errors import InvalidRequest
@@ -155,7 +155,7 @@ class ResponseStreamOptions(KnownBody):
     UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
 
 
-class ResponsesBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
+class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
     """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
 
     UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_RESPONSES}
@@ -188,7 +188,7 @@ class ResponsesBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
         """Return the chat that the body asks for.
 
         Raises:
-            InvalidRequest: a called function's output has no call, the limits differ, or a schema is missing.
+            InvalidRequest: a called function's output has no call, or a schema is missing.
         """
         fields = _given(self, _SHARED)
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
@@ -198,12 +198,8 @@ class ResponsesBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
         if isinstance(self.tool_choice, ForcedFunction):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if self.max_output_tokens is not None:
-            if self.max_tokens not in (None, self.max_output_tokens):
-                raise InvalidRequest("max_tokens and max_output_tokens differ; send one", param="max_output_tokens")
             fields["max_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
-            if self.response_format is not None:
-                raise InvalidRequest("text.format and response_format exclude each other; send one", param="text")
             fields["response_format"] = self.text.format.of_chat()
         if self.truncation == "auto":
             fields["context_overflow"] = "drop_oldest"

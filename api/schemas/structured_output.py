@@ -83,15 +83,20 @@ class StructuredOutputs(KnownBody):
     json_object: bool | None = None
 
 
-class StructuredFields(Body):
-    """Define the structured output fields of both routes."""
+class GuidedFields(Body):
+    """Define vLLM's structured output fields."""
 
-    response_format: ResponseFormat | None = None
     guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+
+
+class StructuredFields(GuidedFields):
+    """Define the structured output fields of chats and completions."""
+
+    response_format: ResponseFormat | None = None
 
     def grammar(self) -> Grammar | None:
         """Build the grammar of the answer, None without one. Call in a thread.

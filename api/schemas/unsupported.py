@@ -86,7 +86,9 @@ INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
     # fields of chat, some under another name here
     "messages": _NULL,
+    "max_tokens": _NULL,
     "max_completion_tokens": _NULL,
+    "response_format": _NULL,
     "context_overflow": (None, "error"),
     "logprobs": _OFF,
     "n": _ONE,

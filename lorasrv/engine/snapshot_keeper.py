@@ -13,6 +13,7 @@ from lorasrv.worker.snapshot_loader import (
     SnapshotFailed,
     SnapshotLoaded,
     SnapshotLoader,
+    SnapshotRemoved,
     SnapshotSaved,
 )
 
@@ -72,6 +73,8 @@ class SnapshotKeeper:
                 case SnapshotSaved():
                     self._manager.on_saved(report.name, report.nbytes, report.removed)
                     self._answer(report.name, report.nbytes)
+                case SnapshotRemoved():
+                    self._manager.on_removed(report.name)
                 case SnapshotFailed(is_save=True):
                     self._manager.on_save_failed(report.name, report.reason)
                     self._answer(report.name, SnapshotFailure(f"the snapshot was not kept: {report.error}"))

@@ -272,6 +272,10 @@ class SnapshotManager:
             self._stored.pop(other, None)
         self.counters.made += 1
 
+    def on_removed(self, name: SnapshotName) -> None:
+        """Note that a snapshot has gone with its version."""
+        self._stored.pop(name, None)
+
     def on_save_failed(self, name: SnapshotName, reason: str) -> None:
         """Note that a snapshot could not be written, for a reason in a word."""
         self._saving.discard(name)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adapter_store.errors import AdapterError, StoreFull
-from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName
+from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName, VersionGone
 from lorasrv.memory.snapshots import MAX_ARRIVING
 from lorasrv.scheduler_output import PeerSnapshot, SnapshotFile, SnapshotOrders
 from lorasrv.worker.device import compute_alone
@@ -104,7 +104,14 @@ class SnapshotFailed:
     is_gone: bool = False
 
 
-SnapshotReport = SnapshotLoaded | SnapshotCopied | SnapshotSaved | SnapshotFailed
+@dataclass(frozen=True, slots=True)
+class SnapshotRemoved:
+    """Report a snapshot that has gone with its version."""
+
+    name: SnapshotName
+
+
+SnapshotReport = SnapshotLoaded | SnapshotCopied | SnapshotSaved | SnapshotFailed | SnapshotRemoved
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +190,8 @@ class SnapshotLoader:
 
     def poll(self) -> list[SnapshotReport]:
         """Return the reports since the last call; never waits."""
-        reports = []
+        gone = self._files.take_removed() if self._files is not None else ()
+        reports: list[SnapshotReport] = [SnapshotRemoved(name) for name in gone]
         for _ in range(self._reports.qsize()):
             report, load, data = self._reports.get_nowait()
             if not load.is_wanted:
@@ -249,6 +257,8 @@ class SnapshotLoader:
             assert self._files is not None, "a snapshot is kept without a disk"
             stored = self._files.write(file.name, file.facts, memoryview(data.numpy().data).cast("B"), self._max_bytes)
             report = SnapshotSaved(file.name, stored.nbytes, stored.removed)
+        except VersionGone as error:
+            report = SnapshotFailed(file.name, "unneeded", str(error), is_save=True)
         except AdapterError as error:
             _LOG.warning("snapshot %s was not kept: %s", file.name.file, error)
             report = SnapshotFailed(file.name, "full" if isinstance(error, StoreFull) else "disk", str(error), True)

@@ -6,6 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
 from api.errors import ANSWERS, FIELD_NAMES, TGI_PATHS, answer_for, describe, describe_at, field_name
 from api.schemas.openai import ChatBody
+from api.schemas.responses import ResponsesBody
 from api.schemas.tgi import GenerateBody, Parameters
 from lorasrv.errors import ContextLengthExceeded, LorasrvError, ModelNotFound, StepFailed
 
@@ -55,6 +56,7 @@ def test_fields_are_called_as_the_paths_bodies_call_them(path: str, param: str, 
 def test_names_of_fields_are_those_of_bodies() -> None:
     fields = {
         "/v1/chat/completions": ChatBody.model_fields.keys(),
+        "/v1/responses": ResponsesBody.model_fields.keys() | {"text.format"},
         **{path: Parameters.model_fields.keys() | GenerateBody.model_fields.keys() for path in sorted(TGI_PATHS)},
     }
     assert FIELD_NAMES.keys() == fields.keys()

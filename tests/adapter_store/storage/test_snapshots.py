@@ -10,7 +10,14 @@ import pytest
 
 from adapter_store.errors import StoreFull
 from adapter_store.spec import AdapterId
-from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName, digest_of, owner_of
+from adapter_store.storage.snapshots import (
+    SnapshotDamaged,
+    SnapshotFiles,
+    SnapshotName,
+    VersionGone,
+    digest_of,
+    owner_of,
+)
 
 MIA, ZOE = owner_of("mia", 1), owner_of("zoe", 2)
 FACTS = {"base": "ab", "kernels": "numba", "prefix": "cd", "pages": 3}
@@ -114,7 +121,10 @@ def test_a_snapshot_goes_with_its_version(files: SnapshotFiles, tmp_path: Path) 
     files.remove_versions(AdapterId("zoe"), frozenset({1, 3}))
     assert kept(tmp_path) == {other.file}
     # One that is written while its version is deleted, and one that a killed deletion has left.
-    write(files, SnapshotName("gone", NAME.digest))
+    with pytest.raises(VersionGone, match="deleted meanwhile"):
+        write(files, SnapshotName("gone", NAME.digest))
+    assert files.take_removed() == [NAME]
+    assert not files.take_removed()
     assert kept(tmp_path) == {other.file}
     SnapshotFiles(tmp_path, set)
     assert not kept(tmp_path)

@@ -95,5 +95,7 @@ def test_damaged_files_are_computed_and_those_of_a_deleted_persona_are_gone(flag
         assert told.startswith("snapshot of mia@1: 80 tokens, ")
         assert command(served, "snapshot", "mia") == told
         assert len(files(store)) == 1
+        assert served.figure("lorasrv_snapshot_bytes") == files(store)[0].stat().st_size
         command(served, "rm", "mia")
         assert not files(store)
+        served.until(lambda: served.figure("lorasrv_snapshot_bytes") == 0)

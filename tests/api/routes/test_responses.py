@@ -283,7 +283,7 @@ class TestFailures:
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
             ({"background": True}, "background"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
-            ({"max_output_tokens": 3, "max_tokens": 4}, "max_output_tokens"),
+            ({"max_tokens": 4}, "max_tokens"),
             ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
             ({"text": {"format": {"type": "json_schema", "name": "x", "schema": False}}}, "text.format"),
             ({"text": {"verbosity": "high"}}, "text.verbosity"),

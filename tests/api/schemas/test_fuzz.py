@@ -244,7 +244,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     wild = draw(st.sampled_from([None, None, *needed, *names]))
     fields = {name: draw(ANYTHING if name == wild else optional[name]) for name in names}
     body = {name: draw(ANYTHING if name == wild else value) for name, value in needed.items()}
-    limit = {"max_new_tokens" if path == "/generate" else "max_tokens": 6}
+    limit = {{"/generate": "max_new_tokens", "/v1/responses": "max_output_tokens"}.get(path, "max_tokens"): 6}
     if not {"max_tokens", "max_completion_tokens"} & fields.keys():
         fields = limit | fields
     return {**body, "parameters": fields} if path == "/generate" else {**body, "model": "tiny", **fields}
