@@ -55,9 +55,39 @@ are named (`chat`, `completions`, `responses`, `tokenize`), where others have th
 """
 ERRORS = """
 `{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
-format ([tgi.md](tgi.md)). Errors with `Retry-After` may succeed later; permanent ones are not 5xx, or have
-`x-should-retry: false`.
+format ([tgi.md](tgi.md)). The message says what to do. Errors with `Retry-After` may succeed later; permanent ones are
+not 5xx, or have `x-should-retry: false`.
 """
+MEANINGS = {
+    "adapter_exists": "an id that exists although the caller asked for a new one",
+    "adapter_not_found": "vLLM's route: there is no adapter of this name",
+    "body_timeout": "the body arrives too slowly",
+    "body_too_large": "the body is longer than the route takes",
+    "file_not_found": "there is no such file, or it is gone",
+    "file_too_large": "an uploaded file is longer than allowed",
+    "headers_too_large": "the headers are longer than allowed",
+    "invalid_value": "a field is malformed, out of range, or not supported: `param` names it",
+    "method_not_allowed": "the route has no such method",
+    "unsupported_media_type": "the body is compressed, or of a type that the route does not take",
+    "batch_over": "a batch that has ended cannot be cancelled",
+    "engine_dead": "the engine has ended; only a new process answers again",
+    "file_in_use": "a file that a batch reads cannot be deleted",
+    "forbidden": "the key's scope does not allow the request, or the key may not use the adapter",
+    "generation_failed": "the model computed no numbers for this request, or its adapter cannot be loaded any more",
+    "internal_error": "a fault of the server, whose log has it under the request's `x-request-id`",
+    "invalid_json": "the body is no JSON, or not strict: see above",
+    "model_not_found": "an adapter id, version or model that does not exist, or that the key may not see",
+    "not_found": "there is no such route, or no such replica",
+    "not_served": "a route of another API, which this server does not have",
+    "path_not_allowed": "a folder outside of `--lora-import-root`",
+    "quota_exceeded": "a limit of the store: the message names it",
+    "registry_unreachable": "the registry does not answer; adapters that are here are served on until the lease ends",
+    "revision_not_reached": "a change that `x-lorasrv-min-revision` names has not arrived at this server",
+    "runtime_loading_disabled": "vLLM's routes need `--lora-import-root`",
+    "server_busy": "the server has no memory, thread or connection for the request now",
+    "too_many_batches": "too many batches are waiting",
+}
+"""What codes mean that stand for several errors, or whose messages have values in them."""
 FIELDS_OF = {
     "ChatBody": "Chat: `POST /v1/chat/completions`",
     "CompletionBody": "Plain completions: `POST /v1/completions`",
@@ -96,7 +126,7 @@ def page() -> str:
     for name, title in titles.items():
         parts += [f"### {title}", table(("field", "type", "default"), _fields(shapes[name], shapes))]
     parts += ["### Unsupported fields", UNSUPPORTED, table(("field", "refused in", "accepted"), unsupported)]
-    parts += ["## Errors", ERRORS, table(("status", "code", "retried by openai-python"), _errors())]
+    parts += ["## Errors", ERRORS, table(("status", "code", "meaning", "retried by openai-python"), _errors())]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -172,15 +202,27 @@ def _values(values: tuple[Any, ...]) -> str:
 
 
 def _errors() -> Iterator[tuple[str, ...]]:
-    rows = raised_codes() | {(answer.status, answer.code): answer.retry for answer in ANSWERS.values()}
+    of_layer = raised_codes()
+    rows = {key: may_pass for key, (may_pass, _) in of_layer.items()}
+    rows |= {(answer.status, answer.code): answer.retry for answer in ANSWERS.values()}
+    # The first class of a code is the broadest.
+    classes = {(answer.status, answer.code): _meaning(kind) for kind, answer in reversed(ANSWERS.items())}
     for status, code in sorted(rows):
         again = (status in (408, 409, 429) or status >= 500) and rows[status, code]
-        yield str(status), f"`{code}`", "yes" if again else "no"
+        meaning = MEANINGS.get(code) or classes.get((status, code)) or of_layer[status, code][1]
+        yield str(status), f"`{code}`", meaning, "yes" if again else "no"
 
 
-def raised_codes() -> dict[tuple[int, str], bool]:
-    """(status, code) of what the HTTP layer itself decides on, read off its source -> whether it may succeed later."""
-    found = dict.fromkeys(_HTTP_CODES.items(), True)
+def _meaning(kind: type[BaseException]) -> str:
+    """Return what an error reports, from the first sentence of its class."""
+    first = " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+    return first.removeprefix("Report that ").removeprefix("Report ")
+
+
+def raised_codes() -> dict[tuple[int, str], tuple[bool, str]]:
+    """(status, code) of what the HTTP layer itself decides on, read off its source -> whether it may succeed later, and
+    its message, with an ellipsis for each value."""
+    found = {key: (True, key[1].replace("_", " ")) for key in _HTTP_CODES.items()}
     for path in (ROOT / "api").rglob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
@@ -188,8 +230,22 @@ def raised_codes() -> dict[tuple[int, str], bool]:
                 named = {keyword.arg: keyword.value for keyword in node.keywords}
                 status, code = node.args[0], named.get("code", node.args[1])
                 if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
-                    found[status.value, code.value] = not _says_never(named.get("headers"), tree)
+                    text = _message(node.args[-1], tree) or code.value.replace("_", " ")
+                    found[status.value, code.value] = not _says_never(named.get("headers"), tree), text
     return found
+
+
+def _message(text: ast.expr, tree: ast.Module) -> str:
+    """Return a message as it is written, also where it has a name; "" if that cannot be said."""
+    if isinstance(text, ast.Constant):
+        return str(text.value)
+    if isinstance(text, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in text.values)
+    if isinstance(text, ast.Name):
+        assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+        values = [node.value for node in assigned if ast.unparse(node.targets[0]) == text.id]
+        return _message(values[0], tree) if len(values) == 1 and not isinstance(values[0], ast.Name) else ""
+    return ""
 
 
 def _says_never(headers: ast.expr | None, tree: ast.Module) -> bool:
