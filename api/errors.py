@@ -128,9 +128,10 @@ ANSWERS: Mapping[type[Exception], Answer] = {
 }
 
 _TGI_FIELDS = {"prompt": "inputs", "max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
+RESPONSES_PATH = "/v1/responses"
 FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {"prompt": "messages"},
-    "/v1/responses": {
+    RESPONSES_PATH: {
         "prompt": "input",
         "messages": "input",
         "max_tokens": "max_output_tokens",

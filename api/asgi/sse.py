@@ -130,6 +130,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return event_of(compact_line(payload))
 
 
+def named_event(name: str, payload: Mapping[str, Any]) -> bytes:
+    """Format one event that has a name."""
+    return f"event: {name}\n".encode() + event(payload)
+
+
 def event_of(line: str) -> bytes:
     """Format one `data:` event of a line of JSON."""
     return f"data: {line}\n\n".encode()

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from starlette.types import Scope, Send
 
-from api.asgi.sse import CHUNKS, DONE, ChunkSender, event
+from api.asgi.sse import CHUNKS, DONE, ChunkSender, event, named_event
 from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.forwarding import RawHeaders, returned
 from api.cluster.peers import PeerHeaders, RequestPeers, taken_from
 from api.cluster.resume import CLUSTER, RESUME, EventStreamCopy
 from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
-from api.errors import TGI_PATHS, describe_at
+from api.errors import RESPONSES_PATH, TGI_PATHS, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost
 from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
@@ -27,7 +27,8 @@ HELD_BYTES = 64 << 10
 begin again."""
 MOVE_S = 5.0
 """So long a stream of a draining replica waits until another goes on with it; then it stays where it is."""
-_USAGE = re.compile(rb'"completion_tokens":(\d+)')
+_USAGE = re.compile(rb'"(?:completion|output)_tokens":(\d+)')
+"""The last one is of the answer: what stands before may be repeated from the request."""
 _HIDDEN = frozenset({RESUME})
 
 
@@ -207,8 +208,8 @@ class Exchange:
     async def _send_whole(self, whole: _Whole) -> None:
         if self._full and (whole.status == 429 or whole is self._stopping):
             whole = self._full[0]
-        if (usage := _USAGE.search(whole.body)) is not None:
-            self._stats.observe_answer(self._peers.answer.adapter_id, int(usage[1]))
+        if usage := _USAGE.findall(whole.body):
+            self._stats.observe_answer(self._peers.answer.adapter_id, int(usage[-1]))
         await self._send_head(whole.status, whole.headers)
         await self._send({"type": "http.response.body", "body": whole.body, "more_body": False})
 
@@ -301,13 +302,21 @@ class Exchange:
             raise Broken(str(self._why))
         self._stats.lost += 1
         why = self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why))
-        last = event(describe_at(self._path, why).body)
-        await self._send_chunk(last if self._path in TGI_PATHS else last + DONE)
+        await self._send_chunk(_failed(self._path, why))
         await self._end()
 
 
 def _is_stream(reply: UpstreamReply) -> bool:
     return reply.status == 200 and reply.header(b"content-type").startswith(b"text/event-stream")
+
+
+def _failed(path: str, why: ReplicaLost) -> bytes:
+    """Return the last events of a stream whose replica is gone, in the form of its route."""
+    body = describe_at(path, why).body
+    if path == RESPONSES_PATH:
+        # "error" is what openai-python raises by, "type" what others read.
+        return named_event("error", {**body["error"], **body, "type": "error"})
+    return event(body) if path in TGI_PATHS else event(body) + DONE
 
 
 def _lost(error: Broken) -> ReplicaLost:

@@ -10,7 +10,7 @@ from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import GuidedFields
-from api.schemas.tools import MAX_TOOLS, FunctionFields
+from api.schemas.tools import MAX_TOOLS, FunctionFields, Message
 from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import MAX_LOGPROBS
@@ -39,17 +39,27 @@ class InputPart(Body):
     text: str
 
 
-def _form(value: Any) -> str:
-    return "Text" if isinstance(value, str) else "List"
+def _form(value: Any) -> str | None:
+    return "Text" if isinstance(value, str) else "List" if isinstance(value, list) else None
 
 
-Text = Annotated[Annotated[str, Tag("Text")] | Annotated[Items[InputPart], Tag("List")], Discriminator(_form)]
+_TEXT_OR_LIST = Discriminator(_form, custom_error_type="text_or_list", custom_error_message="must be a text or a list")
+Text = Annotated[Annotated[str, Tag("Text")] | Annotated[Items[InputPart], Tag("List")], _TEXT_OR_LIST]
 
 
-class InputMessage(Body):
+class InputMessage(KnownBody):
     """Add one turn, or repeat one of an earlier answer."""
 
-    type: Literal["message"] = "message"
+    UNSUPPORTED: ClassVar = {
+        **Message.UNSUPPORTED,
+        "tool_calls": (None, []),
+        "tool_call_id": (None,),
+        "name": (None,),
+        "reasoning": (None,),
+        "reasoning_content": (None,),
+    }
+
+    type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
@@ -73,8 +83,8 @@ class InputCallOutput(Body):
 
 def _kind(item: Any) -> str | None:
     """Return which of the kinds an item is; messages may leave it out."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return _KINDS.get(kind) if isinstance(kind, str) else None
+    kind = item.get("type") if isinstance(item, dict) else ""
+    return _KINDS.get("message" if kind is None else kind) if isinstance(kind, str | None) else None
 
 
 _KINDS = {"message": "Message", "function_call": "Call", "function_call_output": "Output"}
@@ -91,7 +101,7 @@ Item = Annotated[
 
 
 Conversation = Annotated[Items[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
-Input = Annotated[Annotated[str, Tag("Text")] | Annotated[Conversation, Tag("List")], Discriminator(_form)]
+Input = Annotated[Annotated[str, Tag("Text")] | Annotated[Conversation, Tag("List")], _TEXT_OR_LIST]
 
 
 class OfferedFunction(FunctionFields):
@@ -155,6 +165,10 @@ class ResponseStreamOptions(KnownBody):
     UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
 
 
+_Name = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
 class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
     """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
 
@@ -177,7 +191,7 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     # Repeated in the response.
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
+    metadata: Annotated[dict[_Name, _Value], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
     # Of tools that a server calls itself, of which there are none here.
     max_tool_calls: int | None = None
     # Accepted, as clients leave it at true: nothing is stored.
@@ -193,6 +207,9 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
         fields = _given(self, _SHARED)
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
+            if self.tools and self.tool_choice != "none":
+                name = "include" if self.top_logprobs is None else "top_logprobs"
+                raise InvalidRequest("{param}: there are no log-probabilities beside tools; leave it out", param=name)
         if self.tools is not None:
             fields["tools"] = [tool.of_chat() for tool in self.tools]
         if isinstance(self.tool_choice, ForcedFunction):
@@ -200,10 +217,15 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
         if self.text is not None and self.text.format is not None:
+            if other := next(iter(fields.keys() & GuidedFields.model_fields.keys()), None):
+                raise InvalidRequest("{param} and text.format exclude each other; send one", param=other)
             fields["response_format"] = self.text.format.of_chat()
-        if self.truncation == "auto":
-            fields["context_overflow"] = "drop_oldest"
-        return ChatBody.model_validate({**fields, "messages": list(self._messages())})
+        if self.truncation is not None:
+            fields["context_overflow"] = "drop_oldest" if self.truncation == "auto" else "error"
+        messages = list(self._messages())
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"{{param}} and instructions are more than {MAX_MESSAGES} messages", param="input")
+        return ChatBody.model_validate({**fields, "messages": messages})
 
     def _messages(self) -> Iterator[Json]:
         if self.instructions is not None:
@@ -219,6 +241,9 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
                 said = said or {"role": "assistant", "content": None}
                 said.setdefault("tool_calls", []).append(_call(item))
                 called.add(item.call_id)
+                continue
+            if isinstance(item, InputMessage) and item.role == "assistant" and said and "tool_calls" in said:
+                said["content"] = (said["content"] or "") + _content(item.content)
                 continue
             if said is not None:
                 yield said
@@ -247,5 +272,6 @@ def _call(item: InputCall) -> Json:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _content(text: Text) -> str | list[Json]:
-    return text if isinstance(text, str) else [{"type": "text", "text": part.text} for part in text]
+def _content(text: Text) -> str:
+    """Return a text; parts of one are joined by line breaks, as in a chat."""
+    return text if isinstance(text, str) else "\n".join(part.text for part in text)

@@ -220,7 +220,7 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     try:
         value = parse_json((arguments or "{}").encode(), "the text")
     except ApiError as error:
-        raise InvalidRequest(f"messages: arguments of a tool call: {error.detail}", param="messages") from None
+        raise InvalidRequest(f"{{param}}: arguments of a tool call: {error.detail}", param="messages") from None
     if not isinstance(value, dict):
-        raise InvalidRequest("messages: arguments of a tool call are not a JSON object", param="messages")
+        raise InvalidRequest("{param}: arguments of a tool call are not a JSON object", param="messages")
     return value

@@ -83,7 +83,10 @@ INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "background": _OFF,
     "context_management": (None, []),
     "moderation": _NULL,
-    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
+    "reasoning": (
+        *(None, {}, {"effort": None}, {"effort": "none"}, {"summary": None}),
+        *({"effort": None, "summary": None}, {"effort": "none", "summary": None}),
+    ),
     # fields of chat, some under another name here
     "messages": _NULL,
     "max_tokens": _NULL,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from api.schemas.openai import ChatBody
 from api.schemas.tools import Message
-from api.serving.openai_responses import ChatFormat, ProtocolFormat, ToolCallFormat
+from api.serving.openai_responses import ChatFormat, ToolCallFormat
 from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
 from lorasrv.errors import InvalidRequest
@@ -27,7 +27,7 @@ class ChatPlan:
 
     prompt: list[int]
     grammar: Grammar | None
-    protocol_format: ProtocolFormat
+    protocol_format: ChatFormat
     # Special tokens that the tool parser must see.
     shown_token_ids: frozenset[int] = frozenset()
     # None: none may be dropped.

@@ -25,7 +25,7 @@ from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
 from api.serving.model_resolver import ResolvedModel, resolve_target
-from api.serving.openai_responses import CompletionFormat, ProtocolFormat, ResponseBuilder
+from api.serving.openai_responses import ChatFormat, CompletionFormat, ProtocolFormat, ResponseBuilder
 from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
 from lorasrv.errors import ContextLengthExceeded
@@ -247,14 +247,22 @@ async def _plan_completion(
 ) -> GenerationPlan:
     grammar = await run_in_threadpool(body.grammar)
     text = body.text_options(strip_start=False)
-    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), grammar, text)
+    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), "cmpl-", grammar, text)
 
 
 async def plan_conversation(
-    body: ChatBody, target: ResolvedModel, services: Services, caller: Caller
+    body: ChatBody,
+    target: ResolvedModel,
+    services: Services,
+    caller: Caller,
+    write: Callable[[ChatFormat, ResponseBuilder], Writer] | None = None,
+    id_prefix: str = "chatcmpl-",
 ) -> GenerationPlan:
-    """Plan a chat; its writer is a `ResponseBuilder`.
+    """Plan a chat.
 
+    Args:
+        write: returns what writes its answer in another form; None: a chat's.
+        id_prefix: what names of answers begin with.
     Raises:
         InvalidRequest, ApiError: a field is invalid.
     """
@@ -263,8 +271,20 @@ async def plan_conversation(
         texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
     )
     text = body.text_options(plan.shown_token_ids, strip_start=not body.continue_final_message)
-    prompts, grammar, dropped = [plan.prompt], plan.grammar, plan.dropped_turns
-    return await _plan(body, target, services, caller, prompts, plan.protocol_format, grammar, text, dropped)
+    form, grammar, dropped = plan.protocol_format, plan.grammar, plan.dropped_turns
+    return await _plan(
+        body,
+        target,
+        services,
+        caller,
+        [plan.prompt],
+        form,
+        id_prefix,
+        grammar,
+        text,
+        dropped,
+        write and partial(write, form),
+    )
 
 
 _PLANNERS: dict[type[GenerationBody], Callable[..., Coroutine[Any, Any, GenerationPlan]]] = {
@@ -280,17 +300,19 @@ async def _plan(
     caller: Caller,
     prompts: Sequence[Prompt],
     protocol_format: ProtocolFormat,
+    id_prefix: str,
     grammar: Grammar | None,
     text: TextOptions,
     dropped_turns: int | None = None,
+    write: Callable[[ResponseBuilder], Writer] | None = None,
 ) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
     tokenizer = target.own_tokenizer or engine.tokenizer
     sampling = body.sampling(vocab_size_of(engine, target.own_tokenizer))
     echo = partial(_echoes, prompts, engine, tokenizer)
     echoes = await services.in_thread(prompts, echo, caller) if body.echoes else []
-    writer = ResponseBuilder(
-        answer_id=f"{protocol_format.id_prefix}-{secrets.token_hex(12)}",
+    builder = ResponseBuilder(
+        answer_id=f"{id_prefix}{secrets.token_hex(12)}",
         target=target,
         protocol_format=protocol_format,
         include_usage=bool(options and options.include_usage),
@@ -303,8 +325,8 @@ async def _plan(
         dropped_turns=dropped_turns,
     )
     return GenerationPlan(
-        writer,
-        writer.answer_id,
+        builder if write is None else write(builder),
+        builder.answer_id,
         [echo.token_ids for echo in echoes] or prompts,
         sampling,
         body.num_tried,

@@ -31,7 +31,6 @@ Json = dict[str, Any]
 class ProtocolFormat(Protocol):
     """Format the choices of one route."""
 
-    id_prefix: str
     whole_object: str
     chunk_object: str
     # Whether the chunks of a text depend on what it says.
@@ -74,7 +73,6 @@ class _PlainText(ABC):
 class ChatFormat(_PlainText):
     """Format messages and deltas."""
 
-    id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -87,6 +85,11 @@ class ChatFormat(_PlainText):
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
+    def parts(self, index: int, output: RequestOutput) -> list[Part]:
+        """Return the texts and the whole calls that an output of a choice completes."""
+        del index
+        return [output.text] if output.text else []
+
     def full_content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
@@ -94,7 +97,6 @@ class ChatFormat(_PlainText):
 class CompletionFormat(_PlainText):
     """Format bare text."""
 
-    id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def first_delta(self) -> Json | None:
@@ -404,17 +406,23 @@ class ToolCallFormat(ChatFormat):
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
 
-    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
-        """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
-        least one.
-        """
+    def parts(self, index: int, output: RequestOutput) -> list[Part]:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = self._reader()
         parts = reader.push(output.text)
-        if output.finished:
-            parts += reader.flush()
-        deltas = [{"delta": delta} for part in parts for delta in self._part_deltas(index, part)]
+        return [*parts, *reader.flush()] if output.finished else parts
+
+    def call_id(self) -> str:
+        """Return an id for a call, as the format's templates take them."""
+        chars = self._form.id_chars
+        return secrets.token_hex(chars)[:chars] if chars else f"call_{secrets.token_hex(12)}"
+
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
+        least one.
+        """
+        deltas = [{"delta": delta} for part in self.parts(index, output) for delta in self._part_deltas(index, part)]
         return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
 
     def full_content(self, text: str) -> Json:
@@ -448,6 +456,4 @@ class ToolCallFormat(ChatFormat):
         ]
 
     def _call(self, call: ToolCall) -> Json:
-        chars = self._form.id_chars
-        call_id = secrets.token_hex(chars)[:chars] if chars else f"call_{secrets.token_hex(12)}"
-        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return {"id": self.call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -129,7 +129,7 @@ class AppliedPersona:
         except InvalidRequest:
             if not self.is_hidden:
                 raise
-            why = "messages: the chat template refuses them after this persona's prompt"
+            why = "{param}: the chat template refuses them after this persona's prompt"
             raise InvalidRequest(why, param="messages") from None
 
     def with_tokens(self, sampling: SamplingParams) -> SamplingParams:

@@ -3,31 +3,31 @@
 A response consists of items: messages, and calls of functions. Nothing is stored.
 """
 
-import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from api.asgi.json_lines import compact_line
-from api.asgi.sse import event_of
+from api.asgi.sse import named_event
 from api.auth.principal import Caller
 from api.errors import describe
-from api.schemas.openai import ChatBody
 from api.schemas.responses import ResponsesBody
 from api.serving.choice_stream import ChoiceStream
-from api.serving.generation import Generation, GenerationPlan, generate, plan_conversation
+from api.serving.generation import Generation, generate, plan_conversation
 from api.serving.logprobs import PlacedToken, ShownTokens
-from api.serving.model_resolver import ResolvedModel
-from api.serving.openai_responses import TOOL_CALLS, ResponseBuilder
+from api.serving.openai_responses import ChatFormat, ResponseBuilder, ToolCallFormat
 from api.serving.services import Services
 from lorasrv.outputs import FinishReason, RequestOutput
+from lorasrv.text.tool_parsers.base import ToolCall
 
 Json = dict[str, Any]
 MAX_TOKENS = "max_output_tokens"
+ID_PREFIX = "resp_"
 
 
 async def generate_response(body: ResponsesBody, services: Services, caller: Caller) -> Generation:
@@ -35,15 +35,19 @@ async def generate_response(body: ResponsesBody, services: Services, caller: Cal
 
     Raises: as `generate`.
     """
+    await services.admission.check(caller)
+    chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
 
-    async def plan(chat: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
-        planned = await plan_conversation(chat, target, services, caller)
-        assert isinstance(planned.writer, ResponseBuilder)
-        named = planned.writer.continuing(f"resp_{secrets.token_hex(12)}", planned.writer.created_s)
-        return replace(planned, writer=ResponsesWriter(named, body), request_id=named.answer_id)
+    def write(form: ChatFormat, builder: ResponseBuilder) -> ResponsesWriter:
+        return ResponsesWriter(builder, form, asked)
 
-    chat = await run_in_threadpool(body.chat)
+    plan = partial(plan_conversation, write=write, id_prefix=ID_PREFIX)
     return await generate(plan, chat.model, chat, services, caller)
+
+
+def _repeated(body: ResponsesBody) -> Json:
+    """Return the fields that a response repeats, as they were sent."""
+    return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class ResponsesWriter:
     """Write the answer to one request.
 
     Args:
-        chat: says what a chat would, and counts.
+        chat: counts, and names what answers.
+        form: reads calls in a text.
         asked: fields that the response repeats.
     """
 
     chat: ResponseBuilder
-    asked: ResponsesBody
+    form: ChatFormat
+    asked: Json
 
     # The numbers of its events depend on how many there were.
     is_resumable = False
@@ -87,15 +93,10 @@ class ResponsesWriter:
                 outputs.append(output)
         finally:
             await choices.aclose()
-        items = AnswerItems(self.chat)
-
-        def write() -> None:
-            for output in outputs:
-                for _ in items.take(output):
-                    """The items are what counts."""
-
-        # In a thread: log-probabilities of a long answer take seconds.
-        await run_in_threadpool(write)
+        items = AnswerItems(self.chat, self.form)
+        events = chain.from_iterable(map(items.take, outputs))
+        # Only the items count. In a thread: log-probabilities of a long answer take seconds.
+        await run_in_threadpool(lambda: deque(events, maxlen=0))
         return self.ended(choices, items.items), self.headers(choices)
 
     def event_writer(self, choices: ChoiceStream) -> "ResponseEvents":
@@ -125,8 +126,6 @@ class ResponsesWriter:
 
     def response(self, status: str, items: Sequence[Json] = (), **more: Any) -> Json:
         """Return the response with these items."""
-        asked = self.asked
-        given = asked.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
         return {
             "id": self.answer_id,
             "object": "response",
@@ -138,7 +137,8 @@ class ResponsesWriter:
             "model": self.chat.target.name,
             "output": list(items),
             **_DEFAULTS,
-            **given,
+            **self.asked,
+            "truncation": "disabled" if self.chat.dropped_turns is None else "auto",
             "usage": None,
             **more,
         }
@@ -160,7 +160,6 @@ _DEFAULTS: Json = {
     "tools": [],
     "top_logprobs": 0,
     "top_p": None,
-    "truncation": "disabled",
     "user": None,
 }
 _REPEATED = (_DEFAULTS.keys() & ResponsesBody.model_fields.keys()) - {"store"}
@@ -169,10 +168,10 @@ _REPEATED = (_DEFAULTS.keys() & ResponsesBody.model_fields.keys()) - {"store"}
 class AnswerItems:
     """Make items of an answer's outputs, and the events that tell them, yet without their numbers."""
 
-    def __init__(self, chat: ResponseBuilder) -> None:
+    def __init__(self, chat: ResponseBuilder, form: ChatFormat) -> None:
         self.items: list[Json] = []
-        self._chat = chat
-        self._name = chat.answer_id.removeprefix("resp_")
+        self._chat, self._form = chat, form
+        self._name = chat.answer_id.removeprefix(ID_PREFIX)
         self._shown = ShownTokens(0)
         self._unplaced: list[PlacedToken] = []
         # Texts and log-probabilities of the message that is written; None: there is none.
@@ -183,15 +182,22 @@ class AnswerItems:
         """Yield the events of an output. Take all of them."""
         if self._chat.top is not None:
             self._unplaced += self._shown.take(output)
-        for piece in self._chat.protocol_format.deltas(0, output):
-            if text := piece["delta"].get("content"):
-                yield from self._write(text)
-            for call in piece["delta"].get(TOOL_CALLS, ()):
-                yield from self._begin_call(call) if "id" in call else self._finish_call(call)
+        for part in self._form.parts(0, output):
+            yield from self._write(part) if isinstance(part, str) else self._call(part)
         if output.finished:
             if not self.items:
                 yield from self._begin_message()
-            yield from self._finish_message("completed" if output.finish_reason is FinishReason.STOP else "incomplete")
+            yield from self.end("completed" if output.finish_reason is FinishReason.STOP else "incomplete")
+
+    def end(self, status: str) -> Iterator[Json]:
+        """Yield the events that end the message that is written, if one is."""
+        if self._texts is None:
+            return
+        part = _part("".join(self._texts), self._logprobs)
+        yield self._of_part("response.output_text.done", text=part["text"], logprobs=self._logprobs)
+        yield self._of_part("response.content_part.done", part=part)
+        self._texts = None
+        yield from self._finish(content=[part], status=status)
 
     def _write(self, text: str) -> Iterator[Json]:
         if self._texts is None:
@@ -210,25 +216,14 @@ class AnswerItems:
         yield from self._begin({**item, "status": "in_progress", "content": []})
         yield self._of_part("response.content_part.added", part=_part(""))
 
-    def _finish_message(self, status: str) -> Iterator[Json]:
-        if self._texts is None:
-            return
-        part = _part("".join(self._texts), self._logprobs)
-        yield self._of_part("response.output_text.done", text=part["text"], logprobs=self._logprobs)
-        yield self._of_part("response.content_part.done", part=part)
-        self._texts = None
-        yield from self._finish(content=[part], status=status)
-
-    def _begin_call(self, call: Json) -> Iterator[Json]:
-        yield from self._finish_message("completed")
-        item = {"type": "function_call", "id": self._id("fc"), "call_id": call["id"], "name": call["function"]["name"]}
+    def _call(self, call: ToolCall) -> Iterator[Json]:
+        assert isinstance(self._form, ToolCallFormat)
+        yield from self.end("completed")
+        item = {"type": "function_call", "id": self._id("fc"), "call_id": self._form.call_id(), "name": call.name}
         yield from self._begin({**item, "arguments": "", "status": "in_progress"})
-
-    def _finish_call(self, call: Json) -> Iterator[Json]:
-        arguments = call["function"]["arguments"]
-        yield self._of_item("response.function_call_arguments.delta", delta=arguments)
-        yield self._of_item("response.function_call_arguments.done", arguments=arguments)
-        yield from self._finish(arguments=arguments, status="completed")
+        yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+        yield self._of_item("response.function_call_arguments.done", arguments=call.arguments)
+        yield from self._finish(arguments=call.arguments, status="completed")
 
     def _begin(self, item: Json) -> Iterator[Json]:
         self.items.append(item)
@@ -257,7 +252,7 @@ class ResponseEvents:
 
     def __init__(self, writer: ResponsesWriter, choices: ChoiceStream) -> None:
         self._writer, self._choices = writer, choices
-        self._items = AnswerItems(writer.chat)
+        self._items = AnswerItems(writer.chat, writer.form)
         self._numbers = count()
         self._has_begun = False
 
@@ -272,11 +267,12 @@ class ResponseEvents:
         return self._event({"type": f"response.{response['status']}", "response": response})
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last event of an answer that has failed."""
+        """Return the last events of an answer that has failed: what was said is incomplete."""
+        said = self._begun() + b"".join(map(self._event, self._items.end("incomplete")))
         known = describe(error).body["error"]
         told = {"code": "server_error", "message": known["message"], "type": known["code"], "param": known["param"]}
         response = self._writer.response("failed", self._items.items, error=told)
-        return self._begun() + self._event({"type": "response.failed", "response": response})
+        return said + self._event({"type": "response.failed", "response": response})
 
     def _begun(self) -> bytes:
         if self._has_begun:
@@ -287,5 +283,4 @@ class ResponseEvents:
         return b"".join(self._event({"type": kind, "response": response}) for kind in kinds)
 
     def _event(self, event: Json) -> bytes:
-        line = compact_line({**event, "sequence_number": next(self._numbers)})
-        return f"event: {event['type']}\n".encode() + event_of(line)
+        return named_event(event["type"], {**event, "sequence_number": next(self._numbers)})

@@ -265,7 +265,7 @@ def _before(end: str, text: str) -> str:
 
 
 def _refused(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: the chat template refuses them: {reason}", param="messages")
+    return InvalidRequest(f"{{param}}: the chat template refuses them: {reason}", param="messages")
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_without_any_replica_it_says_so(cluster: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
 
 
-@pytest.mark.parametrize("path", [CHAT, "/generate_stream"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/generate_stream"])
 @pytest.mark.parametrize("cut", [b"", b'data: {"choices":[{"del'])
 def test_a_stream_that_breaks_ends_with_an_error_behind_whole_events(cluster: Any, path: str, cut: bytes) -> None:
     def breaks(seen: Seen) -> None:
@@ -124,8 +124,13 @@ def test_a_stream_that_breaks_ends_with_an_error_behind_whole_events(cluster: An
     answer = ask(cluster, path, stream=True)
     events = answer.content.split(b"\n\n")
     assert events.pop(0) + b"\n\n" == EVENT
-    error = json.loads(events.pop(0).removeprefix(b"data: "))
-    if path == CHAT:
+    name, _, data = events.pop(0).rpartition(b"data: ")
+    error = json.loads(data)
+    assert name == (b"event: error\n" if path == "/v1/responses" else b"")
+    if path == "/v1/responses":
+        assert (error["type"], error["code"], error["error"]["code"]) == ("error", "replica_lost", "replica_lost")
+        assert events == [b""]
+    elif path == CHAT:
         assert error["error"]["code"] == "replica_lost"
         assert events == [b"data: [DONE]", b""]
     else:
@@ -479,3 +484,21 @@ def test_a_write_is_never_sent_twice(cluster: Any) -> None:
     for _ in range(2):
         assert cluster.http.post("/v1/adapters", json={}).status_code == 503
     assert len(cluster.registry.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "usage"),
+    [
+        (CHAT, {"prompt_tokens": 3, "completion_tokens": 41}),
+        ("/v1/responses", {"input_tokens": 3, "output_tokens": 41}),
+    ],
+)
+def test_lengths_of_answers_are_learnt_from_their_usage_alone(cluster: Any, path: str, usage: dict[str, int]) -> None:
+    """A response repeats what its client sent."""
+    repeated = {"default": {"completion_tokens": 10**9, "output_tokens": 10**9}}
+    body = json.dumps({"tools": [repeated], "usage": usage}, separators=(",", ":")).encode()
+    cluster.replicas[0].answer = lambda seen: seen.answer(body)
+    learnt: list[int] = []
+    cluster.edge.stats.observe_answer = lambda adapter_id, num_tokens: learnt.append(num_tokens)
+    assert ask(cluster, path).status_code == 200
+    assert learnt == [41]

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine, say
 from pydantic import BaseModel
 from spelled_engine import spelled, tiny_tokenizer
 
+from api.schemas.openai import MAX_MESSAGES
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded
 from lorasrv.outputs import FinishReason
 from lorasrv.text.chat_template import ChatTemplate
@@ -181,6 +182,28 @@ class TestTools:
         assert rebuilt(events) == events[-1]["response"]["output"]
         assert without_chance(rebuilt(events)) == without_chance(whole["output"])
 
+    @pytest.mark.parametrize(
+        "said", [SAID, SAID + "Done.", SAID.replace("</tool_call><", "</tool_call> and <"), SAID.removeprefix("Wait.")]
+    )
+    def test_what_a_model_said_is_sent_back_as_a_chat_would(self, server, respond, engine, said: str) -> None:
+        engine.script = spelled(engine.tokenizer, said)
+        function = {"type": "function", "function": {name: v for name, v in CLOCK.items() if name != "type"}}
+        message = server.chat("When?", tools=[function]).json()["choices"][0]["message"]
+        items = respond("When?", tools=[CLOCK]).json()["output"]
+        for number, call in enumerate(message["tool_calls"]):
+            call["id"] = f"c{number}"
+        for number, item in enumerate(item for item in items if item["type"] == "function_call"):
+            item["call_id"] = f"c{number}"
+        user = {"role": "user", "content": "When?"}
+        told = [{"role": "tool", "tool_call_id": f"c{i}", "content": "noon"} for i in range(2)]
+        outputs = [{**OUTPUT, "call_id": f"c{i}"} for i in range(2)]
+        engine.added.clear()
+        body = {"model": "tiny-base", "messages": [user, message, *told], "tools": [function]}
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+        respond([user, *items, *outputs], tools=[CLOCK]).raise_for_status()
+        chat, own = engine.added
+        assert own.prompt == chat.prompt
+
     def test_text_behind_a_call_is_a_message_of_its_own(self, respond, engine) -> None:
         engine.script = spelled(engine.tokenizer, SAID + "Done.")
         kinds = [item["type"] for item in respond(tools=[CLOCK]).json()["output"]]
@@ -238,14 +261,6 @@ class TestConversations:
         chat, own = engine.added
         assert own.prompt == chat.prompt
 
-    def test_what_a_model_said_can_be_sent_back(self, respond, engine) -> None:
-        knows_tools(engine)
-        engine.script = spelled(engine.tokenizer, SAID)
-        said = respond("When?", tools=[CLOCK]).json()["output"]
-        outputs = [{**OUTPUT, "call_id": item["call_id"]} for item in said if item["type"] == "function_call"]
-        respond([{"role": "user", "content": "When?"}, *said, *outputs], tools=[CLOCK]).raise_for_status()
-        assert len(outputs) == 2
-
     def test_fields_reach_the_engine_as_those_of_a_chat(self, server, respond, engine) -> None:
         shared = {"temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x", "cache_salt": "s", "priority": 2}
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -255,13 +270,22 @@ class TestConversations:
         chat, own = ({name: value for name, value in vars(one).items() if name != "id"} for one in engine.added)
         assert own == chat
 
-    def test_the_oldest_turns_are_dropped_where_that_is_allowed(self, respond, engine) -> None:
+    def test_the_oldest_turns_are_dropped_where_that_is_allowed(self, server, respond) -> None:
         turns = [{"role": role, "content": "x" * 200} for role in ("user", "assistant") * 2]
         turns.append({"role": "user", "content": "hi"})
         assert coded(respond(turns)) == (400, "context_length_exceeded")
         body = respond(turns, truncation="auto", max_output_tokens=16).raise_for_status().json()
         assert body["usage"]["lorasrv"]["dropped_turns"] > 0
         assert body["truncation"] == "auto"
+        defaults = {"context_overflow": "drop_oldest"}
+        server.http.post("/v1/adapters", json={"id": "muse", "defaults": defaults}).raise_for_status()
+        assert respond(turns, model="muse", max_output_tokens=16).json()["truncation"] == "auto"
+        assert coded(respond(turns, model="muse", truncation="disabled")) == (400, "context_length_exceeded")
+
+    def test_as_many_items_as_a_chat_has_messages(self, respond) -> None:
+        turns = [{"role": "user", "content": ""}] * MAX_MESSAGES
+        assert coded(respond(turns)) == (400, "context_length_exceeded")
+        assert named(respond(turns, instructions="be kind")) == (400, "input")
 
 
 class TestFailures:
@@ -289,6 +313,12 @@ class TestFailures:
             ({"text": {"verbosity": "high"}}, "text.verbosity"),
             ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
             ({"include": ["everything"]}, "include[0]"),
+            ({"top_logprobs": 1, "tools": [CLOCK]}, "top_logprobs"),
+            ({"include": ["message.output_text.logprobs"], "tools": [CLOCK]}, "include"),
+            ({"input": 7}, "input"),
+            ({"input": [{"role": "assistant", "content": "x", "tool_calls": [CALL]}]}, "input[0].tool_calls"),
+            ({"input": [{"role": "assistant", "content": "x", "prefix": True}]}, "input[0].prefix"),
+            ({"metadata": {"a": "x" * 513}}, "metadata.a"),
             ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ],
     )  # fmt: skip
@@ -297,6 +327,16 @@ class TestFailures:
         assert named(answer) == (400, param), answer.text
         assert param.split("[")[0].split(".")[0] in error_of(answer)["message"]
         assert not engine.added
+
+    def test_nulls_are_left_out(self, respond) -> None:
+        reasoning = respond().json()["reasoning"]
+        turn = {"type": None, "role": "user", "content": "hi", "name": None}
+        assert respond([turn], reasoning=reasoning, truncation=None).status_code == 200
+
+    def test_what_a_chat_finds_names_the_input(self, respond, engine) -> None:
+        knows_tools(engine)
+        wrong = respond([{**CALL, "arguments": "nope"}])
+        assert (named(wrong), error_of(wrong)["message"].split(":")[0]) == ((400, "input"), "input")
 
     def test_too_long_a_conversation_names_the_input(self, respond, engine) -> None:
         engine.add_error = ContextLengthExceeded("shorten {param}", param="prompt")
@@ -316,7 +356,9 @@ class TestFailures:
             "failed",
             told,
         )
-        assert before[-1]["type"] == "response.output_text.delta"
+        [item] = last["response"]["output"]
+        assert rebuilt(before) == [item]
+        assert (item["status"], item["content"][0]["text"]) == ("incomplete", "He")
 
     def test_an_aborted_answer_is_not_complete(self, respond, engine) -> None:
         engine.script = say(reason=FinishReason.ABORT)

@@ -314,7 +314,7 @@ PLACES: dict[str, Place] = {
         INPUT_USER,
         {"type": "message", "role": "system", "content": "y"},
         lambda one: {**BASE, "input": [one]},
-        # It may be left out.
+        # The one that it may be.
         frozenset({"type"}),
     ),
     "InputPart": Place(
