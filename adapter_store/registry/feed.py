@@ -9,6 +9,7 @@ pages begin again from the first id.
 
 import contextlib
 import secrets
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,6 +78,19 @@ class FeedPage:
             return cls(position, SCHEMA_VERSION, str(values["base"]), *flags, ids, rows)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreUnusable(f"the registry's answer is no page of changes: {error!r}") from None
+
+
+def is_followed(path: Path) -> bool:
+    """Return whether the index in this file follows another, also while a server uses it; False if there is none.
+
+    Raises:
+        StoreUnusable: it cannot be read.
+    """
+    if not path.exists():
+        return False
+    with sql_errors(), contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        is_older = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'followed'").fetchone() is None
+        return not is_older and db.execute("SELECT 1 FROM followed").fetchone() is not None
 
 
 class ChangeFeed(Database):

@@ -69,7 +69,7 @@ def create(
     limits = KeyLimits(rpm, tpm, concurrent, None if stored_bytes is None else _bytes(stored_bytes))
     lasts_s = None if expires_in is None else duration("--expires-in", expires_in)
     patterns = tuple(part.strip() for text in adapters or ["*"] for part in text.split(",") if part.strip())
-    with _book(store) as book:
+    with _changing(store) as book:
         first = not book.all()
         try:
             key, secret = book.create(
@@ -90,7 +90,7 @@ def create(
 
 def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List all keys there ever were, with their permissions; secrets are not stored."""
-    with _book(store, must_be=True) as book:
+    with _book(_folder(store), must_be=True) as book:
         keys = book.all()
     if as_json:
         for key in keys:
@@ -115,7 +115,7 @@ def rotate(
     A running server accepts it from the next request.
     """
     grace_s = 0.0 if grace is None else duration("--grace", grace)
-    with _book(store, must_be=True) as book, _told_near(book, name):
+    with _changing(store, must_be=True) as book, _told_near(book, name):
         key, secret = book.rotate(name, grace_s)
     ends_s = time.time() + grace_s
     if as_json:
@@ -136,7 +136,7 @@ def revoke(
 
     The server stays closed to clients without a key, even after the last one.
     """
-    with _book(store, must_be=True) as book, _told_near(book, name):
+    with _changing(store, must_be=True) as book, _told_near(book, name):
         done = book.revoke(name)
         key = next(key for key in book.all() if key.name == name)
     if as_json:
@@ -145,11 +145,29 @@ def revoke(
         say(f"key {name} is revoked" if done else f"key {name} was revoked before")
 
 
+def _folder(store: Path | None) -> Path:
+    return (store or _configured_store()).expanduser()
+
+
 @contextmanager
-def _book(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
+def _changing(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
+    """Open the keys to change them. Those of a follower are its registry's, which would undo the change."""
+    from adapter_store.registry.feed import is_followed
+
+    root = _folder(store)
+    if is_followed(root / "index.sqlite3"):
+        raise CliError(
+            f"--store {root}: it is the cache of a server that follows a registry, and has that one's keys; change "
+            "them in the registry's folder"
+        )
+    with _book(root, must_be=must_be) as book:
+        yield book
+
+
+@contextmanager
+def _book(root: Path, *, must_be: bool = False) -> Iterator["KeyStore"]:
     from api.auth.key_store import FILE, KeyStore
 
-    root = (store or _configured_store()).expanduser()
     if must_be and not (root / FILE).exists():
         raise CliError(f"{root} has no keys: lorasrv key create makes one")
     with closing(KeyStore(root)) as book:

@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from answers import failed
+from following import NearOrigin
 from pydantic import SecretStr
+from tiny_adapter import SHAPES
 
 from adapter_store.errors import StoreUnusable
+from adapter_store.store import AdapterStore
 from api.auth import key_cache
 from api.auth.key_cache import KeyCache, KeyRefused, KeysUnreadable
 from api.auth.key_store import InvalidKey, KeyStore, has_keys
@@ -292,6 +296,18 @@ class TestCommands:
         broken = cli("key", "list", "--store", tmp_path)
         assert broken.code == 1
         assert broken.err.startswith("lorasrv: the key store keys.db cannot be used")
+
+    def test_a_followers_keys_are_changed_at_its_registry(self, cli, keys, tmp_path: Path) -> None:
+        """Its registry's keys replace them: a revocation would undo itself. Listing them changes nothing."""
+        keys.create("alice", INFER)
+        before = keys.all()
+        for command in (("create",), ("rotate", "alice"), ("revoke", "alice")):
+            with AdapterStore(tmp_path, SHAPES, origin=NearOrigin(lambda: None)):
+                running = cli("key", *command, "--store", tmp_path)
+            for done in (running, cli("key", *command, "--store", tmp_path)):
+                failed(done, 1, f"--store {tmp_path}: it is the cache of a server that follows a registry")
+        assert keys.all() == before
+        assert cli("key", "list", "--store", tmp_path).code == 0
 
     def test_the_store_is_that_of_serve(self, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "c.toml").write_text(f'store = "{tmp_path}/file"\n')
