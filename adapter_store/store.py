@@ -77,7 +77,7 @@ class AdapterStore:
         root: the store's folder.
         base: shapes of the base that adapters must fit.
         max_lora_rank: highest rank accepted.
-        reserved_ids: ids that no adapter may have.
+        reserved_ids: ids that no adapter may have; a store that follows does not show those that its origin gave.
         quota: how much may be stored.
         draw: returns random numbers in [0, 1), for aliases that are split between versions.
         base_sample: numbers that identify the base's weights; empty: they are not compared.
@@ -133,7 +133,7 @@ class AdapterStore:
             self.added_tokens = AddedTokens(
                 self._blobs, self._leases, self.pending_uploads, self.compositions, self._content, self._check_owner
             )
-            self._names = Names(read_records(self._index, self._reserved), draw)
+            self._names = Names(read_records(self._index, self._reserved, follows=origin is not None), draw)
             identity = BaseIdentity.of(base, base_sample)
             follows = None if origin is None else origin.address
             self.feed = NameFeed(

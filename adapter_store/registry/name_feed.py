@@ -1,5 +1,6 @@
 """The names of a store as others follow them, or as it follows those of another."""
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord
 from adapter_store.spec import AdapterId, AdapterKey
 from adapter_store.storage.refcounts import ContentRefcounts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class NameFeed:
         names: what requests are resolved with.
         refcounts: what may be held.
         identity: this store's base.
-        reserved: ids that no adapter may have.
+        reserved: ids that no adapter may have; those that the origin gave are not shown.
         follows: address of the store that is followed; None: this one owns its names.
         check_open: raises StoreUnusable once the store is closed.
 
@@ -56,8 +59,9 @@ class NameFeed:
         self._lock, self._index, self._names, self._refcounts = lock, index, names, refcounts
         self._identity, self._reserved, self._check_open = identity, frozenset(reserved), check_open
         self.follows = follows
-        # A follower's: the revision that its names show.
+        # A follower's: the revision that its names show, and the reserved ids that its origin has.
         self._shown = -1
+        self._hidden: set[str] = set()
         _check_side(index, follows is not None)
 
     @property
@@ -93,13 +97,11 @@ class NameFeed:
         Names change with the last page, all at once: before, some of what a page names may be older than the rest.
 
         Raises:
-            StoreUnusable: the adapters are for another base, or one is named like the base here.
+            StoreUnusable: the adapters are for another base.
             StoreFull: the disk refused; nothing changed.
         """
         self._check_open()
         check_same_base(self._identity, page.base)
-        if taken := sorted({name for name, _, _ in page.ids} & self._reserved):
-            raise StoreUnusable(f"the registry holds an adapter named {taken[0]!r}, the base's name here")
         self._index.follow(page)
         # Before a name leads to them.
         self._refcounts.add([AdapterKey(key) for key, *_ in page.rows[CONTENTS]])
@@ -107,7 +109,7 @@ class NameFeed:
             self._shown = -1
         if not page.is_last:
             return Followed()
-        changed = self._index.changed_since(self._shown)
+        changed = self._without_reserved(self._index.changed_since(self._shown))
         if self._shown < 0:
             # From the beginning: what is gone has no row that says so.
             changed |= dict.fromkeys(self._names.records.keys() - changed.keys())
@@ -117,6 +119,20 @@ class NameFeed:
         keys = {v.key for name, left in gone.items() for v in before[name].versions if v.version in left}
         unnamed = frozenset(key for key in keys if key is not None and not self._index.is_named(key))
         return Followed(frozenset(changed), gone, unnamed)
+
+    def _without_reserved(
+        self, changed: Mapping[AdapterId, AdapterRecord | None]
+    ) -> dict[AdapterId, AdapterRecord | None]:
+        """Return the changes that are shown. An id that is the base's name here stays the base's."""
+        held = {name for name, record in changed.items() if record is not None and name in self._reserved}
+        for name in sorted(held - self._hidden):
+            _LOG.warning(
+                "the registry has an adapter named %r, which is the base's name here (--served-model-name): this "
+                "server answers for the base by that name, and not for the adapter",
+                name,
+            )
+        self._hidden = (self._hidden - changed.keys()) | held
+        return {name: record for name, record in changed.items() if name not in self._reserved}
 
     def _gone(self, changed: Mapping[AdapterId, AdapterRecord | None]) -> dict[AdapterId, frozenset[int]]:
         found = {}

@@ -137,13 +137,15 @@ class Names:
         return near_names(name, self._records)
 
 
-def read_records(index: Index, reserved: Collection[str]) -> dict[AdapterId, AdapterRecord]:
-    """Return what a store contains when it opens.
+def read_records(index: Index, reserved: Collection[str], *, follows: bool) -> dict[AdapterId, AdapterRecord]:
+    """Return what a store contains when it opens; one that follows does not show ids that are reserved.
 
     Raises:
-        StoreUnusable: an adapter's id is reserved.
+        StoreUnusable: an adapter's id is reserved in a store that owns its names.
     """
     records = index.records()
+    if follows:
+        return {name: record for name, record in records.items() if name not in reserved}
     if taken := sorted(records.keys() & reserved):
         raise StoreUnusable(f"it holds an adapter named {taken[0]!r}, which is the base's name (--served-model-name)")
     return records

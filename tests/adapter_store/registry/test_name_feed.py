@@ -176,26 +176,42 @@ def test_owners_and_followers_keep_to_their_folders(tmp_path: Path, store: Adapt
 
 
 @pytest.mark.parametrize(
-    ("base", "sample", "reserved", "why"),
-    [
-        (BaseShapes("llama", 3, BASE.modules), (), "", "for a base of shapes"),
-        (BASE, (1.0, 2.0), "", "other weights"),
-        (BASE, (), "mia", "named 'mia'"),
-    ],
+    ("base", "sample", "why"),
+    [(BaseShapes("llama", 3, BASE.modules), (), "for a base of shapes"), (BASE, (1.0, 2.0), "other weights")],
 )
 def test_a_registry_of_another_base_is_refused(
-    base: BaseShapes, sample: tuple[float, ...], reserved: str, why: str, tmp_path: Path
+    base: BaseShapes, sample: tuple[float, ...], why: str, tmp_path: Path
 ) -> None:
     with AdapterStore(tmp_path / "store", BASE, base_sample=(1.0, 1.0)) as store:
         add(store, "mia")
-        names = frozenset({reserved}) - {""}
         root = tmp_path / "follower"
-        with AdapterStore(
-            root, base, base_sample=sample, reserved_ids=names, origin=NearOrigin(lambda: store)
-        ) as follower:
+        with AdapterStore(root, base, base_sample=sample, origin=NearOrigin(lambda: store)) as follower:
             with pytest.raises(StoreUnusable, match=why):
                 catch_up(follower, store)
             assert follower.list_adapters() == []
+
+
+def test_an_adapter_named_like_the_base_here_is_not_shown(
+    store: AdapterStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All others are, at a start too; the log says it once."""
+    origin, root = NearOrigin(lambda: store), tmp_path / "follower"
+    add(store, "zoe")
+    for expected in (["zoe"], ["tom", "zoe"]):
+        caplog.clear()
+        with AdapterStore(root, BASE, max_lora_rank=16, reserved_ids=frozenset({"mia"}), origin=origin) as follower:
+            assert "mia" not in shown(follower)
+            for number in range(2):
+                add(store, "mia", number)
+                assert "mia" not in catch_up(follower, store)
+            assert [record.adapter_id for record in follower.list_adapters()] == expected
+            assert follower.feed.revision == store.feed.revision
+        assert caplog.text.count("adapter named 'mia', which is the base's name here (--served-model-name)") == 1
+        add(store, "tom")
+    # Under another name of the base the same folder shows it.
+    with AdapterStore(root, BASE, max_lora_rank=16, origin=origin) as follower:
+        catch_up(follower, store)
+        assert shown(follower) == shown(store)
 
 
 def test_a_page_of_another_layout_is_refused(store: AdapterStore) -> None:
