@@ -270,7 +270,7 @@ def serve_on(
         store = opened.enter_context(_open_store(settings, origin))
         if origin is not None:
             progress("following the registry", 0.0)
-            first_page(store, origin)
+            first_page(store, RegistryClient(origin, settings.read_registry_key()))
         faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress, partial(read_tokenizer, settings.model))
         if computes:

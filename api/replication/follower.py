@@ -8,11 +8,10 @@ name or a revoked key is not honoured for longer, whatever happens to the networ
 
 import asyncio
 import contextlib
-import json
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,19 +51,29 @@ class _Promise:
         return revision >= self.position.revision and history == self.position.history and keys == self.keys
 
 
-def first_page(store: AdapterStore, origin: HttpOrigin) -> None:
+def first_page(store: AdapterStore, client: RegistryClient) -> None:
     """Take over what has changed, before a model is loaded: what can never work is refused at once.
+
+    Args:
+        client: asks the registry, and is closed: there is no event loop yet.
 
     Raises:
         StoreUnusable: the registry refuses this server's key, or is for another base or of another version.
     """
+
+    async def take() -> None:
+        try:
+            is_last = False
+            while not is_last:
+                answer = await client.get(CHANGES, _asking(store.feed.position(), None, 0.0))
+                is_last = _apply(store, answer)[0].is_last
+        finally:
+            await client.close()
+
     try:
-        is_last = False
-        while not is_last:
-            answer = json.loads(origin.get(CHANGES, _asking(store.feed.position(), None, 0.0)))
-            is_last = _apply(store, answer)[0].is_last
+        asyncio.run(take())
     except OriginUnreachable as error:
-        _LOG.warning("%s; this server is not ready until it can", error)
+        _LOG.warning("%s; this server is not ready until the registry answers", error)
 
 
 class Follower:
@@ -212,8 +221,10 @@ class Follower:
             try:
                 await self._poll(POLL_S)
                 pause_s = PAUSE_S
-            except AdapterError as error:
-                if not isinstance(error, OriginUnreachable):
+            except Exception as error:
+                if not isinstance(error, AdapterError):
+                    _LOG.exception("cannot follow the registry; trying again")
+                elif not isinstance(error, OriginUnreachable):
                     _LOG.error("cannot follow the registry: %s", error)
                 # Not all followers at once, when a registry has started again.
                 await asyncio.sleep(pause_s * (0.5 + random.random()))
@@ -227,12 +238,12 @@ class Follower:
     async def _poll(self, wait_s: float) -> bool:
         """Ask for a page and take it over; return whether it was the last, and not older than what is here."""
         position = await run_in_threadpool(self._store.feed.position)
-        body = await self.client.get(CHANGES, _asking(position, self._keys, wait_s), wait_s)
+        answer = await self.client.get(CHANGES, _asking(position, self._keys, wait_s), wait_s)
         async with self._applying:
             if await run_in_threadpool(self._store.feed.position) != position:
                 # Another question was faster.
                 return False
-            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, json.loads(body)))
+            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer))
         self._history = page.position.history
         self._keys = self._keys if keys is None else keys
         if changed.ids and self._on_changed is not None:
@@ -275,7 +286,7 @@ class Follower:
             said["shares"] = self._shares.question()
         is_cut_off = True
         try:
-            answer = json.loads(await self.client.post(LEASE, said))
+            answer = await self.client.post(LEASE, said)
             until_s = begun_s + float(answer["lease_s"])
             self._limiter.answered(answer["loans"], until_s)
             if self._shares is not None:
@@ -313,9 +324,9 @@ def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[
     return asked if keys is None else asked | {"keys": keys}
 
 
-def _apply(store: AdapterStore, answer: Any) -> tuple[FeedPage, Followed, str | None]:
+def _apply(store: AdapterStore, answer: Mapping[str, Any]) -> tuple[FeedPage, Followed, str | None]:
     """Take over a page, and the keys if they came with it; return the page, what changed, and the keys' digest."""
-    if not isinstance(answer, dict) or "page" not in answer:
+    if "page" not in answer:
         raise StoreUnusable("the registry's answer is no page of changes")
     # Keys first: a name must not be seen with the keys of before.
     keys = None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])

@@ -1,15 +1,18 @@
 """Ask the registry over HTTP: changes and leases from the event loop, weights from the threads that load them."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import BlobNotFound, OriginRefused, OriginUnreachable, StoreUnusable
 from api.asgi.address import is_loopback
-from api.replication.headers import BLOBS
+from api.asgi.json_body import INLINE_BYTES
+from api.replication.headers import BLOBS, REVISION
 
 CONNECT_S, ANSWER_S = 2.0, 10.0
 CHUNK_BYTES = 1 << 20
@@ -29,21 +32,25 @@ class HttpOrigin:
         if self._why is not None:
             raise OriginUnreachable(self._why)
 
-    def check_answer(self, status: int, body: bytes = b"") -> None:
-        """Note that there was an answer, and raise what its status means, unless it is a success.
+    def check_answer(self, status: int, headers: Mapping[str, str], body: bytes | bytearray = b"") -> None:
+        """Note that there was an answer, and raise what it means, unless it is a success.
 
         Raises:
             OriginRefused: what was asked is invalid there; others may be answered.
             StoreUnusable: the key is refused, or the server has no such route; waiting does not help.
-            OriginUnreachable: it cannot answer now.
+            OriginUnreachable: it cannot answer now, or something else has answered in its place.
         """
+        if status >= 500 or status == 429:
+            raise self.failed(f"it answers {status} now")
+        if REVISION not in headers:
+            # Whatever lorasrv answers has it.
+            target = f" to {headers['location']:.200}" if "location" in headers else ""
+            raise self.is_another(f"it answers {status}{target} without {REVISION}")
         if status in _DENIED:
             raise StoreUnusable(
                 f"the registry at {self.address} refuses this server's key ({status}); give it one of scope replicate "
                 "(--registry-key, --cluster-secret)"
             )
-        if status >= 500 or status == 429:
-            raise self.failed(f"it answers {status} now")
         if status in _INVALID:
             self._why = None
             why = body.decode(errors="replace")
@@ -53,6 +60,28 @@ class HttpOrigin:
                 f"the server at {self.address} is no registry for this version of lorasrv: it answers {status}"
             )
         self._why = None
+
+    def parsed(self, body: bytes | bytearray) -> dict[str, Any]:
+        """Return the JSON object of an answer.
+
+        Raises:
+            OriginUnreachable: it is none.
+        """
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self.is_another("its answer is no JSON object")
+        return found
+
+    def is_another(self, why: str) -> OriginUnreachable:
+        """Note that something else answers in the registry's place, and return the error that says so."""
+        self._why = (
+            f"what answers at {self.address} is no registry of lorasrv: {why}; check --registry, and the proxies "
+            "before the registry"
+        )
+        return OriginUnreachable(self._why)
 
     def failed(self, error: object) -> OriginUnreachable:
         """Note that the registry was not reached, and return the error that says so."""
@@ -64,10 +93,12 @@ class HttpOrigin:
         headers = {"range": f"bytes={start}-"} if start else {}
         try:
             with self._client.stream("GET", BLOBS + digest, headers=headers) as answer:
-                if answer.status_code == 404:
+                if answer.status_code == 404 and REVISION in answer.headers:
                     raise BlobNotFound(digest)
-                self.check_answer(answer.status_code)
+                self.check_answer(answer.status_code, answer.headers)
                 length = _length(answer.headers, answer.status_code, start)
+                if length is None:
+                    raise self.is_another("its answer is not the part of the weights that was asked for")
                 yield length, self._chunks(answer)
         except httpx2.HTTPError as error:
             raise self.failed(error) from None
@@ -77,19 +108,6 @@ class HttpOrigin:
             yield from answer.iter_raw(CHUNK_BYTES)
         except httpx2.HTTPError as error:
             raise self.failed(error) from None
-
-    def get(self, path: str, params: Mapping[str, Any]) -> bytes:
-        """Return the body of an answer, for the start of a server, before there is an event loop.
-
-        Raises:
-            OriginUnreachable, StoreUnusable.
-        """
-        try:
-            answer = self._client.get(path, params=dict(params))
-        except httpx2.HTTPError as error:
-            raise self.failed(error) from None
-        self.check_answer(answer.status_code)
-        return answer.content
 
     def close(self) -> None:
         self._client.close()
@@ -106,22 +124,25 @@ class RegistryClient:
         self._origin = origin
         self._client = httpx2.AsyncClient(**_options(origin.address, key))
 
-    async def get(self, path: str, params: Mapping[str, Any], wait_s: float = 0.0) -> bytes:
-        """Return the body of an answer that may take `wait_s` to begin."""
-        timeout = httpx2.Timeout(ANSWER_S + wait_s, connect=CONNECT_S)
-        return await self._ask("GET", path, timeout, params=dict(params))
+    async def get(self, path: str, params: Mapping[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """Return the object of an answer that may take `wait_s` to begin."""
+        return await self._ask("GET", path, ANSWER_S + wait_s, params=dict(params))
 
-    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = CONNECT_S) -> bytes:
-        """Send a JSON body, and return that of the answer."""
-        return await self._ask("POST", path, httpx2.Timeout(timeout_s), json=dict(body))
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = CONNECT_S) -> dict[str, Any]:
+        """Send a JSON body, and return the object of the answer."""
+        return await self._ask("POST", path, timeout_s, json=dict(body))
 
-    async def _ask(self, method: str, path: str, timeout: httpx2.Timeout, **what: Any) -> bytes:
+    async def _ask(self, method: str, path: str, timeout_s: float, **what: Any) -> dict[str, Any]:
+        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
         try:
             answer = await self._client.request(method, path, timeout=timeout, **what)
         except httpx2.HTTPError as error:
             raise self._origin.failed(error) from None
-        self._origin.check_answer(answer.status_code, answer.content)
-        return answer.content
+        body = answer.content
+        self._origin.check_answer(answer.status_code, answer.headers, body)
+        if len(body) <= INLINE_BYTES:
+            return self._origin.parsed(body)
+        return await run_in_threadpool(self._origin.parsed, body)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -138,12 +159,8 @@ def _options(address: str, key: str | None) -> dict[str, Any]:
     }
 
 
-def _length(headers: Mapping[str, str], status: int, start: int) -> int:
-    """Return the length of the whole blob.
-
-    Raises:
-        OriginUnreachable: the answer is not the part that was asked for.
-    """
+def _length(headers: Mapping[str, str], status: int, start: int) -> int | None:
+    """Return the length of the whole blob; None if the answer is not the part that was asked for."""
     try:
         if status == 206:
             part, _, whole = headers["content-range"].removeprefix("bytes ").partition("/")
@@ -153,4 +170,4 @@ def _length(headers: Mapping[str, str], status: int, start: int) -> int:
             return int(headers["content-length"])
     except (KeyError, ValueError):
         pass
-    raise OriginUnreachable("the registry's answer is not the part of the weights that was asked for")
+    return None

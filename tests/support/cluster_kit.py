@@ -27,14 +27,15 @@ NAMES = frozenset({BASE})
 
 
 class Line:
-    """The network before a server: open; silent, when nothing comes back; broken, when connections end; or deaf for
-    paths whose answers are lost after the server has done what they ask.
+    """The network before a server: open; silent, when nothing comes back; broken, when connections end; deaf for
+    paths whose answers are lost after the server has done what they ask; or led to another server.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.is_silent = self.is_broken = False
         self.loses_answers_to: str | None = None
+        self.other: ASGIApp | None = None
         # Paths of what came through.
         self.passed: list[str] = []
 
@@ -44,6 +45,9 @@ class Line:
                 await asyncio.sleep(0.01)
             if self.is_broken:
                 raise ConnectionError("the line is broken")
+            if self.other is not None:
+                await self.other(scope, receive, send)
+                return
             self.passed.append(scope["path"])
             if scope["path"] == self.loses_answers_to:
                 await self.app(scope, receive, _drop)

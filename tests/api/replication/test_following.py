@@ -16,12 +16,16 @@ import pytest
 from cluster_kit import SECRET, Cluster, Node, clustered
 from fake_engine import HANG
 from server import eventually
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from tiny_adapter import BASE
 
+from adapter_store.errors import OriginUnreachable
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
 from api.replication import usage_sender
+from api.replication.follower import first_page
 from api.replication.headers import LEASE_S, MIN_REVISION, REVISION, USAGE
+from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.routes import registry as routes
 from lorasrv.config import NO_SHARE, WHOLE, LimitShare
 from lorasrv.metrics import usage_ledger
@@ -204,6 +208,47 @@ def test_a_replica_that_is_cut_off(cluster: Cluster, upload: Callable[..., int])
     cluster.registry.line.is_silent = False
     eventually(lambda: node.http.get("/ready").status_code == 200)
     assert node.ask("mia").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RedirectResponse("https://registry.example/", 301),
+        HTMLResponse("<html>Good morning</html>"),
+        HTMLResponse("<html>Not here</html>", 404),
+        JSONResponse({"status": "starting"}),
+        PlainTextResponse("starting", headers={REVISION: "1"}),
+    ],
+    ids=["redirect", "page", "missing", "json", "cut"],
+)
+def test_another_server_in_the_registrys_place(
+    cluster: Cluster, upload: Callable[..., int], answer: Response, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes like a registry that is away: nothing is damaged by it, and the start says it in a line."""
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    node.catches_up(cluster.registry)
+    key = node.store.resolve("mia").key
+    cluster.registry.line.other = answer
+    why = f"what answers at {cluster.registry.url} is no registry of lorasrv: it"
+    if REVISION not in answer.headers:
+        with pytest.raises(OriginUnreachable, match=why):
+            node.store.load(key)
+    eventually(lambda: why in node.ask("zoe").json()["error"]["message"])
+    refused = node.ask("zoe")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "registry_unreachable")
+    caplog.clear()
+    origin = HttpOrigin(cluster.registry.url, SECRET)
+    first_page(node.store, RegistryClient(origin, SECRET))
+    (told,) = [record.message for record in caplog.records if record.name == first_page.__module__]
+    assert told.startswith(why)
+    assert told.endswith("this server is not ready until the registry answers")
+    origin.close()
+    cluster.registry.line.other = None
+    assert node.store.load(key).spec.key == key
+    upload(cluster.registry, "zoe", 2)
+    eventually(lambda: node.ask("zoe").status_code == 200)
+    assert not any(task.done() for task in node.follower._tasks)
 
 
 def test_a_lease_needs_what_the_registry_has(cluster: Cluster, upload: Callable[..., int]) -> None:
