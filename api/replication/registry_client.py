@@ -1,5 +1,6 @@
 """Ask the registry over HTTP: changes and leases from the event loop, weights from the threads that load them."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from api.asgi.json_body import INLINE_BYTES
 from api.replication.headers import BLOBS, REVISION
 
 CONNECT_S, ANSWER_S = 2.0, 10.0
+LEAST_BYTES_PER_S = 64 << 10
+"""An answer has as much time more as it takes at this rate: a long one may be slow, none may drip."""
 CHUNK_BYTES = 1 << 20
 _DENIED = frozenset({401, 403})
 _INVALID = frozenset({400, 413, 422})
@@ -134,11 +137,20 @@ class RegistryClient:
 
     async def _ask(self, method: str, path: str, timeout_s: float, **what: Any) -> dict[str, Any]:
         timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
+        body = bytearray()
         try:
-            answer = await self._client.request(method, path, timeout=timeout, **what)
+            async with (
+                asyncio.timeout(timeout_s) as until,
+                self._client.stream(method, path, timeout=timeout, **what) as answer,
+            ):
+                ends_s = until.when() or 0.0
+                async for piece in answer.aiter_raw():
+                    body += piece
+                    until.reschedule(ends_s + len(body) / LEAST_BYTES_PER_S)
         except httpx2.HTTPError as error:
             raise self._origin.failed(error) from None
-        body = answer.content
+        except TimeoutError:
+            raise self._origin.failed(f"no whole answer within {timeout_s:g} s") from None
         self._origin.check_answer(answer.status_code, answer.headers, body)
         if len(body) <= INLINE_BYTES:
             return self._origin.parsed(body)

@@ -1,0 +1,60 @@
+"""Questions to a registry whose answers drip: each has a time for the whole answer, not for each piece of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+
+from adapter_store.errors import OriginUnreachable
+from api.replication import registry_client
+from api.replication.headers import CHANGES, LEASE, REVISION
+from api.replication.registry_client import HttpOrigin, RegistryClient
+
+pytestmark = pytest.mark.anyio
+HEAD = f"HTTP/1.1 200 OK\r\n{REVISION}: 1\r\ncontent-length: 400\r\n\r\n".encode()
+BODY = b'{"lease_s": 30}'.ljust(400)
+TIMEOUT_S, PAUSE_S, HANGS_S = 0.2, 0.02, 30.0
+
+
+@asynccontextmanager
+async def dripping(at_once: bytes, drips: bytes, piece: int) -> AsyncIterator[RegistryClient]:
+    """Ask a server that sends the rest of its answer in pieces."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with closing(writer):
+            for data in (at_once, *(drips[at : at + piece] for at in range(0, len(drips), piece))):
+                writer.write(data)
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    return
+                await asyncio.sleep(PAUSE_S)
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        origin = HttpOrigin(f"http://127.0.0.1:{port}", None)
+        client = RegistryClient(origin, None)
+        try:
+            yield client
+        finally:
+            await client.close()
+            origin.close()
+
+
+@pytest.mark.parametrize("at_once", [b"", HEAD], ids=["head", "body"])
+async def test_an_answer_that_drips_is_given_up(at_once: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "ANSWER_S", TIMEOUT_S)
+    endless = (HEAD[:-4] + b"\r\nx-more: " if not at_once else b"") + BODY * 100
+    async with dripping(at_once, endless, 1) as client, asyncio.timeout(HANGS_S):
+        with pytest.raises(OriginUnreachable, match=f"no whole answer within {TIMEOUT_S} s"):
+            await client.post(LEASE, {}, TIMEOUT_S)
+        with pytest.raises(OriginUnreachable, match="no whole answer within"):
+            await client.get(CHANGES, {}, 0.1)
+
+
+async def test_a_long_answer_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "LEAST_BYTES_PER_S", 20)
+    async with dripping(HEAD, BODY, 20) as client:
+        assert await client.post(LEASE, {}, TIMEOUT_S) == {"lease_s": 30}
