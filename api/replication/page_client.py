@@ -3,13 +3,15 @@
 Every failure means that the prompt is computed here; pages that came whole before it are used.
 """
 
+import io
 import json
 import logging
-import select
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -19,9 +21,12 @@ from api.replication.page_frames import CHECK_BYTES, LAYOUT, PageOffer, check_of
 from lorasrv.scheduler_output import PeerSnapshot
 from lorasrv.worker.snapshot_loader import PeerFailed
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 _LOG = logging.getLogger(__name__)
 POLL_S = 0.1
-"""How often a wait for an answer looks whether it is still wanted."""
+"""How often a wait for bytes looks whether they are still wanted."""
 MAX_ANSWER_BYTES = 64 << 10
 
 
@@ -52,6 +57,43 @@ class PageClient:
             fetch.close()
 
 
+class _Bytes(io.RawIOBase):
+    """Read from a connection as long as there is time: a peer that drips has no more of it than a silent one.
+
+    Args:
+        left_s: returns the time that is left, or raises TimeoutError.
+    """
+
+    def __init__(self, connection: socket.socket, left_s: Callable[[], float]) -> None:
+        self._connection, self._left_s = connection, left_s
+        # Keeps it open as long as this is.
+        self._held = connection.makefile("rb", buffering=0)
+
+    def close(self) -> None:
+        self._held.close()
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: "WriteableBuffer") -> int:
+        while True:
+            self._connection.settimeout(min(POLL_S, self._left_s()))
+            try:
+                return self._connection.recv_into(target)
+            except TimeoutError:
+                continue
+
+
+class _Answer(HTTPResponse):
+    """Read an answer as `_Bytes` allow."""
+
+    def __init__(self, left_s: Callable[[], float], connection: socket.socket, **named: Any) -> None:
+        super().__init__(connection, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Bytes(connection, left_s))
+
+
 class _Fetch:
     """Hold one connection to a peer until a time."""
 
@@ -61,6 +103,7 @@ class _Fetch:
         self._url, self._headers = url, headers
         self._until_s, self._is_wanted = until_s, is_wanted
         self._connection = kind(address.hostname or "", address.port, timeout=self._left_s())
+        self._connection.response_class = cast(type[HTTPResponse], partial(_Answer, self._left_s))
 
     def close(self) -> None:
         self._connection.close()
@@ -102,7 +145,6 @@ class _Fetch:
     def _fill(self, answer: HTTPResponse, target: memoryview) -> bool:
         """Read as many bytes as there is room for; return whether they came."""
         while target:
-            self._set_timeout()
             count = answer.readinto(target)
             if not count:
                 return False
@@ -117,22 +159,11 @@ class _Fetch:
         """
         headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         self._connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
-        self._wait()
         answer = self._connection.getresponse()
         if answer.status != 200:
             why = answer.read(MAX_ANSWER_BYTES).decode("utf-8", "replace")
             raise PeerFailed("refused", f"{self._url} gave no pages: {answer.status} {_message(why)}")
         return answer
-
-    def _wait(self) -> None:
-        """Wait for the first byte of an answer."""
-        while not select.select([self._connection.sock], [], [], min(POLL_S, self._left_s()))[0]:
-            self._left_s()
-        self._set_timeout()
-
-    def _set_timeout(self) -> None:
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(self._left_s())
 
     def _left_s(self) -> float:
         """Return the time that is left.

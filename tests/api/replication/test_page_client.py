@@ -1,5 +1,6 @@
 """The reading side of pages against a server that misbehaves: whole frames are used, and nothing else."""
 
+import contextlib
 import json
 import threading
 import time
@@ -201,3 +202,32 @@ def test_a_wait_ends(giver: Giver, monkeypatch: pytest.MonkeyPatch, unwanted: bo
     over.set()
     assert failed.value.reason == "timeout"
     assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("drips", ["head", "offer", "pages"])
+def test_a_peer_that_drips_has_no_more_time_than_a_silent_one(
+    giver: Giver, monkeypatch: pytest.MonkeyPatch, drips: str
+) -> None:
+    """Pages that came before are used."""
+    written: list[bytes] = []
+
+    def send(handler: Handler, status: int, content: bytes, length: int) -> None:
+        is_offer = handler.command == "POST"
+        body = content.ljust(150) if is_offer else content
+        head = f"HTTP/1.1 {status} OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        whole = head + body
+        at = {"head": 9, "offer": len(head) + 5, "pages": len(whole) if is_offer else len(head) + 2 * FRAME}[drips]
+        with contextlib.suppress(ConnectionError):
+            for piece in (whole[:at], *(whole[place : place + 1] for place in range(at, len(whole)))):
+                written.append(piece)
+                handler.wfile.write(piece)
+                time.sleep(0.2)
+
+    monkeypatch.setattr(Handler, "_send", send)
+    if drips == "pages":
+        assert fetch(wanted(giver, wait_s=1.0)) == DATA[: 6 * PAGE_BYTES]
+    else:
+        with pytest.raises(PeerFailed) as failed:
+            fetch(wanted(giver, wait_s=1.0))
+        assert failed.value.reason == "timeout"
+    assert len(written) < 75
