@@ -176,6 +176,7 @@ class AdapterStore:
 
     def follow(self, page: FeedPage) -> Followed:
         """Take over a page of the origin's changes, as `NameFeed.take`."""
+        self._blobs.keep_room()
         with self._lock:
             followed = self.feed.take(page)
             for name, versions in followed.gone.items():

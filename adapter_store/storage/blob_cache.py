@@ -2,16 +2,18 @@
 
 A fetch is an upload to this folder: it becomes visible when all bytes have come and match the digest, so a crash leaves
 a whole blob or none. A connection that breaks is continued where it broke. Held blobs stay; of the others the least
-recently opened go first.
+recently opened go first, where there would be more bytes than allowed or the disk would be full.
 """
 
 import contextlib
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
@@ -25,12 +27,14 @@ from adapter_store.errors import (
     OriginUnreachable,
     StoreFull,
 )  # fmt: skip
-from adapter_store.storage.blobs import BlobDirectory, BlobUpload
+from adapter_store.storage.blobs import PROBE_BYTES, BlobDirectory, BlobFile, BlobUpload, disk_errors
 
 MAX_FETCHES = 2
 """Times that a blob is fetched whole before it counts as damaged."""
 MAX_STALLS = 3
 """Times that a connection may break without having brought a byte."""
+SPARE_BYTES = PROBE_BYTES + (1 << 20)
+"""Bytes of the disk that stay free: what a server without them is not ready for, and some more for its names."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,6 +57,14 @@ class Origin(Protocol):
         """
 
 
+@dataclass(slots=True)
+class _Coming:
+    """Count the bytes of a blob that is on its way."""
+
+    length: int
+    received: int = 0
+
+
 class BlobCache(BlobDirectory):
     """Open blobs, fetching those that are missing.
 
@@ -72,8 +84,9 @@ class BlobCache(BlobDirectory):
         self._lock = threading.Lock()
         self._fetches: dict[str, threading.Lock] = {}
         self._waiting: Counter[str] = Counter()
-        # Bytes of the blobs that are on their way.
-        self._coming: dict[str, int] = {}
+        self._coming: dict[str, _Coming] = {}
+        # Nothing is held yet, and on a full disk nothing else of the store could be opened.
+        self._keep_room(())
 
     def open(self, digest: str) -> BufferedReader:
         """Open a blob for reading, fetching it first if it is not here.
@@ -136,38 +149,75 @@ class BlobCache(BlobDirectory):
     def _fetch_once(self, digest: str) -> None:
         with contextlib.ExitStack() as opened:
             upload: BlobUpload | None = None
-            received = stalls = 0
+            coming, stalls = _Coming(0), 0
             while True:
-                before = received
+                before = coming.received
                 try:
-                    with self._origin.fetch(digest, received) as (length, chunks):
+                    with self._origin.fetch(digest, before) as (length, chunks):
                         if upload is None:
-                            self._make_room(digest, length)
+                            coming = self._make_room(digest, length)
                             upload = opened.enter_context(BlobUpload(self, digest, length))
                         for chunk in chunks:
                             upload.write(chunk)
-                            received += len(chunk)
+                            coming.received += len(chunk)
                     return upload.commit()
                 except OriginUnreachable:
-                    stalls = stalls + 1 if received == before else 0
-                    if stalls >= MAX_STALLS or not received:
+                    stalls = stalls + 1 if coming.received == before else 0
+                    if stalls >= MAX_STALLS or not coming.received:
                         raise
 
-    def _make_room(self, digest: str, length: int) -> None:
+    def keep_room(self) -> None:
+        """Remove what nothing needs while others fill the disk, as far as that helps.
+
+        Raises:
+            StoreFull, StoreUnusable: the disk refused.
+        """
+        self._keep_room(self._held())
+
+    def _keep_room(self, held: Collection[str]) -> None:
+        with self._lock:
+            evicted, _ = _oldest(self.oldest_first(), self._missing_bytes(0), {*held, *self._waiting})
+            self.remove(evicted)
+
+    def _make_room(self, digest: str, length: int) -> _Coming:
+        """Remove what others must make room for, or nothing if that is not enough.
+
+        Raises:
+            CacheFull: it is not.
+        """
         with self._lock:
             files = self.oldest_first()
-            over = sum(file.nbytes for file in files) + sum(self._coming.values()) + length - self._max_bytes
-            evicted = []
-            if over > 0:
-                kept = {*self._held(), *self._waiting}
-                for file in files:
-                    if over > 0 and file.name not in kept:
-                        evicted.append(file.name)
-                        over -= file.nbytes
-            if over > 0:
+            coming = sum(one.length for one in self._coming.values())
+            over = sum(file.nbytes for file in files) + coming + length - self._max_bytes
+            missing = self._missing_bytes(length)
+            evicted, freed = _oldest(files, max(over, missing), {*self._held(), *self._waiting})
+            if over > freed:
                 raise CacheFull(
                     f"weights sha256:{digest[:12]} of {length} bytes have no room: {self._max_bytes} bytes are kept "
                     "(--store-bytes), and requests use what is there"
                 )
-            self._coming[digest] = length
+            if missing > freed:
+                raise CacheFull(
+                    f"weights sha256:{digest[:12]} of {length} bytes have no room on this replica's disk: "
+                    f"{missing - freed} bytes more must be free than are, beside weights that requests use"
+                )
             self.remove(evicted)
+            found = self._coming[digest] = _Coming(length)
+            return found
+
+    def _missing_bytes(self, length: int) -> int:
+        """Return the bytes that the disk lacks for so many more beside those that are on their way."""
+        with disk_errors("looking for the disk's room"):
+            free = shutil.disk_usage(self._blobs).free
+        coming = sum(one.length - one.received for one in self._coming.values())
+        return length + coming + SPARE_BYTES - free
+
+
+def _oldest(files: Sequence[BlobFile], num_bytes: int, kept: Collection[str]) -> tuple[list[str], int]:
+    """Return as many of the first files as have these bytes, without those that are kept, and the bytes they have."""
+    names, found = [], 0
+    for file in files:
+        if found < num_bytes and file.name not in kept:
+            names.append(file.name)
+            found += file.nbytes
+    return names, found

@@ -255,6 +255,9 @@ class BlobDirectory:
                 raise BlobNotFound(digest) from None
             raise
 
+    def keep_room(self) -> None:
+        """Remove what can be had again while the disk is full: nothing."""
+
     def drop_damaged(self, digest: str) -> bool:
         """Remove a blob that was read back damaged if it can be had again; return whether that is so."""
         return False

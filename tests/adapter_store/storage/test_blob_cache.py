@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from following import NearOrigin, catch_up
@@ -15,6 +16,7 @@ from store_kit import BASE, add, blobs
 from adapter_store.errors import AdapterCorrupt, CacheFull, OriginUnreachable, StoreFull
 from adapter_store.quota import StoreQuota
 from adapter_store.spec import AdapterKey
+from adapter_store.storage import blob_cache
 from adapter_store.store import AdapterStore
 
 
@@ -152,6 +154,59 @@ def test_the_least_recently_opened_go_first_and_held_ones_stay(
     os.utime(follower._blobs.path(digests[2]), (6, 6))
     follower.load(mia[1])
     assert set(blobs(follower)) == {digests[0], digests[1]}
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk with room for so many bytes of the follower's weights, beside those that have to stay free."""
+    found = SimpleNamespace(room=1 << 30)
+    folder = tmp_path / "follower" / "blobs" / "sha256"
+
+    def usage(_: Path) -> SimpleNamespace:
+        used = sum(path.stat().st_size for path in folder.iterdir())
+        return SimpleNamespace(free=blob_cache.SPARE_BYTES + found.room - used)
+
+    monkeypatch.setattr(blob_cache.shutil, "disk_usage", usage)
+    return found
+
+
+def test_a_disk_that_the_cache_would_fill(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore], store: AdapterStore, disk: SimpleNamespace
+) -> None:
+    """The least recently opened make room, and what must stay free stays; nothing goes for what has no room even so."""
+    size = max(path.stat().st_size for path in blobs(store).values())
+    follower, digests = open_follower(), [digest_of(store, key) for key in mia]
+    disk.room = 2 * size
+    for number, key in enumerate(mia):
+        follower.load(key)
+        os.utime(follower._blobs.path(digests[number]), (number, number))
+    assert set(blobs(follower)) == set(digests[1:])
+    holds = [follower.hold(mia[1])]
+    follower.load(mia[0])
+    assert set(blobs(follower)) == set(digests[:2])
+    holds.append(follower.hold(mia[0]))
+    with pytest.raises(CacheFull, match=r"no room on this replica's disk: \d+ bytes more must be free"):
+        follower.load(mia[2])
+    assert set(blobs(follower)) == set(digests[:2])
+
+
+def test_a_disk_that_others_fill(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore], store: AdapterStore, disk: SimpleNamespace
+) -> None:
+    """Weights that nothing holds make room while the server runs, and before it starts."""
+    follower, digests = open_follower(), [digest_of(store, key) for key in mia]
+    for number, key in enumerate(mia):
+        follower.load(key)
+        os.utime(follower._blobs.path(digests[number]), (number, number))
+    hold = follower.hold(mia[0])
+    disk.room = sum(blobs(follower)[digest].stat().st_size for digest in digests) - 1
+    catch_up(follower, store)
+    assert set(blobs(follower)) == {digests[0], digests[2]}
+    disk.room = 0
+    catch_up(follower, store)
+    assert set(blobs(follower)) == {digests[0]}
+    del hold
+    assert blobs(open_follower()) == {}
 
 
 def test_a_full_disk_is_no_end(
