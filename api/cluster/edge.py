@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -21,11 +22,20 @@ from api.cluster.ask import read_ask
 from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.exchange import Exchange
-from api.cluster.forwarding import Destination, RawHeaders, check_framing, destination, forwarded, returned, target_of
+from api.cluster.forwarding import (
+    Destination,
+    RawHeaders,
+    check_framing,
+    destination,
+    forwarded,
+    returned,
+    silent_s,
+    target_of,
+)
 from api.cluster.own_routes import GUARDED, OPEN, named_replica
 from api.cluster.peers import Peers, RequestPeers
 from api.cluster.survey import ANSWER_S, Survey
-from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
+from api.cluster.upstream import Broken, Silent, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
 from api.errors import ApiError, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady
 from lorasrv.placement.placement import RETRY_AFTER_S, Ask
@@ -153,8 +163,10 @@ class Edge:
             Broken: a part of the answer was.
         """
         try:
-            reply = await self._upstreams.ask(url, _request(scope, _arriving(receive)))
-        except Broken as error:
+            request = _request(scope, _arriving(receive))
+            most_s = silent_s(scope["method"], scope["path"], scope.get("query_string", b""))
+            reply = await self._upstreams.ask(url, replace(request, silent_s=most_s))
+        except (Broken, Silent) as error:
             raise Unreachable(str(error)) from None
         try:
             await run_until_disconnect(receive, _pipe(reply, send))

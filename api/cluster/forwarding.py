@@ -7,15 +7,18 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
 from api.auth.scopes import GENERATING
 from api.errors import ApiError
+from api.schemas.adapters import MAX_TIMEOUT_S
 
 RawHeaders = list[tuple[bytes, bytes]]
 OURS = b"x-lorasrv-"
 MIN_REVISION = b"x-lorasrv-min-revision"
 """The one header of ours that a client may send."""
+READ_S, WRITE_S = 30.0, 300.0
+"""Longest time in which an answer begins that is read from a disk at most, or that changes it."""
 _HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
@@ -34,6 +37,8 @@ _OF_REPLICAS = frozenset(
         *((method, path) for method in ("GET", "POST") for path in ("/v1/embeddings", "/v1/messages")),
     }
 )
+_TIMEOUT_IN_BODY = re.compile(r"/v1/adapters/[^/]+:verify")
+_SECONDS = re.compile(r"\d{1,4}(\.\d{1,9})?")
 _OF_ONE_REPLICA = re.compile(r"/v1/adapters/[^/]+:warm")
 
 
@@ -51,6 +56,15 @@ def destination(method: str, path: str) -> Destination:
     asked = "GET" if method == "HEAD" else method
     is_warm = asked == "POST" and _OF_ONE_REPLICA.fullmatch(path) is not None
     return Destination.REPLICA if is_warm or (asked, path) in _OF_REPLICAS else Destination.REGISTRY
+
+
+def silent_s(method: str, path: str, query: bytes) -> float:
+    """Return how long the answer to a request may take to begin: what it waits for by itself comes on top."""
+    most_s = READ_S if method in ("GET", "HEAD") else WRITE_S
+    if _TIMEOUT_IN_BODY.fullmatch(path):
+        return most_s + MAX_TIMEOUT_S
+    named = (value for name, value in parse_qsl(query.decode("latin-1")) if name in ("wait", "wait_s"))
+    return most_s + max((float(value) for value in named if _SECONDS.fullmatch(value)), default=0.0)
 
 
 def check_framing(headers: Iterable[tuple[bytes, bytes]]) -> None:

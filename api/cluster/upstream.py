@@ -8,9 +8,9 @@ bounded.
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import h11
@@ -24,6 +24,7 @@ MAX_HEAD_BYTES = 64 << 10
 READ_BYTES = 64 << 10
 """Kernel's buffer of a connection, and so what is in memory for a client that does not read."""
 Headers = Sequence[tuple[bytes, bytes]]
+_T = TypeVar("_T")
 
 
 class Unreachable(Exception):
@@ -32,6 +33,10 @@ class Unreachable(Exception):
 
 class Broken(Exception):
     """Report that a connection ended, or made no sense, before its answer was whole."""
+
+
+class Silent(Exception):
+    """Report that a replica took a request, or a part of it, and does not go on: it may do what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class UpstreamRequest:
     headers: Headers
     # Bytes can be sent again, a stream cannot.
     body: bytes | AsyncIterable[bytes] = b""
+    # Longest time in which the replica may read nothing of the body, and then send nothing; None: any.
+    silent_s: float | None = None
 
 
 class UpstreamReply:
@@ -94,7 +101,7 @@ class Upstreams:
         A connection that was kept may end just when it is used: bytes are then sent once more, on a new one.
 
         Raises:
-            Unreachable, Broken.
+            Unreachable, Broken, Silent.
         """
         if isinstance(request.body, bytes):
             while (kept := self._take(url)) is not None:
@@ -106,7 +113,7 @@ class Upstreams:
         """Return the status and the whole body of a short answer.
 
         Raises:
-            Unreachable, Broken.
+            Unreachable, Broken, Silent.
         """
         reply = await self.ask(url, request)
         try:
@@ -164,6 +171,7 @@ class _Connection(asyncio.Protocol):
         self._is_lost = self._is_paused = False
         # Of the exchange.
         self._is_head = self._is_over = False
+        self._silent_s: float | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -212,6 +220,7 @@ class _Connection(asyncio.Protocol):
             self._is_head = request.method == "HEAD"
             head = h11.Request(method=request.method, target=request.target, headers=list(request.headers))
             self._write(head)
+            self._silent_s = request.silent_s
             reply = await (
                 self._exchange(request.body) if isinstance(request.body, bytes) else self._upload(request.body)
             )
@@ -257,7 +266,7 @@ class _Connection(asyncio.Protocol):
         if body:
             self._write(h11.Data(data=body))
         self._write(h11.EndOfMessage())
-        return await self._head()
+        return await self._in_time(self._head())
 
     async def _upload(self, body: AsyncIterable[bytes]) -> h11.Response:
         """Send a body until it ends, or an answer comes: then the rest is not wanted."""
@@ -266,7 +275,7 @@ class _Connection(asyncio.Protocol):
             await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
-            return await answering
+            return await self._in_time(answering)
         finally:
             sending.cancel()
             answering.cancel()
@@ -276,8 +285,20 @@ class _Connection(asyncio.Protocol):
         async for piece in body:
             self._write(h11.Data(data=piece))
             if self._writer is not None:
-                await self._writer
+                await self._in_time(self._writer)
         self._write(h11.EndOfMessage())
+
+    async def _in_time(self, step: Awaitable[_T]) -> _T:
+        """Wait for a step of the replica.
+
+        Raises:
+            Silent: it takes too long.
+        """
+        try:
+            async with asyncio.timeout(self._silent_s):
+                return await step
+        except TimeoutError:
+            raise Silent(f"{self.url} has not answered for {self._silent_s:g} s") from None
 
     async def _head(self) -> h11.Response:
         while isinstance(reply := await self._event(), h11.InformationalResponse):

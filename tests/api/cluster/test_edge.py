@@ -2,7 +2,10 @@
 
 import gc
 import json
+import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from raw_client import RawClient, json_request
 from server import eventually
 
 from api.asgi.sse import event
+from api.cluster import forwarding
 from api.cluster.exchange import Exchange
 from api.errors import describe_at
 from lorasrv.errors import EngineDead, ServerStopping
@@ -502,3 +506,36 @@ def test_lengths_of_answers_are_learnt_from_their_usage_alone(cluster: Any, path
     cluster.edge.stats.observe_answer = lambda adapter_id, num_tokens: learnt.append(num_tokens)
     assert ask(cluster, path).status_code == 200
     assert learnt == [41]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_a_registry_that_hangs_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Before an answer; one that has begun, and a request that waits by itself, have their time."""
+    for name in ("READ_S", "WRITE_S"):
+        monkeypatch.setattr(forwarding, name, 0.3)
+    cluster.registry.answer = lambda seen: seen.wait_until_gone()
+    answer = cluster.http.request(method, "/v1/adapters", content=b"{}" if method == "POST" else b"")
+    assert answer.status_code == 503
+    if method != "HEAD":
+        assert answer.json()["error"]["code"] == "registry_unreachable"
+        assert "has not answered for 0.3 s" in answer.json()["error"]["message"]
+    assert len(cluster.registry.seen) == 1
+
+    def slowly(seen: Seen) -> None:
+        time.sleep(0.6)
+        seen.answer(b"{}")
+
+    cluster.registry.answer = slowly
+    assert cluster.http.request(method, "/v1/adapters/mia", params={"wait": "30"}).status_code == 200
+    assert cluster.http.request(method, "/v1/adapters", params={"wait": "all"}).status_code == 503
+
+
+def test_a_registry_that_stops_reading_is_told(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "WRITE_S", 0.3)
+    over = threading.Event()
+    cluster.registry.answers_early, cluster.registry.answer = True, lambda seen: over.wait(60)
+    with RawClient(cluster.port) as client, ThreadPoolExecutor(1) as sending:
+        sending.submit(client.send, UPLOAD, b"x" * (64 << 20))
+        assert b"503" in client.read_until(b"registry_unreachable")
+        over.set()
+        client.socket.shutdown(socket.SHUT_RDWR)
