@@ -118,6 +118,16 @@ class StoreEngine:
     async def residents(self) -> list[tuple[AdapterKey, int]]:
         return []
 
+    def check_computes(self) -> None:
+        """Refuse what would be answered later.
+
+        Raises: NoEngine.
+        """
+        raise NoEngine(
+            "this server is a registry, which answers no prompts and so keeps no batches: lorasrv batch sends the "
+            "lines of a file to any other server, or to an edge; /v1/batches of a server with an engine keeps them"
+        )
+
     def check_admission(self, principal: str) -> None:
         """Refuse, before any work is done for a request.
 

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from api.asgi.json_body import JsonRoute
-from api.routes.files import BatchesDep, page_after, page_ends
+from api.routes.files import AnsweredBatchesDep, BatchesDep, page_after, page_ends
 from api.schemas.batches import BatchBody
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/batches")
-async def create(body: BatchBody, batches: BatchesDep) -> dict[str, Any]:
+async def create(body: BatchBody, batches: AnsweredBatchesDep) -> dict[str, Any]:
     """Answer every line of a file, after all online requests. `completion_window` is in minutes, hours or days:
     `24h`.
     """

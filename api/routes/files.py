@@ -17,6 +17,7 @@ from api.batches.records import BatchRecord, FileRecord
 from api.batches.scoped_batches import ScopedBatches
 from api.errors import ApiError
 from api.schemas.batches import file_age_s, file_purpose
+from api.serving.services import ServicesDep
 
 router = APIRouter()
 READ_BYTES = 1 << 18
@@ -49,8 +50,21 @@ async def get_batches(request: Request, caller: CallerDep) -> ScopedBatches:
 BatchesDep = Annotated[ScopedBatches, Depends(get_batches)]
 
 
+async def get_answered_batches(batches: BatchesDep, services: ServicesDep) -> ScopedBatches:
+    """Return the caller's batches if their lines can be answered here.
+
+    Raises:
+        NoEngine: they cannot.
+    """
+    services.engine.check_computes()
+    return batches
+
+
+AnsweredBatchesDep = Annotated[ScopedBatches, Depends(get_answered_batches)]
+
+
 @router.post("/v1/files", openapi_extra=_FORM)
-async def upload(request: Request, batches: BatchesDep) -> dict[str, Any]:
+async def upload(request: Request, batches: AnsweredBatchesDep) -> dict[str, Any]:
     """Store a file of batch lines: a multipart form with `purpose=batch` and `file`. A batch validates its content."""
     length = check_form_headers(request)
     async with batches.receiving(length) as place:

@@ -259,6 +259,9 @@ class AsyncEngine:
             self.observers.on_refused(error)
             raise
 
+    def check_computes(self) -> None:
+        """Check that prompts are answered here at all, now or later: they are, as long as the process lives."""
+
     def check_admission(self, principal: str) -> None:
         """Check that the queue has a place for one more request, before any work for it. A dead engine refuses in
         `add`.

@@ -252,6 +252,9 @@ class FakeEngine:
             [*script(rid, index, asked)[:after], then] if choice in (None, index) else script(rid, index, asked)
         )
 
+    def check_computes(self) -> None:
+        """It does."""
+
     def check_admission(self, principal: str) -> None:
         assert principal
 

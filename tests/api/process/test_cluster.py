@@ -74,7 +74,12 @@ def test_a_registry_and_two_followers(
         assert cli("upload", adapter_dirs["two"], "--id", "bob", "--server", registry.url).code == 0
         keeps_a_rate(registry, nodes, "bob")
         asked = registry.post("/v1/completions", model="mia", prompt="a")
-        assert (asked.status_code, asked.json()["error"]["code"]) == (503, "no_engine")
+        begun = registry.http.post(
+            "/v1/batches", json={"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
+        )
+        sent = registry.http.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"})
+        for refusal in (asked, begun, sent):
+            assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "no_engine")
         elsewhere = cli("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
         assert elsewhere.code == 1
         assert f"follows the registry at {registry.url}" in elsewhere.err
