@@ -24,6 +24,8 @@
     ├── CacheFull                          a follower's cache has no room beside weights in use
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
+        ├── OriginDenied                   the registry refuses this server's key, or is none
+        └── OriginRefused                  the registry refuses what it was asked
 
 Messages contain no path, except those of a store that cannot be opened, which only the operator sees.
 """
@@ -281,6 +283,10 @@ class CacheFull(AdapterError):
 
 class StoreUnusable(AdapterError):
     """Report a store that cannot be read or written, or that belongs to another base."""
+
+
+class OriginDenied(StoreUnusable):
+    """Report a server that this one cannot follow before an operator acts: it refuses the key, or is no registry."""
 
 
 class OriginRefused(StoreUnusable):

@@ -112,6 +112,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.StoreFollows: Answer(409, "store_follows", retry=False),
     # Another server that follows the registry may reach it.
     store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0, closes=True),
+    store_errors.OriginDenied: Answer(502, "registry_refused", SERVER, retry=False),
     store_errors.OriginRefused: Answer(502, "registry_refused", SERVER, retry=False),
     store_errors.CacheFull: Answer(503, "adapter_cache_full", SERVER, retry_after_s=5.0),
     store_errors.InvalidArchive: Answer(400, "invalid_archive"),

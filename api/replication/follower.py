@@ -58,7 +58,8 @@ def first_page(store: AdapterStore, client: RegistryClient) -> None:
         client: asks the registry, and is closed: there is no event loop yet.
 
     Raises:
-        StoreUnusable: the registry refuses this server's key, or is for another base or of another version.
+        OriginDenied: the registry refuses this server's key, or is none.
+        StoreUnusable: it is for another base, or of another version.
     """
 
     async def take() -> None:
@@ -114,6 +115,7 @@ class Follower:
         self._on_changed: OnChanged | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._was_leased = False
+        self._why_cut_off = ""
 
     @property
     def address(self) -> str:
@@ -124,6 +126,18 @@ class Follower:
     def has_lease(self) -> bool:
         """Return whether this server may answer."""
         return self.clock() < self._lease_until_s
+
+    def check_lease(self) -> None:
+        """Check that this server may answer.
+
+        Raises:
+            OriginUnreachable: it may not; says why.
+        """
+        if not self.has_lease:
+            raise OriginUnreachable(
+                f"this server has had no lease from the registry at {self.address} for {LEASE_S:g} s: "
+                f"{self._why_cut_off or 'it has not heard of it'}"
+            )
 
     def limiter(self, on_refused: Callable[[Exception], object]) -> BorrowingLimiter:
         """Return a new limiter of keys, whose questions go with those for leases from now on."""
@@ -263,8 +277,10 @@ class Follower:
             try:
                 if not await self._ask_for_lease():
                     await self._catch_up()
+                self._why_cut_off = ""
             except (AdapterError, LookupError, TypeError, ValueError, ArithmeticError) as error:
                 # The latter: an answer that this version does not understand.
+                self._why_cut_off = str(error)
                 self._tell_lost(error)
             await asyncio.sleep(BETWEEN_S)
             try:

@@ -10,7 +10,7 @@ from adapter_store.store import AdapterStore
 from api.asgi.draining import OPEN_PATHS
 from api.errors import ApiError, describe_at
 from api.replication.follower import Follower
-from api.replication.headers import LEASE_S, MIN_REVISION, REVISION
+from api.replication.headers import MIN_REVISION, REVISION
 
 MAX_WAIT_S = 2.0
 """Longest wait for a revision that a client asks for."""
@@ -53,10 +53,8 @@ class ReplicationGate:
             OriginUnreachable: this server has no lease.
             ApiError: 400, the header is no number; 503, the names are older.
         """
-        if self._follower is not None and not self._follower.has_lease:
-            raise OriginUnreachable(
-                f"this server has not heard of the registry at {self._follower.address} for {LEASE_S:g} s"
-            )
+        if self._follower is not None:
+            self._follower.check_lease()
         if wanted is None:
             return
         if not _REVISION.fullmatch(wanted):

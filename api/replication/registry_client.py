@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx2
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import BlobNotFound, OriginRefused, OriginUnreachable, StoreUnusable
+from adapter_store.errors import BlobNotFound, OriginDenied, OriginRefused, OriginUnreachable
 from api.asgi.address import is_loopback
 from api.asgi.json_body import INLINE_BYTES
 from api.replication.headers import BLOBS, REVISION
@@ -19,6 +19,8 @@ CONNECT_S, ANSWER_S = 2.0, 10.0
 LEAST_BYTES_PER_S = 64 << 10
 """An answer has as much time more as it takes at this rate: a long one may be slow, none may drip."""
 CHUNK_BYTES = 1 << 20
+SHOWN_CHARS = 300
+"""First characters of an answer that errors show."""
 _DENIED = frozenset({401, 403})
 _INVALID = frozenset({400, 413, 422})
 
@@ -40,7 +42,7 @@ class HttpOrigin:
 
         Raises:
             OriginRefused: what was asked is invalid there; others may be answered.
-            StoreUnusable: the key is refused, or the server has no such route; waiting does not help.
+            OriginDenied: the key is refused, or the server is no registry; waiting does not help.
             OriginUnreachable: it cannot answer now, or something else has answered in its place.
         """
         if status >= 500 or status == 429:
@@ -50,17 +52,17 @@ class HttpOrigin:
             target = f" to {headers['location']:.200}" if "location" in headers else ""
             raise self.is_another(f"it answers {status}{target} without {REVISION}")
         if status in _DENIED:
-            raise StoreUnusable(
-                f"the registry at {self.address} refuses this server's key ({status}); give it one of scope replicate "
-                "(--registry-key, --cluster-secret)"
+            raise OriginDenied(
+                f"the registry at {self.address} refuses this server's key ({status}, {_said(body)}); give it one of "
+                "scope replicate (--registry-key, --cluster-secret)"
             )
         if status in _INVALID:
             self._why = None
-            why = body.decode(errors="replace")
-            raise OriginRefused(f"the registry at {self.address} answers {status}: {why:.300}")
+            raise OriginRefused(f"the registry at {self.address} answers {status}: {_said(body)}")
         if status >= 400:
-            raise StoreUnusable(
-                f"the server at {self.address} is no registry for this version of lorasrv: it answers {status}"
+            raise OriginDenied(
+                f"the server at {self.address} (--registry) is none that this version of lorasrv can follow: it "
+                f"answers {status}, {_said(body)}"
             )
         self._why = None
 
@@ -98,7 +100,8 @@ class HttpOrigin:
             with self._client.stream("GET", BLOBS + digest, headers=headers) as answer:
                 if answer.status_code == 404 and REVISION in answer.headers:
                     raise BlobNotFound(digest)
-                self.check_answer(answer.status_code, answer.headers)
+                why = answer.read() if answer.is_client_error else b""
+                self.check_answer(answer.status_code, answer.headers, why)
                 length = _length(answer.headers, answer.status_code, start)
                 if length is None:
                     raise self.is_another("its answer is not the part of the weights that was asked for")
@@ -120,7 +123,7 @@ class RegistryClient:
     """Ask from the event loop.
 
     Raises (all methods):
-        OriginUnreachable, StoreUnusable.
+        OriginUnreachable, OriginDenied, OriginRefused.
     """
 
     def __init__(self, origin: HttpOrigin, key: str | None) -> None:
@@ -169,6 +172,14 @@ def _options(address: str, key: str | None) -> dict[str, Any]:
         "trust_env": not is_loopback(urlsplit(address).hostname or ""),
         "headers": {**headers, "accept-encoding": "identity"},
     }
+
+
+def _said(body: bytes | bytearray) -> str:
+    """Return the message of an error's body."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:SHOWN_CHARS]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return body[:SHOWN_CHARS].decode(errors="replace") or "without a message"
 
 
 def _length(headers: Mapping[str, str], status: int, start: int) -> int | None:

@@ -19,7 +19,7 @@ from server import eventually
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from tiny_adapter import BASE
 
-from adapter_store.errors import OriginUnreachable
+from adapter_store.errors import OriginDenied, OriginUnreachable
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
 from api.replication import usage_sender
@@ -484,6 +484,24 @@ def test_a_batch_of_usage_that_is_none_is_refused(cluster: Cluster, changed: dic
     answers = [cluster.registry.http.post(USAGE, json=body, headers=headers).json() for _ in range(2)]
     assert answers == [{"counted": True}, {"counted": False}]
     assert cluster.follow().http.post(USAGE, json=body, headers=headers).status_code == 409
+
+
+def test_a_follower_is_told_why_it_cannot_follow(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's refusal of its key is no fault of its store, and a follower names the registry to follow."""
+    node = cluster.follow()
+    for client in (node.follower.client._client, node.follower._origin._client):
+        client.headers["authorization"] = "Bearer of-another-cluster"
+    refused = node.ask("zoe")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (502, "registry_refused")
+    why = f"{cluster.registry.url} refuses this server's key (403, only servers of this cluster may ask this"
+    assert why in refused.json()["error"]["message"]
+    node.ahead.s = LEASE_S + 1
+    eventually(lambda: "refuses this server's key" in node.ask(BASE).json()["error"]["message"])
+    origin = HttpOrigin(node.url, SECRET)
+    node.ahead.s = 0.0
+    with pytest.raises(OriginDenied, match=f"answers 409, this server follows the registry at {cluster.registry.url}"):
+        first_page(node.store, RegistryClient(origin, SECRET))
+    origin.close()
 
 
 @pytest.mark.parametrize("secret", [None, "another-secret", "admin"])
