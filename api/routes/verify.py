@@ -34,6 +34,8 @@ async def verify_adapter(
     reference: str, body: VerifyBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> Response:
     """Verify an adapter in a separate process, which ends with the request; the verdict is stored with the version."""
+    # Here, and not when minutes have brought a verdict that cannot be kept.
+    services.registry.check_is_owner()
     if body.ignore_memory and not view.caller.may(Scope.ADMIN):
         # A server without memory would go down, for all clients.
         raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")

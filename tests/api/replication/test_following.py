@@ -24,7 +24,7 @@ from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
 from api.replication import usage_sender
 from api.replication.follower import first_page
-from api.replication.headers import LEASE_S, MIN_REVISION, REVISION, USAGE
+from api.replication.headers import BLOBS, LEASE_S, MIN_REVISION, REVISION, USAGE
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.routes import registry as routes
 from lorasrv.config import NO_SHARE, WHOLE, LimitShare
@@ -163,9 +163,11 @@ def test_changes_belong_to_the_registry(cluster: Cluster, upload: Callable[..., 
     node = cluster.follow()
     upload(cluster.registry, "mia")
     node.catches_up(cluster.registry)
-    refused = node.http.delete("/v1/adapters/mia")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "store_follows")
-    assert cluster.registry.url in refused.json()["error"]["message"]
+    verify = node.http.post("/v1/adapters/mia:verify", json={})
+    for refused in (node.http.delete("/v1/adapters/mia"), verify):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "store_follows")
+        assert cluster.registry.url in refused.json()["error"]["message"]
+    assert not [path for path in cluster.registry.line.passed if path.startswith(BLOBS)], "nothing was begun"
     asked = node.http.get("/v1/registry/changes", headers={"authorization": f"Bearer {SECRET}"})
     assert asked.status_code == 409
     assert node.http.get("/v1/adapters/mia").status_code == 200
