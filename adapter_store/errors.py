@@ -22,6 +22,7 @@
     ├── StoreFollows                       the change belongs to the registry that this store follows
     ├── OriginUnreachable                  the registry cannot be reached now
     ├── CacheFull                          a follower's cache has no room beside weights in use
+    │   └── CacheTooSmall                  nor would it have any if it were empty
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
         ├── OriginDenied                   the registry refuses this server's key, or is none
@@ -279,6 +280,10 @@ class OriginUnreachable(AdapterError):
 
 class CacheFull(AdapterError):
     """Report weights that have no room in a follower's cache beside those in use."""
+
+
+class CacheTooSmall(CacheFull):
+    """Report weights that have no room in a follower's cache even when it is empty: waiting does not help."""
 
 
 class StoreUnusable(AdapterError):

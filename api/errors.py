@@ -114,6 +114,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0, closes=True),
     store_errors.OriginDenied: Answer(502, "registry_refused", SERVER, retry=False),
     store_errors.OriginRefused: Answer(502, "registry_refused", SERVER, retry=False),
+    store_errors.CacheTooSmall: Answer(503, "adapter_cache_too_small", SERVER, retry=False),
     store_errors.CacheFull: Answer(503, "adapter_cache_full", SERVER, retry_after_s=5.0),
     store_errors.InvalidArchive: Answer(400, "invalid_archive"),
     store_errors.StoreLocked: Answer(

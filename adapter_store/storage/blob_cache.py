@@ -23,6 +23,7 @@ from adapter_store.errors import (
     BlobLengthMismatch,
     BlobNotFound,
     CacheFull,
+    CacheTooSmall,
     DigestMismatch,
     OriginUnreachable,
     StoreFull,
@@ -184,7 +185,13 @@ class BlobCache(BlobDirectory):
 
         Raises:
             CacheFull: it is not.
+            CacheTooSmall: nothing would be.
         """
+        if length > self._max_bytes:
+            raise CacheTooSmall(
+                f"weights sha256:{digest[:12]} of {length} bytes are more than this server keeps of all adapters "
+                f"together, {self._max_bytes} bytes: it needs a larger --store-bytes"
+            )
         with self._lock:
             files = self.oldest_first()
             coming = sum(one.length for one in self._coming.values())

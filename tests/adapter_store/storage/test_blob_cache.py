@@ -13,7 +13,7 @@ import pytest
 from following import NearOrigin, catch_up
 from store_kit import BASE, add, blobs
 
-from adapter_store.errors import AdapterCorrupt, CacheFull, OriginUnreachable, StoreFull
+from adapter_store.errors import AdapterCorrupt, CacheFull, CacheTooSmall, OriginUnreachable, StoreFull
 from adapter_store.quota import StoreQuota
 from adapter_store.spec import AdapterKey
 from adapter_store.storage import blob_cache
@@ -154,6 +154,13 @@ def test_the_least_recently_opened_go_first_and_held_ones_stay(
     os.utime(follower._blobs.path(digests[2]), (6, 6))
     follower.load(mia[1])
     assert set(blobs(follower)) == {digests[0], digests[1]}
+
+
+def test_weights_that_are_more_than_the_whole_cache(
+    mia: list[AdapterKey], open_follower: Callable[..., AdapterStore]
+) -> None:
+    with pytest.raises(CacheTooSmall, match="1000 bytes: it needs a larger --store-bytes"):
+        open_follower(1000).load(mia[0])
 
 
 @pytest.fixture
