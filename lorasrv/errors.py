@@ -125,7 +125,7 @@ class AdapterLoadFailed(LorasrvError):
 
 
 class AdapterLoadTimeout(AdapterLoadFailed):
-    """Report an adapter that the disk did not return in time, or that was not read because the disk hangs."""
+    """Report an adapter that the disk, or the registry, did not return in time, or that was not read as it hangs."""
 
 
 class AdapterDeleted(LorasrvError):

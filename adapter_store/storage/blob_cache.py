@@ -33,7 +33,10 @@ from adapter_store.storage.blobs import PROBE_BYTES, BlobDirectory, BlobFile, Bl
 MAX_FETCHES = 2
 """Times that a blob is fetched whole before it counts as damaged."""
 MAX_STALLS = 3
-"""Times that a connection may break without having brought a byte."""
+"""Times in a row that a connection may end with hardly more than it began with."""
+LEAST_PROGRESS = 0.01
+"""Share of a blob that is more than that, and the bytes that are for a large one."""
+LEAST_PROGRESS_BYTES = 64 << 10
 SPARE_BYTES = PROBE_BYTES + (1 << 20)
 """Bytes of the disk that stay free: what a server without them is not ready for, and some more for its names."""
 _LOG = logging.getLogger(__name__)
@@ -64,6 +67,11 @@ class _Coming:
 
     length: int
     received: int = 0
+
+    @property
+    def least_progress(self) -> float:
+        """Return the bytes that a connection must bring to count as one that works."""
+        return min(LEAST_PROGRESS * self.length, LEAST_PROGRESS_BYTES)
 
 
 class BlobCache(BlobDirectory):
@@ -163,7 +171,7 @@ class BlobCache(BlobDirectory):
                             coming.received += len(chunk)
                     return upload.commit()
                 except OriginUnreachable:
-                    stalls = stalls + 1 if coming.received == before else 0
+                    stalls = 0 if coming.received - before > coming.least_progress else stalls + 1
                     if stalls >= MAX_STALLS or not coming.received:
                         raise
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,6 @@ from api.replication.headers import BLOBS, REVISION
 CONNECT_S, ANSWER_S = 2.0, 10.0
 LEAST_BYTES_PER_S = 64 << 10
 """An answer has as much time more as it takes at this rate: a long one may be slow, none may drip."""
-CHUNK_BYTES = 1 << 20
 SHOWN_CHARS = 300
 """First characters of an answer that errors show."""
 _DENIED = frozenset({401, 403})
@@ -110,8 +110,13 @@ class HttpOrigin:
             raise self.failed(error) from None
 
     def _chunks(self, answer: httpx2.Response) -> Iterator[bytes]:
+        ends_s, received = time.monotonic() + ANSWER_S, 0
         try:
-            yield from answer.iter_raw(CHUNK_BYTES)
+            for piece in answer.iter_raw():
+                yield piece
+                received += len(piece)
+                if time.monotonic() > ends_s + received / LEAST_BYTES_PER_S:
+                    raise self.failed(f"it sends weights at less than {LEAST_BYTES_PER_S >> 10} KiB/s")
         except httpx2.HTTPError as error:
             raise self.failed(error) from None
 

@@ -104,7 +104,8 @@ class AsyncEngine:
         if model.parts.source is not None:
             write = model.parts.executor.write_adapter
             wake = lambda: self._inbox.put(Wake())  # noqa: E731
-            self._loader = ThreadedLoader(model.parts.source, write, wake, options.load_timeout_s)
+            source = model.parts.source
+            self._loader = ThreadedLoader(source, write, wake, options.load_timeout_s, source.place)
         self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
         memory = model.parts.memory
         # Any thread may ask.

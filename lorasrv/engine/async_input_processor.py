@@ -18,7 +18,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.adapter_source import HostAdapterStore
-from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
+from lorasrv.worker.disk_threads import DISK, DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 NUM_READERS = 8
@@ -47,7 +47,9 @@ class AsyncInputProcessor:
         self._source = source
         self._queue_timeout_s = queue_timeout_s
         # Starts threads on first use.
-        self._readers = DiskThreads(NUM_READERS, "lorasrv-header", load_timeout_s)
+        self._readers = DiskThreads(
+            NUM_READERS, "lorasrv-header", load_timeout_s, place=DISK if source is None else source.place
+        )
 
     async def process_choices(
         self,

@@ -24,7 +24,7 @@ from lorasrv.outputs import Refusal
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.device import compute_alone
-from lorasrv.worker.disk_threads import DiskReadStats, DiskThreads
+from lorasrv.worker.disk_threads import DISK, DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class ThreadedLoader:
 
     Args:
         load_timeout_s: a load that takes longer fails; None sets no limit.
+        place: as of `DiskThreads`.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class ThreadedLoader:
         write: WriteAdapter,
         on_ready: Callable[[], None],
         load_timeout_s: float | None = None,
+        place: str = DISK,
     ) -> None:
         self._source = source
         self._write = write
@@ -158,7 +160,7 @@ class ThreadedLoader:
         self._copies: dict[AdapterKey, Future[None]] = {}
         self._prefetched: dict[AdapterKey, LoaderReport] = {}
         self._reports: queue.SimpleQueue[tuple[_Load | None, LoaderReport]] = queue.SimpleQueue()
-        self._load_threads = DiskThreads(PARALLEL_LOADS, "adapter-load", load_timeout_s, compute_alone)
+        self._load_threads = DiskThreads(PARALLEL_LOADS, "adapter-load", load_timeout_s, compute_alone, place)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
     def prefetch(self, key: AdapterKey) -> None:

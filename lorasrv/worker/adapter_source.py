@@ -14,6 +14,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.worker.adapter_packing import PackedAdapter, pack_adapter
 from lorasrv.worker.adapter_rows import own_tokens
+from lorasrv.worker.disk_threads import DISK
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import LAYOUT_VERSION, AdapterLayout
 
@@ -37,6 +38,12 @@ class HostAdapterStore:
         self._sizes: LRUCache[AdapterKey, tuple[int, int]] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
+
+    @property
+    def place(self) -> str:
+        """Return where adapters are read that the host cache does not have, for messages."""
+        registry = self._store.feed.follows
+        return DISK if registry is None else f"the registry at {registry} or {DISK}"
 
     @property
     def max_host_bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from lorasrv.errors import AdapterLoadTimeout
 
 T = TypeVar("T")
+DISK = "the disk"
 MAX_REPLACED = 8
 CLOSE_WAIT_S = 2.0
 """Time for reads under way at the end; what still hangs is left behind."""
@@ -57,11 +58,18 @@ class DiskThreads:
         name: of the threads.
         timeout_s: None sets no limit.
         prepare: called first by every thread.
+        place: where reads read, for messages.
     """
 
     def __init__(
-        self, num_threads: int, name: str, timeout_s: float | None, prepare: Callable[[], None] = lambda: None
+        self,
+        num_threads: int,
+        name: str,
+        timeout_s: float | None,
+        prepare: Callable[[], None] = lambda: None,
+        place: str = DISK,
     ) -> None:
+        self._place = place
         self._most, self._name, self._timeout_s, self._prepare = num_threads, name, timeout_s, prepare
         self._lock = threading.Lock()
         self._has_work, self._has_begun, self._has_ended = (threading.Condition(self._lock) for _ in range(3))
@@ -89,9 +97,9 @@ class DiskThreads:
             if self._is_closed:
                 read.fail(_CLOSED)
             elif key in self._hung:
-                read.fail("an earlier read of the adapter has not returned from the disk")
+                read.fail(f"an earlier read of the adapter has not returned from {self._place}")
             elif self._is_exhausted:
-                read.fail("the disk does not return adapters; none is read until it does")
+                read.fail(f"{self._place} does not return adapters; none is read until it does")
             elif key in self._behind:
                 self._behind[key].append(read)
             else:
@@ -221,7 +229,7 @@ class DiskThreads:
                 return True
             failed = self._give_up(next(iter(self._running)))
         for read in failed:
-            read.fail(f"the disk did not return the adapter within {self._timeout_s:g} s (--load-timeout-s)")
+            read.fail(f"{self._place} did not return the adapter within {self._timeout_s:g} s (--load-timeout-s)")
         return True
 
     def _give_up(self, read: _Read) -> list[_Read]:

@@ -36,6 +36,8 @@ class Words:
 class Adapters:
     """One adapter in a store."""
 
+    place = "the registry at http://10.0.0.1:8000 or the disk"
+
     def __init__(self, layout: AdapterLayout, max_host_bytes: int = 1 << 20) -> None:
         self._layout, self.max_host_bytes = layout, max_host_bytes
         self.is_hosted, self.is_known, self.num_heads = False, True, 0

@@ -80,6 +80,17 @@ def test_one_that_brings_nothing_more_fails(
     follower.load(mia[0])
 
 
+def test_connections_that_bring_hardly_more_fail(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    """A registry that drips would else be asked again and again, for as long as it has bytes."""
+    follower = open_follower()
+    origin.breaks = [*range(1000, 1100, 10)]
+    with pytest.raises(OriginUnreachable):
+        follower.load(mia[0])
+    assert [start for _, start in origin.fetched] == [0, 1000, 1010, 1020]
+
+
 def test_a_blob_damaged_on_the_way_is_fetched_again(
     mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore], store: AdapterStore
 ) -> None:

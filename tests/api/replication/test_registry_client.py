@@ -54,6 +54,20 @@ async def test_an_answer_that_drips_is_given_up(at_once: bytes, monkeypatch: pyt
             await client.get(CHANGES, {}, 0.1)
 
 
+async def test_weights_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "ANSWER_S", TIMEOUT_S)
+
+    def read(origin: HttpOrigin) -> None:
+        with origin.fetch("0" * 64, 0) as (length, chunks):
+            assert length == len(BODY)
+            for _ in chunks:
+                pass
+
+    async with dripping(HEAD, BODY, 1) as client:
+        with pytest.raises(OriginUnreachable, match="sends weights at less than 64 KiB/s"):
+            await asyncio.to_thread(read, client._origin)
+
+
 async def test_a_long_answer_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_client, "LEAST_BYTES_PER_S", 20)
     async with dripping(HEAD, BODY, 20) as client:

@@ -9,13 +9,15 @@ import pytest
 from bare_processor import KEY, PROMPT, RID, SMALL, Adapters, processor
 
 from lorasrv.engine.async_input_processor import AsyncInputProcessor
-from lorasrv.errors import InvalidRequest, RequestTimeout
+from lorasrv.errors import AdapterLoadTimeout, InvalidRequest, RequestTimeout
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 
 
-def process(adapters: Adapters, timeout_s: float | None, queue_s: float | None = None) -> EngineCoreRequest:
-    made = AsyncInputProcessor(processor(adapters=adapters), adapters, queue_s)
+def process(
+    adapters: Adapters, timeout_s: float | None, queue_s: float | None = None, load_s: float | None = None
+) -> EngineCoreRequest:
+    made = AsyncInputProcessor(processor(adapters=adapters), adapters, queue_s, load_s)
     options: Any = {"adapter": KEY, "timeout_s": timeout_s}
     try:
         return asyncio.run(made.process_choices([RID], PROMPT, SamplingParams(), **options))[0]
@@ -44,6 +46,15 @@ def test_a_header_that_does_not_come(own_s: float | None, queue_s: float | None,
     adapters.is_known, adapters.delay = False, lambda: go_on.wait(30)
     with pytest.raises(RequestTimeout, match=words):
         process(adapters, own_s, queue_s)
+    go_on.set()
+
+
+def test_a_header_that_does_not_come_is_told_by_its_place() -> None:
+    go_on = threading.Event()
+    adapters = Adapters(SMALL)
+    adapters.is_known, adapters.delay = False, lambda: go_on.wait(30)
+    with pytest.raises(AdapterLoadTimeout, match=rf"^{adapters.place} did not return the adapter within 0\.01 s"):
+        process(adapters, None, load_s=0.01)
     go_on.set()
 
 

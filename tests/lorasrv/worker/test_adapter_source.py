@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from following import NearOrigin
 from hand_decoder import float_weights
 from tiny_engine import client
 
@@ -39,6 +40,13 @@ def test_adapters_of_the_same_ranks_share_a_layout(
     assert all(layout is layouts[0] for layout in layouts)
     assert source.layout(store.resolve("two").key) != layouts[0]
     assert all(source.knows_layout(key) for key in keys)
+
+
+def test_a_followers_adapters_come_from_its_registry(store: AdapterStore, model: Path, tmp_path: Path) -> None:
+    origin = NearOrigin(lambda: store)
+    with AdapterStore(tmp_path / "follower", store.base, origin=origin) as follower:
+        source = HostAdapterStore(follower, HostCache(1 << 20), float_weights(model), torch.float32)
+        assert source.place == f"the registry at {origin.address} or the disk"
 
 
 # A flipped bit on the disk, seen through the application around a real engine.
