@@ -138,6 +138,7 @@ def create_app(
         settings.secret_key,
         open_without_keys=settings.serves_without_keys,
         cluster_secret=settings.read_cluster_secret(),
+        now=time.time if follower is None else follower.registry_clock,
     )
     batch_manager = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
 

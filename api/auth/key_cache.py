@@ -9,7 +9,7 @@ import hmac
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ class KeyCache:
     Args:
         open_without_keys: serve all clients until there is a key; False refuses all until then.
         cluster_secret: of the servers that ask each other; it is no key of a client.
+        now: seconds since the epoch, by which keys expire.
 
     Raises:
         StoreUnusable, StoreFull: the folder cannot have a key store.
@@ -69,8 +70,9 @@ class KeyCache:
         *,
         open_without_keys: bool = True,
         cluster_secret: str | None = None,
+        now: Callable[[], float] = lambda: time.time(),
     ) -> None:
-        self._root = root
+        self._root, self._now = root, now
         self._book = KeyStore(root, busy_ms=BUSY_MS)
         self._own = _own_key(api_key, API_KEY, Scope.ADMIN)
         self._cluster = _own_key(cluster_secret, CLUSTER, Scope.REPLICATE)
@@ -106,7 +108,7 @@ class KeyCache:
         if held is None or not hmac.compare_digest(held.digest, digest):
             raise KeyRefused(None)
         if held.key is not None:
-            now_s = time.time()
+            now_s = self._now()
             if (state := held.key.state(now_s)) != "active":
                 raise KeyRefused(state)
             if held.ends_s is not None and held.ends_s <= now_s:
@@ -123,14 +125,14 @@ class KeyCache:
         """
         self._refresh()
         key = next((held.key for held in self._held.values() if held.key and held.key.name == principal), None)
-        if key is not None and (state := key.state(time.time())) != "active":
+        if key is not None and (state := key.state(self._now())) != "active":
             raise KeyRefused(state)
 
     def take_ended(self) -> list[str]:
         """Return the names of keys that have ended since the last call; none while the store cannot be read."""
         with suppress(KeysUnreadable):
             self._refresh()
-        now_s = time.time()
+        now_s = self._now()
         ended = {held.key.name for held in self._held.values() if held.key and held.key.state(now_s) != "active"}
         new, self._ended = ended - self._ended, ended
         return sorted(new)

@@ -26,6 +26,7 @@ from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import BETWEEN_S, CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
 from api.replication.key_feed import KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
+from api.replication.registry_clock import RegistryClock
 from api.replication.share_holder import ShareHolder
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._origin, self.clock = store, origin, clock
-        self.client = client
+        self.client, self.registry_clock = client, RegistryClock(clock)
         self.replica = replica
         self._lease_until_s = -1.0
         self._promise: _Promise | None = None
@@ -304,6 +305,7 @@ class Follower:
         try:
             answer = await self.client.post(LEASE, said)
             until_s = begun_s + float(answer["lease_s"])
+            self.registry_clock.told(float(answer["now_s"]), begun_s)
             self._limiter.answered(answer["loans"], until_s)
             if self._shares is not None:
                 self._shares.answered(answer["shares"], until_s)

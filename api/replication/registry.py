@@ -157,6 +157,7 @@ class Registry:
             self._limits = tag, {key["name"]: KeyLimits(**json.loads(key["limits"])) for key in keys}
         return {
             "lease_s": LEASE_S,
+            "now_s": time.time(),
             "history": now.history,
             "revision": now.revision,
             "keys": tag,

@@ -344,6 +344,32 @@ def test_a_revoked_key_is_not_honoured_longer_than_the_lease(cluster: Cluster) -
     eventually(lambda: node.ask(BASE, **bearer).status_code == 401)
 
 
+def test_a_key_expires_by_the_registrys_time(cluster: Cluster) -> None:
+    """Also while the registry says nothing, and not by the follower's own wall clock."""
+    registry = cluster.registry.services.registry
+    begun_s = time.time()
+    with closing(KeyStore(cluster.registry.store.root)) as book:
+        secrets = [book.create(name, frozenset({Scope.INFER}), expires_s=begun_s + after_s)[1]
+                   for name, after_s in (("ann", LEASE_S / 2), ("bob", 3600.0))]  # fmt: skip
+    ann, bob = ({"authorization": f"Bearer {secret}"} for secret in secrets)
+    node = cluster.follow()
+    for bearer in (ann, bob):
+        eventually(lambda bearer=bearer: node.ask(BASE, **bearer).status_code == 200)
+    cluster.registry.line.is_silent = True
+    node.ahead.s = LEASE_S / 2 + 1
+    expired = node.ask(BASE, **ann)
+    assert (expired.status_code, expired.json()["error"]["message"]) == (401, "this key is expired")
+    assert node.ask(BASE, **bob).status_code == 200
+    lease = registry.lease
+
+    async def two_hours_later(*asked: Any) -> dict[str, Any]:
+        return await lease(*asked) | {"now_s": begun_s + 7200}
+
+    object.__setattr__(registry, "lease", two_hours_later)
+    cluster.registry.line.is_silent = False
+    eventually(lambda: node.ask(BASE, **bob).status_code == 401)
+
+
 def test_all_servers_together_keep_a_keys_rate(cluster: Cluster) -> None:
     """From the first request on; without the registry, what followers have is all there is."""
     most = 60
