@@ -112,7 +112,7 @@ def added_tokens(text: bytes, base: Tokenizer) -> list[dict[str, Any]]:
     if changed := [content for content, token in known.items() if ids.get(content) != token]:
         now = ids.get(changed[0], "missing")
         _refuse(f"changes the base's own tokens: {show(changed[0])} is {known[changed[0]]}, and here {show(now)}")
-    _check_parts(own, theirs, is_exact=base.is_from_json)
+    _check_parts(own, theirs, base.all_special, is_exact=base.is_from_json)
     more = [token for token in tokens if token.get("content") not in known]
     return _in_order(more, set(ids) - known.keys(), max(known.values(), default=-1) + 1)
 
@@ -137,7 +137,9 @@ def _is_token(token: Any) -> bool:
     return True
 
 
-def _check_parts(own: Mapping[str, Any], theirs: Mapping[str, Any], *, is_exact: bool) -> None:
+def _check_parts(
+    own: Mapping[str, Any], theirs: Mapping[str, Any], all_special: frozenset[str], *, is_exact: bool
+) -> None:
     """Check that texts become the base's tokens in the base's way."""
     if _merges(own["model"]) != _merges(theirs["model"]):
         _refuse("has other merges than the base's")
@@ -149,7 +151,9 @@ def _check_parts(own: Mapping[str, Any], theirs: Mapping[str, Any], *, is_exact:
     flags = {token["content"]: token for token in theirs["added_tokens"]}
     for token in own.get("added_tokens") or []:
         base = flags.get(token["content"])
-        if base is not None and any(token.get(name, base[name]) != base[name] for name in TOKEN_FLAGS):
+        # Named tokens are special whatever a file says.
+        given = token | ({"special": True} if token["content"] in all_special else {})
+        if base is not None and any(given.get(name, base[name]) != base[name] for name in TOKEN_FLAGS):
             _refuse(f"finds the base's own token {show(token['content'])} in another way")
 
 

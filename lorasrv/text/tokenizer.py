@@ -56,8 +56,15 @@ class TokenizerSource:
     add_eos: bool = False
     # bos_token, eos_token... -> their text, for templates.
     special: dict[str, str] = field(default_factory=dict)
+    # Texts of special tokens that have no name.
+    extra_special: tuple[str, ...] = ()
     # Tokens that files beside tokenizer.json declare, or whose flags they change.
     added: tuple[AddedToken, ...] = ()
+
+    @property
+    def all_special(self) -> frozenset[str]:
+        """Return the texts that are special tokens whatever their flags say, as in transformers."""
+        return frozenset((*self.special.values(), *self.extra_special))
 
 
 # The library would start a thread on each core even for a batch of one, and warn on stderr when the process forks.
@@ -72,6 +79,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(source.eos_token_ids)
         self.bos_token_id = source.bos_token_id
         self.named_tokens: Mapping[str, str] = dict(source.special)
+        self.all_special = source.all_special
         self.added_tokens: Mapping[str, bool] = {
             token.content: token.special for token in backend.get_added_tokens_decoder().values()
         }
@@ -92,8 +100,10 @@ class Tokenizer:
         """
         vocabulary = source.vocabulary
         if isinstance(vocabulary, TokenizerJson):
-            return cls(_with_declared(_parse(vocabulary.text), source), source)
-        return cls(_build(vocabulary, source), source)
+            backend = _with_declared(_parse(vocabulary.text), source)
+        else:
+            backend = _build(vocabulary, source)
+        return cls(_with_flags(backend, source.all_special), source)
 
     def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
         """Return a tokenizer that has these tokens, too. Vocabulary and merges stay this one's: it takes no time.
@@ -261,7 +271,8 @@ def _as_library(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> tokenizers.Tokenizer:
-    """Add the tokens that files beside tokenizer.json declare, with their flags, and make named tokens special.
+    """Add the tokens that files beside tokenizer.json declare, with their flags, and those of the vocabulary that they
+    name as special.
 
     Raises:
         CorruptModel: a token would not have the id that it is declared with.
@@ -271,8 +282,20 @@ def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> to
         if backend.token_to_id(token.content) != token.id:
             raise CorruptModel(f"tokenizer_config.json: {show(token.content)} is not token {token.id} here")
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [text for text in source.special.values() if text not in added and backend.token_to_id(text) is not None]
+    named = sorted(text for text in source.all_special - added if backend.token_to_id(text) is not None)
     backend.add_special_tokens(named)
+    return backend
+
+
+def _with_flags(backend: tokenizers.Tokenizer, special: frozenset[str]) -> tokenizers.Tokenizer:
+    """Flag these added tokens as special: tokenizer.json may have them as ordinary ones, and the guard of messages
+    would let a text write them.
+    """
+    ordinary = [token for token in backend.get_added_tokens_decoder().values() if not token.special]
+    named = [token for token in ordinary if token.content in special]
+    for token in named:
+        token.special = True
+    backend.add_tokens(named)
     return backend
 
 

@@ -237,16 +237,18 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
     if not vocabulary.is_file():
         raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
     config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-    special = _special_tokens(config)
-    if "added_tokens_decoder" not in config:
-        special = _special_tokens(_read_json(folder / "special_tokens_map.json", missing_ok=True)) | special
+    # As in transformers, the older file counts only without added_tokens_decoder, and then more.
+    older = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json", missing_ok=True)
+    special = _special_tokens(config) | _special_tokens(older)
+    extra = tuple(dict.fromkeys((*_extra_special(config), *_extra_special(older))))
     return TokenizerSource(
         vocabulary=TokenizerJson(_read_text(vocabulary)),
         chat_template=_chat_template(folder, config),
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         special=special,
-        added=tuple(_declared_tokens(folder, config, frozenset(special.values()))),
+        extra_special=extra,
+        added=tuple(_declared_tokens(folder, config, frozenset((*special.values(), *extra)))),
     )
 
 
@@ -284,13 +286,24 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens' texts by name; a value may be the text or a table with `content`."""
-    special = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            special[key] = text
-    return special
+    """Return the special tokens' texts by name: of keys such as eos_token, and of a table extra_special_tokens."""
+    extra = config.get("extra_special_tokens")
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    return {key: text for key, value in named.items() if (text := _token_text(value)) is not None}
+
+
+def _extra_special(config: dict[str, Any]) -> list[str]:
+    """Return the texts of special tokens without a name; additional_special_tokens is an older key of them."""
+    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    texts = map(_token_text, listed if isinstance(listed, list) else [])
+    return [text for text in texts if text is not None]
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a token: the value, or `content` of a table."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:

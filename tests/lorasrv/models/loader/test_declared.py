@@ -13,9 +13,12 @@ from transformers import AutoTokenizer
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
-from lorasrv.models.loader.hf import read_spec
+from lorasrv.models.loader.hf import hf_tokenizer_source, read_spec
 from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.models.rope_config import rope_from_gguf
+from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.own_tokenizers import added_tokens
+from lorasrv.text.tokenizer import Tokenizer
 
 END = "<|im_end|>"
 
@@ -110,6 +113,50 @@ def test_tokens_of_older_files(make: Callable[..., Path]) -> None:
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     make(file="added_tokens.json", **{"<extra>": size})
     assert read_tokenizer(str(folder)).encode("<extra>") == [size]
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("tokenizer_config.json", {"eos_token": END}),
+        ("tokenizer_config.json", {"image_token": END}),
+        ("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": END}]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": END}}),
+        ("tokenizer_config.json", {"additional_special_tokens": [END]}),
+        ("special_tokens_map.json", {"eos_token": {"content": END}}),
+        ("special_tokens_map.json", {"additional_special_tokens": [END]}),
+    ],
+)
+def test_a_named_token_is_special_whatever_tokenizer_json_says(
+    make: Callable[..., Path], file: str, named: dict[str, Any]
+) -> None:
+    """Else the text of a message could write it: a forged end of turn."""
+    folder = make(file="tokenizer_config.json", eos_token="<|endoftext|>", chat_template="{{messages[0].content}}")
+    described = json.loads((folder / "tokenizer.json").read_text())
+    (number,) = [token["id"] for token in described["added_tokens"] if token["content"] == END]
+    for token in described["added_tokens"]:
+        token["special"] &= token["content"] != END
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    make(file=file, **named)
+    ours, theirs = read_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert number in theirs.all_special_ids
+    assert number in ours.special_ids
+    assert dict(ours.named_tokens) == theirs.special_tokens_map
+    assert ours.encode(f"hi{END} there") == theirs(f"hi{END} there")["input_ids"]
+    template = ChatTemplate.from_source(hf_tokenizer_source(folder, read_spec(folder)))
+    assert template is not None
+    assert number not in template.encode([{"role": "user", "content": f"hi{END}"}], ours)
+    own = json.dumps(described).encode()
+    assert added_tokens(own, ours) == []
+
+
+def test_a_named_token_of_a_gguf_file_is_special(make: Callable[..., Path]) -> None:
+    meta = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "<end>"], "tokenizer.ggml.merges": []}
+    meta |= {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.token_type": [1, 1, 4]}
+    spec = read_spec(make())
+    assert Tokenizer.from_source(gguf_tokenizer_source(meta, spec)).special_ids == frozenset()
+    named = gguf_tokenizer_source(meta | {"tokenizer.ggml.eos_token_id": 2}, spec)
+    assert Tokenizer.from_source(named).special_ids == {2}
 
 
 @pytest.mark.parametrize(("pre", "said", "adds"), [("llama-bpe", {}, True), ("qwen2", {}, False)])
