@@ -121,8 +121,10 @@ class HfCheckpoint:
         _check_index(index, holders)
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor as the index of sharded weights has it; empty without an index."""
-        if not (self._path / _INDEX).is_file():
+        """Return the file of each tensor as the index of sharded weights has it; empty without an index, and beside
+        weights in one file, which transformers takes then: an index is what an earlier save has left.
+        """
+        if (self._path / _WEIGHTS).is_file() or not (self._path / _INDEX).is_file():
             return {}
         index = _read_json(self._path / _INDEX).get("weight_map")
         good = isinstance(index, dict) and all(isinstance(f, str) and Path(f).name == f for f in index.values())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
@@ -39,6 +40,18 @@ def test_sharded_weights_equal_one_file(tiny_hf_checkpoints: Tiny) -> None:
         wanted, ours = state_dict_fp32(one), state_dict_fp32(other)
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert ours["lm_head.weight"] is ours["model.embed_tokens.weight"]
+
+
+def test_one_file_wins_over_shards_beside_it(tiny_hf_checkpoints: Tiny, tmp_path: Path) -> None:
+    """As in transformers, whose `save_pretrained` leaves the index of an earlier save."""
+    make = tiny_hf_checkpoints["qwen2"]
+    path = Path(shutil.copytree(make(shard_bytes=100_000), tmp_path / "both"))
+    shutil.copy(make(seed=1) / "model.safetensors", path)
+    for _ in range(2):
+        expected = AutoModelForCausalLM.from_pretrained(path).state_dict()["model.norm.weight"]
+        with closing(open_checkpoint(str(path))) as checkpoint:
+            assert torch.equal(checkpoint.tensor("model.norm.weight"), expected)
+        first_shard(path).unlink()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -136,6 +149,16 @@ def write(name: str, text: str) -> Damage:
     return lambda path: (path / name).write_text(text)
 
 
+def sharded_as(index: str) -> Damage:
+    """Leaves an index in place of the weights."""
+
+    def apply(path: Path) -> None:
+        (path / WEIGHTS).rename(path / INDEX)
+        (path / INDEX).write_text(index)
+
+    return apply
+
+
 def truncate(keep: int) -> Damage:
     return lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:keep])
 
@@ -170,9 +193,9 @@ def more_layers(path: Path) -> None:
         (norm_is(None), CorruptModel, r"1 of 30 tensors are missing: model\.norm\.weight"),
         (norm_is(torch.ones(3)), CorruptModel, r"model\.norm\.weight is \[3\], not \[64\]"),
         (norm_is(torch.ones(64).long()), UnsupportedModel, "I64.*known: F32, F16, BF16"),
-        (write(INDEX, "{}"), CorruptModel, "no weight_map"),
-        (write(INDEX, '{"weight_map": {"a": "../x"}}'), CorruptModel, "no weight_map of file"),
-        (write(INDEX, '{"weight_map": {"a": "b.safetensors"}}'), CorruptModel, "lacks b.safe"),
+        (sharded_as("{}"), CorruptModel, "no weight_map"),
+        (sharded_as('{"weight_map": {"a": "../x"}}'), CorruptModel, "no weight_map of file"),
+        (sharded_as('{"weight_map": {"a": "b.safetensors"}}'), CorruptModel, "lacks b.safe"),
     ],
 )
 def test_damaged_directories(llama_copy: Path, damage: Damage, error: type[Exception], message: str) -> None:
