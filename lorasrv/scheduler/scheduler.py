@@ -288,10 +288,7 @@ class Scheduler:
                 continue
             if no_token or (share.prompt_rows and share.request_id not in output.prompt_logprobs):
                 self._count_computed(request, share, int(share.samples))
-                self.fail(
-                    request.request_id,
-                    "the model computed NaN or infinity for this request; its adapter's weights are too large",
-                )
+                self.fail(request.request_id, *_overflow(request))
                 continue
             if share.num_observed:
                 self._allocator.observe(request, share.page_table, output.masses[share.request_id])
@@ -568,3 +565,11 @@ class Scheduler:
 
     def _emit(self, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._outbox.append(request.output(new_tokens, self._clock(), logprobs))
+
+
+def _overflow(request: Request) -> tuple[str, Refusal | None]:
+    """Return what is said of a request whose logits are no numbers, and the kind of its refusal."""
+    found = "the model computed NaN or infinity for this request"
+    if request.adapter_key is not None:
+        return f"{found}; its adapter's weights are too large", None
+    return f"{found}, which has no adapter: the base overflows on its prompt", Refusal.STEP

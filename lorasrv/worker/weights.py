@@ -1,14 +1,16 @@
 """Weights: build a model by reading tensors one at a time, packing them into the runtime format and freeing them."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.families import split_layer
-from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter
+from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter, check_finite
 from lorasrv.models.lora_sites import HEAD
 from lorasrv.models.quantization.base import Embedding, Linear, QuantFormat
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
@@ -202,7 +204,7 @@ def served_error(checkpoint: Checkpoint, weights: ModelWeights) -> float:
                 total += float(exact.square().sum())
                 changed += float((weights.dequantized(name).to(exact.device) - exact).square().sum())
     error: float = (changed / total) ** 0.5 if total else 0.0
-    return error if error > _SAME else 0.0
+    return 0.0 if error <= _SAME else error
 
 
 def _num_modules(spec: ModelSpec) -> int:
@@ -229,7 +231,7 @@ def load_weights(
         progress: told how far the build is.
         device: where the weights go.
     Raises:
-        CorruptModel: a tensor cannot be read.
+        CorruptModel: a tensor cannot be read, or holds NaN or infinity.
         UnsupportedFormat: the format cannot hold a weight.
     """
     return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or silent, device).build()
@@ -280,10 +282,11 @@ class _Builder:
         biases = [f"{module}.bias" for module in modules]
         bias = self._stacked([self._read(name) for name in biases]) if biases[0] in self._names else None
         parts = self._parts([f"{module}.weight" for module in modules], fmt)
-        if len(parts) == 1:
-            linear = fmt.linear(parts[0], bias, self._dtype)
-        else:
-            linear = fmt.linear_of_parts(parts, bias, self._dtype)
+        with _naming(*modules):
+            if len(parts) == 1:
+                linear = fmt.linear(parts[0], bias, self._dtype)
+            else:
+                linear = fmt.linear_of_parts(parts, bias, self._dtype)
         self._exchange(parts, bias, linear.nbytes)
         return linear, None if bias is None else bias.float()
 
@@ -292,7 +295,8 @@ class _Builder:
         embedding: Embedding = AbsentEmbedding()
         if _EMBEDDING in self._names:
             weight = self._weight(_EMBEDDING, self._format)
-            embedding = self._format.embedding(weight, self._dtype)
+            with _naming(_EMBEDDING):
+                embedding = self._format.embedding(weight, self._dtype)
             self._print(self._spec.names.embedding, weight, embedding)
             self._exchange([weight], None, embedding.nbytes)
             del weight
@@ -302,7 +306,8 @@ class _Builder:
             return embedding, AbsentHead()
         weight = self._weight(_HEAD, self._format)
         fmt, dtype = self._format, self._dtype
-        head = TableHead(fmt, weight, dtype) if self._spec.has_table_head else fmt.head(weight, dtype)
+        with _naming(_HEAD):
+            head = TableHead(fmt, weight, dtype) if self._spec.has_table_head else fmt.head(weight, dtype)
         self._print(HEAD, weight, head)
         self._exchange([weight], None, head.nbytes)
         return embedding, head
@@ -323,6 +328,7 @@ class _Builder:
         self._meter.add(codes.nbytes)
         for tensor in codes.tensors():
             self._sample(f"{name} {codes.levels}", tensor)
+            self._check_finite(name, tensor)
         return codes.to(self._device)
 
     def _parts(self, names: Sequence[str], fmt: QuantFormat) -> list[Tensor | GroupQuantizedWeight]:
@@ -352,7 +358,13 @@ class _Builder:
         tensor = self._checkpoint.tensor(name)
         self._meter.add(tensor.nbytes)
         self._sample(name, tensor)
-        return tensor.to(self._device)
+        moved = tensor.to(self._device)
+        self._check_finite(name, moved)
+        return moved
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point():
+            check_finite(f"{self._checkpoint.name}: tensor {name!r:.80}", tensor)
 
     def _sample(self, name: str, tensor: Tensor) -> None:
         """Add a sample of a tensor to the fingerprint."""
@@ -364,6 +376,15 @@ class _Builder:
         """Count the packed form in, and the tensors that it was made from out."""
         self._meter.add(packed_bytes)
         self._meter.release(sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes))
+
+
+@contextmanager
+def _naming(*names: str) -> Iterator[None]:
+    """Add the names of what is packed to a format's refusal."""
+    try:
+        yield
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(f"{error} (in {', '.join(names)})") from None
 
 
 def silent(what: str, done: float) -> None:

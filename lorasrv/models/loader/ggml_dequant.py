@@ -59,7 +59,7 @@ def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
             dequantize, number = importlib.import_module("gguf.quants").dequantize, gguf.GGMLQuantizationType[name]
         except (ImportError, KeyError):
             raise UnsupportedModel(f"GGUF type {name} needs a newer gguf package: pip install -U gguf") from None
-        # A damaged scale may be infinite, which gives NaN; checks of logits detect it.
+        # A damaged scale may be infinite, which gives NaN; the build of the model refuses it.
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), number), dtype=np.float32))
 

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lorasrv.models.quantization.rounding import Range, fit_range
+from lorasrv.models.quantization.rounding import MOST_HALF, Range, check_magnitude, fit_range
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 DAMPING = 0.05
@@ -38,10 +38,11 @@ def round_to_outputs(weight: Tensor, moments: Tensor, group: int, levels: int) -
         levels: number of code values.
     Returns: codes [O, H], and |dW x|^2 / |W x|^2 over the rows that the moments were summed over.
     Raises:
-        ValueError: the moments are not finite.
+        ValueError: the moments are not finite, or weights are too large for minima in fp16.
     Source: GPTQ (Frantar et al. 2023).
     """
     weight = weight.float()
+    check_magnitude(weight, MOST_HALF)
     damped = moments + torch.eye(len(moments)) * (DAMPING * moments.diagonal().mean() + 1e-12)
     importance = damped.diagonal().view(-1, group)
     ranges = fit_range(weight.view(len(weight), -1, group), levels, RANGES, importance)

@@ -17,6 +17,8 @@ _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127
 _TABLE_SCALES = tuple(64 + i / 20 for i in range((_MAX_INT8 - 64) * 20 + 1))
 """What the largest of 16 values may become in a table of int8."""
+MOST_HALF = 65_504.0
+"""Largest number of fp16."""
 _SMALLEST = 2.0**-24
 """Smallest positive number of fp16: no scale may become 0."""
 _SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
@@ -33,6 +35,20 @@ def check_group(weight: Tensor, group: int, option: str) -> None:
         raise UnsupportedFormat(f"{option}: {indivisible_reason(weight.shape[1], group)}")
 
 
+def check_magnitude(weight: Tensor, most: float) -> None:
+    """Check that no weight is larger than a format's factors reach.
+
+    Raises:
+        UnsupportedFormat: one is.
+    """
+    low, high = torch.stack(weight.aminmax()).tolist()
+    if not (-most <= low and high <= most):
+        raise UnsupportedFormat(
+            f"weights up to {max(-low, high):.3g} are more than factors in fp16 reach ({most:.3g}); "
+            "choose --quantization none"
+        )
+
+
 def indivisible_reason(inputs: int, group: int) -> str:
     """Return the reason and the fix where the inputs of a linear are no whole number of groups."""
     return (
@@ -42,7 +58,12 @@ def indivisible_reason(inputs: int, group: int) -> str:
 
 
 def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
-    """Round weight [O, H] floats to int8 codes with one fp16 scale a group: the group's largest magnitude / 127."""
+    """Round weight [O, H] floats to int8 codes with one fp16 scale a group: the group's largest magnitude / 127.
+
+    Raises:
+        UnsupportedFormat: weights that are too large for such scales.
+    """
+    check_magnitude(weight, MOST_HALF * _MAX_INT8)
 
     def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         scale = (groups.abs().amax(dim=-1) / _MAX_INT8).clamp_min_(_SMALLEST).half()
@@ -96,7 +117,12 @@ def fit_range(
 
 
 def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupQuantizedWeight:
-    """Round weight [O, H] floats to codes below `levels`, with a scale and a minimum for each group."""
+    """Round weight [O, H] floats to codes below `levels`, with a scale and a minimum for each group.
+
+    Raises:
+        UnsupportedFormat: weights that are too large for such minima.
+    """
+    check_magnitude(weight, MOST_HALF)
 
     def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         fitted = fit_range(groups, levels)

@@ -168,13 +168,17 @@ def verify(job: VerifyJob, progress: Progress) -> Verified:
         plain.add(answer.plain, base)
         effect.add(theirs, base)
     progress("computing with PEFT", 1.0)
-    try:
-        with_adapter, without = adapted.errors(), plain.errors()
-    except ValueError:
-        raise CannotVerify("the logits are infinite or NaN: the adapter overflows on these prompts") from None
+    without, with_adapter = _errors(plain, "the base"), _errors(adapted, "the adapter")
     linears = linear_errors(_deltas(served, oracle, progress), LINEAR_LIMITS[model.dtype])
     figures = ComparisonStats(model.dtype, with_adapter, without, effect.effect(), linears)
     return Verified(judge(figures), served.quantization, served.ops.name)
+
+
+def _errors(compared: LogitComparison, what: str) -> LogitErrors:
+    try:
+        return compared.errors()
+    except ValueError:
+        raise CannotVerify(f"the logits are infinite or NaN: {what} overflows on these prompts") from None
 
 
 def _deltas(served: ServedModel, oracle: PeftReference, progress: Progress) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -12,8 +12,9 @@ import lorasrv
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
 from lorasrv.kv_policy import SelectPolicy
-from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import AdapterTerm, OnCold, RequestStatus
+from lorasrv.scheduler_output import ModelRunnerOutput
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 
@@ -107,6 +108,21 @@ def test_a_failed_load_fails_its_own_requests_only() -> None:
     assert next(o.error for o in bench.outputs if o.request_id == "bad") == "corrupt"
     bench.add("again", key=KEYS[0])
     assert bench.step().orders.loads == (KEYS[0],), "a later request tries again"
+
+
+def test_logits_that_are_no_numbers_are_laid_to_an_adapter_only_where_there_is_one() -> None:
+    bench = Bench()
+    bench.add("adapted", key=KEYS[0])
+    bench.step()
+    bench.bring(KEYS[0])
+    bench.add("plain")
+    step = bench.scheduler.schedule()
+    assert names(step) == ["adapted", "plain"]
+    outputs = {o.request_id: o for o in bench.scheduler.update_from_output(step, ModelRunnerOutput({}, {}, masses={}))}
+    assert "its adapter's weights are too large" in (outputs[RequestId("adapted")].error or "")
+    plain = outputs[RequestId("plain")]
+    assert plain.refusal is Refusal.STEP
+    assert "which has no adapter: the base overflows" in (plain.error or "")
 
 
 def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorasrv.errors import CorruptModel, UnsupportedFormat
 from lorasrv.models.loader import Checkpoint, WeightMeter, open_checkpoint
+from lorasrv.models.loader.gguf_file import GgufFile
 from lorasrv.models.quantization import get_format
 from lorasrv.worker.weights import ModelWeights, load_weights
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight, stack_codes
@@ -18,6 +20,7 @@ from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"), "torch")
 Tiny = dict[str, Callable[..., Path]]
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"])
@@ -125,6 +128,65 @@ def test_a_gguf_file_is_taken_as_it_is(builtin: Checkpoint, codes_only: None) ->
     assert torch.equal(weights.embed.dequantize(), embedding.dequantize())
     assert (embedding.levels, weights.head.nbytes) == (INT8_LEVELS, 0)
     assert weights.nbytes < 100e6
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4", "q3h", "nf4", "none"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", NORM])
+def test_what_is_no_number_is_refused_by_name(
+    tiny_hf_checkpoints: Tiny, monkeypatch: pytest.MonkeyPatch, fmt: str, value: float, name: str
+) -> None:
+    """int4 and q3h swallow an infinity and answer, the first token of NaN in the embedding waits for its prompt."""
+    with closing(open_checkpoint(str(tiny_hf_checkpoints["llama"]()))) as checkpoint:
+        read = checkpoint.tensor
+
+        def damaged(asked: str) -> Tensor:
+            tensor = read(asked)
+            if asked == name:
+                tensor.view(-1)[3] = value
+            return tensor
+
+        monkeypatch.setattr(checkpoint, "tensor", damaged)
+        with pytest.raises(CorruptModel, match=f"{checkpoint.name}: tensor '{name}' holds NaN or infinity"):
+            load(checkpoint, fmt)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_a_scale_of_a_file_that_is_no_number_is_refused_by_name(
+    tiny_hf_checkpoints: Tiny, write_gguf: Callable[..., Path], tmp_path: Path, kind: str, fmt: str
+) -> None:
+    folder = tiny_hf_checkpoints["llama"](hidden_size=256, intermediate_size=256)
+    file = write_gguf(folder, tmp_path / "base.gguf", kind)
+    with closing(GgufFile(file)) as opened:
+        info = opened.tensors["blk.1.ffn_down.weight"]
+    assert info.type.name == kind
+    data = bytearray(file.read_bytes())
+    place = info.offset + info.type.block_bytes - 2 if kind == "Q6_K" else info.offset
+    data[place : place + 2] = b"\x00\x7c"
+    file.write_bytes(data)
+    named = r"'(model\.layers\.1\.mlp\.down_proj|blk\.1\.ffn_down)\.weight' holds NaN or infinity"
+    with closing(open_checkpoint(str(file))) as checkpoint, pytest.raises(CorruptModel, match=named):
+        load(checkpoint, fmt)
+
+
+@pytest.mark.parametrize(("fmt", "value"), [("int8", 9e6), ("int4", 7e4), ("q3h", -7e4)])
+def test_a_weight_that_fp16_scales_do_not_reach_is_refused_by_name(
+    tiny_hf_checkpoints: Tiny, monkeypatch: pytest.MonkeyPatch, fmt: str, value: float
+) -> None:
+    with closing(open_checkpoint(str(tiny_hf_checkpoints["llama"]()))) as checkpoint:
+        read = checkpoint.tensor
+
+        def large(asked: str) -> Tensor:
+            return read(asked).index_fill_(0, torch.tensor([3]), value) if "layers.1.mlp.down" in asked else read(asked)
+
+        monkeypatch.setattr(checkpoint, "tensor", large)
+        with pytest.raises(UnsupportedFormat, match=r"--quantization none \(in model\.layers\.1\.mlp\.down_proj\)"):
+            load(checkpoint, fmt)
+        load(checkpoint, "none")
 
 
 @pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"])

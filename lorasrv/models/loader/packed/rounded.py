@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedModel
+from lorasrv.models.loader.checkpoint import check_finite
 from lorasrv.models.quantization.rounding import round_symmetric
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
@@ -16,7 +17,9 @@ def round_to_bytes(name: str, weight: Tensor) -> GroupQuantizedWeight:
 
     Raises:
         UnsupportedModel: groups do not divide its inputs.
+        CorruptModel: a weight is NaN or infinite.
     """
+    check_finite(f"tensor {name!r:.80}", weight)
     if weight.shape[1] % GROUP:
         raise UnsupportedModel(f"{name}: groups of {GROUP} do not divide its {weight.shape[1]} inputs")
     return round_symmetric(weight, GROUP)

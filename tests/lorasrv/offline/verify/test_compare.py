@@ -298,8 +298,19 @@ class TestRefused:
         tensors = {n: t * 1e30 if "lora_B" in n else t for n, t in load_file(source.weights).items()}
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         (tmp_path / "adapter_config.json").write_text(json.dumps(source.config))
-        with pytest.raises(CannotVerify, match="overflows"):
+        with pytest.raises(CannotVerify, match="the adapter overflows"):
             run(job_of(source=tmp_path))
+
+    def test_logits_of_a_base_that_are_no_numbers(self, job_of, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = served.ServedModel.logits
+
+        def overflowing(self: served.ServedModel, prompt: Any, new_tokens: int) -> Any:
+            answer = right(self, prompt, new_tokens)
+            return replace(answer, plain=answer.plain * float("inf"), adapted=answer.adapted * float("inf"))
+
+        monkeypatch.setattr(served.ServedModel, "logits", overflowing)
+        with pytest.raises(CannotVerify, match="the base overflows"):
+            run(job_of())
 
     def test_another_file_than_was_stored(self, job_of, tmp_path: Path) -> None:
         asked = job_of()
