@@ -17,6 +17,18 @@ from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
 _KINDS = {"sliding_attention": True, "full_attention": False}
 _ONLY = {"is_causal": True}
 """Values that settings of config.json may have in every family."""
+_GGUF_ONLY = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "embedding_scale": [0.0, 1.0],
+    "expert_count": 0,
+    "logit_scale": [0.0, 1.0],
+    "residual_scale": [0.0, 1.0],
+    "use_parallel_residual": False,
+}
+"""The same of GGUF metadata: values that change nothing. Families without them do not read these keys."""
 _GGUF_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 """Control tokens that end an answer by their text, as in llama.cpp; GGUF files name one or two of them. <|endoftext|>
 is left to the files: not every model whose vocabulary has it ends answers there."""
@@ -103,6 +115,19 @@ def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, A
     return () if sources == list(range(count)) else tuple(sources)
 
 
+def _check_only(values: Mapping[str, Any], rules: Mapping[str, Any], label: str, prefix: str = "") -> None:
+    """Check settings that may have one value, or one of a few; a missing one and null say nothing.
+
+    Raises:
+        UnsupportedModel: one has another; the message names it.
+    """
+    for rule, only in rules.items():
+        key, allowed = prefix + rule, only if isinstance(only, list) else [only]
+        if values.get(key) not in (None, *allowed):
+            known = " or ".join(map(repr, allowed)) or "none"
+            raise UnsupportedModel(f"{label}: {key} {values[key]!r:.60} is not supported, only {known}")
+
+
 def _number(values: Mapping[str, Any], rule: Mapping[str, Any], label: str) -> int:
     value = values.get(rule["key"], rule["default"])
     if type(value) is not int:
@@ -174,11 +199,7 @@ class Family:
             if not isinstance(inner, dict):
                 raise CorruptModel(f"config.json: {table} must be an object, not {inner!r:.60}")
             config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
-        for key, only in (_ONLY | self.config.get("only", {})).items():
-            values = only if isinstance(only, list) else [only]
-            if config.get(key) not in (None, *values):
-                known = " or ".join(map(repr, values)) or "none"
-                raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {known}")
+        _check_only(config, _ONLY | self.config.get("only", {}), "config.json")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
         windowed: tuple[bool, ...] = ()
         if fields.get("sliding_window"):
@@ -203,6 +224,7 @@ class Family:
         """
         prefix = f"{meta.get('general.architecture')}."
         source = _Source("the GGUF metadata", meta, prefix, tensors)
+        _check_only(meta, _GGUF_ONLY | self.gguf.get("only", {}), source.label, prefix)
         fields = self._fields(source, self.gguf["spec"])
         tokens = meta.get("tokenizer.ggml.tokens", [])
         fields["vocab_size"] = fields.get("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0)
@@ -214,7 +236,7 @@ class Family:
             windowed = windowed_layers(meta, self.gguf, fields["num_layers"], source.label, prefix)
         return self._build(
             fields,
-            rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {})),
+            rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {}), tensors),
             windowed_layers=windowed,
             eos_token_ids=_gguf_ends(meta, tokens),
             bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),

@@ -1,7 +1,7 @@
 """Read the rotary embedding settings of a checkpoint into a `RopeSpec`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from lorasrv.models.spec import RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 GGUF_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
+SHORT_FACTORS = "rope_factors_short.weight"
+"""The tensor that makes a GGUF file's RoPE LongRoPE, whatever type the metadata has."""
 DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
 Values = Mapping[str, Any]
@@ -118,13 +120,14 @@ class _Reader:
         )
 
 
-def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> Ropes:
+def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tensors: Collection[str] = ()) -> Ropes:
     """Read GGUF metadata.
 
     The factors of Llama 3's scaling and of LongRoPE are in tensors, and the loader adds them.
 
     Args:
         rules: the family's [gguf.rope].
+        tensors: names of the file's tensors.
     Raises:
         UnsupportedModel, CorruptModel: as `rope_from_config`.
     """
@@ -139,8 +142,8 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> R
     kind = str(meta.get(f"{scaling}type", "linear" if has_factor else "none"))
     _require_known(kind, GGUF_ROPE_KINDS)
     factor = _number(meta, f"{scaling}attn_factor", 1.0)
-    if factor != 1.0 and kind == "linear":
-        raise UnsupportedModel(f"{scaling}attn_factor {factor} is not supported with linear RoPE, only 1.0")
+    if factor != 1.0 and kind not in ("yarn", "longrope") and SHORT_FACTORS not in tensors:
+        raise UnsupportedModel(f"{scaling}attn_factor {factor} is not supported with RoPE scaling {kind!r}, only 1.0")
     for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier", "alpha"):
         if scaling + key in meta:
             raise UnsupportedModel(f"RoPE with {scaling}{key} is not supported")
@@ -163,7 +166,7 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> R
 
 
 def longrope_from_gguf(rope: RopeSpec, meta: Values, prefix: str, short: tuple[float, ...]) -> RopeSpec:
-    """Return `rope` with the factors of the tensor `rope_factors_short.weight`, for the original context."""
+    """Return `rope` with the factors of the tensor `SHORT_FACTORS`, for the original context."""
     scaling = prefix + "rope.scaling."
     return replace(
         rope,

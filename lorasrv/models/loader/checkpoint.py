@@ -4,11 +4,11 @@
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lorasrv.errors import CorruptModel
+from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
@@ -140,6 +140,19 @@ def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
     ]
     if wrong:
         raise CorruptModel(f"{len(wrong)} tensors have a wrong shape: {_few(wrong)}")
+
+
+def check_none_left(spec: ModelSpec, left: Collection[str]) -> None:
+    """Check that no tensor of a file is left unread: a bias or a norm would change the answers.
+
+    Raises:
+        UnsupportedModel: some are; the message names the first few.
+    """
+    if left:
+        raise UnsupportedModel(
+            f"the file has tensors that no {spec.family} model of {spec.num_layers} layers reads here: "
+            f"{_few([f'{name:.80}' for name in sorted(left)])}; serve the model from its Hugging Face directory"
+        )
 
 
 def _few(names: list[str]) -> str:

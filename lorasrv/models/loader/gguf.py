@@ -10,18 +10,20 @@ from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.families import tensor_shapes
-from lorasrv.models.loader.checkpoint import check_shapes
+from lorasrv.models.loader.checkpoint import check_none_left, check_shapes
 from lorasrv.models.loader.ggml_codes import decode_codes, packing_of
 from lorasrv.models.loader.ggml_dequant import decode
 from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
 from lorasrv.models.loader.locate import gguf_family
-from lorasrv.models.rope_config import longrope_from_gguf
+from lorasrv.models.rope_config import SHORT_FACTORS, longrope_from_gguf
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.tokenizer import TokenizerSource
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _LAYERS = "model.layers."
-_ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS = "rope_factors_long.weight"
+"""Factors of texts beyond the original context, which are not served."""
 
 
 class GgufCheckpoint:
@@ -40,6 +42,8 @@ class GgufCheckpoint:
         self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
         found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
         check_shapes(self.spec, found)
+        factors = {SHORT_FACTORS, _LONG_FACTORS} if SHORT_FACTORS in self._file.tensors else {_ROPE_FACTORS}
+        check_none_left(self.spec, self._file.tensors.keys() - self._stored.values() - factors)
         self.packing = packing_of(
             {
                 name: self._file.tensors[self._stored[name]]
@@ -77,8 +81,8 @@ class GgufCheckpoint:
         """Return the spec with RoPE factors that a file keeps in tensors: llama3's scaling, or LongRoPE's for the
         original context.
         """
-        if _SHORT_FACTORS in self._file.tensors:
-            short = self._factors(_SHORT_FACTORS, spec)
+        if SHORT_FACTORS in self._file.tensors:
+            short = self._factors(SHORT_FACTORS, spec)
             rope = longrope_from_gguf(spec.rope, self._file.metadata, self._prefix, short)
             return replace(spec, rope=rope, max_position=min(spec.max_position, rope.max_position or spec.max_position))
         if _ROPE_FACTORS in self._file.tensors:
@@ -88,7 +92,7 @@ class GgufCheckpoint:
                 )
             return replace(spec, rope=replace(spec.rope, kind="factors", factors=self._factors(_ROPE_FACTORS, spec)))
         if spec.rope.kind == "factors":
-            raise CorruptModel(f"the GGUF file lacks the tensor {_SHORT_FACTORS} that its RoPE scaling needs")
+            raise CorruptModel(f"the GGUF file lacks the tensor {SHORT_FACTORS} that its RoPE scaling needs")
         return spec
 
     def _factors(self, name: str, spec: ModelSpec) -> tuple[float, ...]:

@@ -276,6 +276,8 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> Tokenizer
     template, pre = meta.get("tokenizer.chat_template"), str(meta.get("tokenizer.ggml.pre", "default"))
     if not isinstance(types, list) or not isinstance(template, str | None):
         raise CorruptModel("the GGUF metadata has a token_type that is no list, or a chat_template that is no text")
+    if types and len(types) != len(tokens):
+        raise CorruptModel(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     return TokenizerSource(
         vocabulary=BpeVocabulary(
             tokens=tokens,

@@ -293,6 +293,10 @@ def test_gguf_metadata_gives_the_same_spec() -> None:
         ({"llama.attention.value_length": 8}, UnsupportedModel, "value_length"),
         ({"llama.rope.dimension_count": 8}, UnsupportedModel, "RoPE over 8 of 16 dimensions"),
         ({"tokenizer.ggml.tokens": []}, CorruptModel, "does not declare its vocabulary size"),
+        ({"llama.attention.causal": False}, UnsupportedModel, r"llama\.attention\.causal False .* only True"),
+        ({"llama.attn_logit_softcapping": 50.0}, UnsupportedModel, r"llama\.attn_logit_softcapping 50\.0 is not"),
+        ({"llama.logit_scale": 0.5}, UnsupportedModel, r"llama\.logit_scale 0\.5 .* only 0\.0 or 1\.0"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, UnsupportedModel, r"attn_factor 2\.0 .* scaling 'none', only 1\.0"),
     ],
 )
 def test_gguf_metadata_is_checked(changes: dict[str, Any], error: type[Exception], message: str) -> None:

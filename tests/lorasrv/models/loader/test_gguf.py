@@ -22,7 +22,7 @@ from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.families import detect
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.models.loader.ggml_dequant import decode, ggml_type
-from lorasrv.models.loader.gguf_file import GgufFile
+from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
 from lorasrv.models.quantization import get_format
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.weights import load_weights
@@ -351,6 +351,41 @@ def test_wrong_metadata(
     path = write_gguf(tiny_hf_checkpoints[family](), tmp_path / "m.gguf", "F32", **{key: value})
     with pytest.raises(error, match=message):
         open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "blk.1.attn_q.bias"),
+        ("llama", "blk.0.ffn_up.bias"),
+        ("llama", "blk.2.attn_q_norm.weight"),
+        ("llama", "output.bias"),
+        ("llama", "rope_factors_long.weight"),
+        ("qwen3", "blk.3.attn_norm.weight"),
+    ],
+)
+def test_a_tensor_that_nothing_reads_is_refused_by_name(
+    tiny_hf_checkpoints: Tiny, write_gguf: GgufWriter, tmp_path: Path, monkeypatch, family: str, name: str
+) -> None:
+    """llama.cpp refuses them, too."""
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def with_another(self: gguf.GGUFWriter) -> None:
+        self.add_tensor(name, np.ones(32, np.float32))
+        write(self)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_another)
+    path = write_gguf(tiny_hf_checkpoints[family](), tmp_path / "more.gguf", "F32")
+    named = rf"more\.gguf: .* no {family} model of 3 layers reads here: {re.escape(name)}; serve"
+    with pytest.raises(UnsupportedModel, match=named):
+        open_checkpoint(str(path))
+
+
+def test_kinds_of_tokens_are_those_of_all_tokens(llama_gguf: Path) -> None:
+    with closing(open_checkpoint(str(llama_gguf))) as checkpoint, closing(GgufFile(llama_gguf)) as file:
+        meta = file.metadata | {"tokenizer.ggml.token_type": [3, 1]}
+        with pytest.raises(CorruptModel, match=r"tokenizer\.ggml\.token_type has 2 entries for 384 tokens"):
+            gguf_tokenizer_source(meta, checkpoint.spec)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 100, 3000, -1, -4000])
