@@ -14,8 +14,6 @@ from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.ops import Ops
 
-_TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
-
 
 class Linear(Protocol):
     """Hold a stored [O, H] weight, with its bias if it has one."""
@@ -104,7 +102,8 @@ class StoredWeights:
 
         Raises: CorruptModel: the typical linear cannot be read.
         """
-        return cls(checkpoint.spec, checkpoint.codes(_TYPICAL_LINEAR), checkpoint.packing)
+        *_, down = checkpoint.spec.sites_of(0)
+        return cls(checkpoint.spec, checkpoint.codes(f"model.layers.0.{down.modules[0]}.weight"), checkpoint.packing)
 
 
 class QuantFormat(ABC):

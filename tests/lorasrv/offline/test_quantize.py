@@ -126,6 +126,22 @@ def test_it_answers_and_another_format_answers_otherwise(model: Path, file: Path
     assert answers("auto", file) == answers("auto", file) != answers("int8", None)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "mpt"])
+def test_a_file_of_any_family_is_served_in_its_own_format(
+    tiny_hf_checkpoints: dict[str, Callable[..., Path]], tmp_path: Path, family: str
+) -> None:
+    """Its linears have names of their own in mpt."""
+    folder, path = tiny_hf_checkpoints[family](), tmp_path / "codes.safetensors"
+    with closing(open_checkpoint(str(folder))) as checkpoint:
+        floats = load_weights(checkpoint, get_format("none", OPS), torch.float32)
+        done = quantize(floats, read_formats(checkpoint, "int4", 64), TEXTS[:1], lambda *_: None)
+        write_codes(path, checkpoint, done.formats, done.codes)
+    with closing(opened(folder, path)) as checkpoint:
+        fmt = choose_format(ModelOptions(quantized_weights=path), checkpoint, OPS)
+        assert fmt.name == "int4"
+        assert load_weights(checkpoint, fmt, torch.float32).kept_codes == len(linear_names(checkpoint.spec))
+
+
 def test_another_format_than_the_files_is_refused(model: Path, file: Path, kind: str) -> None:
     with closing(opened(model, file)) as checkpoint:
         for name, group in (("int8", None), ("none", None), (kind, 128)):
