@@ -85,8 +85,9 @@ class _Reader:
 
     def _original(self, params: Values) -> int:
         key = "original_max_position_embeddings"
-        given = self._config.get(key)
-        return int(_number(params if given is None else self._config, key, float(self._max_position)))
+        # The table's own counts only for families without a default, as in transformers.
+        given = self._config.get(key, self._rules.get("original"))
+        return int(_number(params if given is None else {key: given}, key, float(self._max_position)))
 
     def _yarn(self, params: Values, rope: RopeSpec) -> RopeSpec:
         original = self._original(params)

@@ -180,6 +180,27 @@ def test_phi3_serves_longrope_within_the_original_context_and_turns_a_part_of_a_
     assert of("Phi3", LLAMA | {"partial_rotary_factor": 0.75}).rope.dims == 12
 
 
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("given", "inner"), [({}, {}), ({}, {ORIGINAL: 128}), ({ORIGINAL: 64}, {}), ({ORIGINAL: 64}, {ORIGINAL: 128})]
+)
+@pytest.mark.parametrize("longest", [512, 16384])
+def test_longrope_of_phi3_equals_transformers(given: dict[str, int], inner: dict[str, Any], longest: int) -> None:
+    """Its original context is 4,096 tokens where the top of config.json does not say, whatever the table says."""
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    table = LONGROPE | {"rope_theta": 500000.0, "short_factor": [1.5] * 8} | inner
+    config = LLAMA | given | {"max_position_embeddings": longest}
+    spec = of("Phi3", config | {"rope_scaling": table})
+    settings = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
+    theirs = Phi3RotaryEmbedding(Phi3Config(**settings, rope_parameters=dict(table)))
+    assert spec.max_position == min(longest, theirs.config.rope_parameters[ORIGINAL])
+    assert spec.rope.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
 def test_fused_modules_are_single_slices() -> None:
     sites = of("Phi3", LLAMA).sites()
     assert [(site.name, site.modules, site.out_features) for site in sites] == [
