@@ -43,7 +43,7 @@ CASES = {
     "gemma2": {},
     "gemma2-uncapped-bias": {**UNCAPPED, "attention_bias": True},
     "gemma3": {},
-    "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0},
+    "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0, "attn_logit_softcapping": 5.0},
     "mpt": {},
     "mpt-six-heads": {"n_heads": 6, "d_model": 96},
     "phi3": {},

@@ -336,6 +336,7 @@ def test_wrong_names(llama_gguf: Path, tmp_path: Path, old: bytes, new: bytes, e
             for value in (0, 24, "x")
         ),
         ("llama", "split.count", 2, UnsupportedModel, "split over several files"),
+        ("gemma3", "gemma3.attn_logit_softcapping", 50.0, UnsupportedModel, r"attn_logit_softcapping 50\.0 is not"),
         (
             "phi3",
             "phi3.rope.scaling.type",
