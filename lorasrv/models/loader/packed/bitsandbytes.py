@@ -2,7 +2,8 @@
 
 Tensors of a module, O outputs, H inputs:
 
-    int8    weight [O, H] int8, SCB [O] fp32; a weight is q * SCB / 127
+    int8    weight [O, H] int8, SCB [O] fp32; a weight is q * SCB / 127; weight_format, one number: 0 for such rows,
+            others for orders of tiles that older versions left
     4 bits  weight, bytes of any dtype, two codes each, the first in the upper half, over the flattened [O, H]; absmax
             of every block; quant_map [16]; a JSON text as bytes in quant_state.bitsandbytes__nf4 or __fp4. A weight is
             quant_map[q] * absmax. Nested absmax is uint8: nested_quant_map[absmax] * nested_absmax + nested_offset
@@ -21,7 +22,7 @@ from torch import Tensor
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.packed.config import QuantizationSettings
 from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
-from lorasrv.models.loader.packed.stored_tensors import StoredTensors
+from lorasrv.models.loader.packed.stored_tensors import INTEGERS, StoredTensors
 from lorasrv.models.loader.packed.unpacking import MOST_GROUP, exact_scales, group_codes
 from lorasrv.models.quantization.rounding import table_codes
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
@@ -33,6 +34,7 @@ _ANY = ("U8", "I8", "F16", "BF16", "F32")
 _BYTE_TABLE = "the 16 values of a code are held in 8 bits, which changes weights by 0.5 % at most (rms)"
 """What is said of NF4, whose weights change by 0.49 % if they are normal numbers, and FP4: 0.35 %."""
 _LEAST_GROUP = 32
+_ROWS = 0
 
 
 class BitsAndBytesModules:
@@ -47,10 +49,28 @@ class BitsAndBytesModules:
         self._tensors = tensors
         self._states = {name.partition(_STATE)[0]: name for name in tensors.names() if _STATE in name}
         whole = dict.fromkeys(tensors.modules("SCB"), 8)
+        for module in whole:
+            self._check_rows(module)
         self.bits: Mapping[str, int] = whole | dict.fromkeys(self._states, 4)
         spanning = [module for module in self._states if not self._is_in_rows(module)]
         self.held = self.bits | dict.fromkeys(spanning, 8)
         self.rounding = ROUNDED if spanning else _BYTE_TABLE if self._states else ""
+
+    def _check_rows(self, module: str) -> None:
+        """Check that a weight of 8 bits lies in rows.
+
+        Raises:
+            UnsupportedModel: it lies in tiles.
+        """
+        name = f"{module}.weight_format"
+        if name not in self._tensors:
+            return
+        held = self._tensors.read(name, ("U8", *INTEGERS), self._tensors.any_shape(name)).flatten().tolist()
+        if held != [_ROWS]:
+            raise UnsupportedModel(
+                f"{name} is {held!r:.60}, and only weights in rows ({[_ROWS]}) are read; save the model again with a "
+                "version of bitsandbytes that writes rows"
+            )
 
     def shape(self, module: str) -> tuple[int, int]:
         if module not in self._states:

@@ -12,7 +12,7 @@ from packed_checkpoints import Tensors, committed, read_bitsandbytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorasrv.errors import ModelError
+from lorasrv.errors import ModelError, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.quantization.rounding import byte_table, round_symmetric
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS
@@ -53,6 +53,18 @@ def test_files_saved_by_the_library(tmp_path: Path, kind: str) -> None:
         if changes:
             change, norm = torch.stack(changes).norm(dim=0)
             assert 0.003 < change / norm < 0.005, "the rms that the start states"
+
+
+@pytest.mark.parametrize("stored", [torch.tensor(3, dtype=torch.uint8), torch.tensor([1]), torch.tensor([0, 0])])
+def test_weights_in_tiles_are_refused_by_name(tmp_path: Path, stored: Tensor) -> None:
+    """bitsandbytes refuses them, too."""
+    folder = committed("bitsandbytes-int8", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"{DOWN}.weight_format": stored}, folder / "model.safetensors")
+    with pytest.raises(
+        UnsupportedModel, match=r"down_proj\.weight_format is \[.*\], and only weights in rows \(\[0\]\)"
+    ):
+        open_checkpoint(str(folder))
 
 
 def test_blocks_may_span_rows(tmp_path: Path) -> None:
