@@ -39,7 +39,8 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -223,3 +224,12 @@ class ServerStopping(EngineDead):
 def name_of(kind: type[BaseException]) -> str:
     """Return an exception class's name as labels spell it, such as `adapter_cold`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+@contextmanager
+def naming_file(file: str) -> Iterator[None]:
+    """Begin refusals of a model with the name of its file; "" adds nothing."""
+    try:
+        yield
+    except (CorruptModel, UnsupportedModel) as error:
+        raise type(error)(f"{file}: {error}" if file else str(error)) from None

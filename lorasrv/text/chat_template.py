@@ -24,7 +24,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lorasrv.errors import CorruptModel, InvalidRequest
+from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
 MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
@@ -164,7 +164,8 @@ class ChatTemplate:
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
         """Compile the checkpoint's template; return None if it has none."""
-        return None if source.chat_template is None else cls(source.chat_template, source.special)
+        with naming_file(source.file):
+            return None if source.chat_template is None else cls(source.chat_template, source.special)
 
     def checked_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check a client's template variables: the template must read them, and the server must not own them.

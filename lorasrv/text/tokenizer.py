@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from adapter_store.errors import AdapterInvalid, Problem, show
 from adapter_store.spec import AddedToken
-from lorasrv.errors import ContextLengthExceeded, CorruptModel, InvalidRequest, UnsupportedModel
+from lorasrv.errors import ContextLengthExceeded, CorruptModel, InvalidRequest, UnsupportedModel, naming_file
 
 SOME_TOKEN_CHARS = 8
 """Every vocabulary has a token of this length."""
@@ -60,6 +60,8 @@ class TokenizerSource:
     extra_special: tuple[str, ...] = ()
     # Tokens that files beside tokenizer.json declare, or whose flags they change.
     added: tuple[AddedToken, ...] = ()
+    # What refusals begin with: the file, where it is not one of a folder, which they name themselves.
+    file: str = ""
 
     @property
     def all_special(self) -> frozenset[str]:
@@ -99,11 +101,12 @@ class Tokenizer:
             CorruptModel: the description is invalid.
         """
         vocabulary = source.vocabulary
-        if isinstance(vocabulary, TokenizerJson):
-            backend = _with_declared(_parse(vocabulary.text), source)
-        else:
-            backend = _build(vocabulary, source)
-        return cls(_with_flags(backend, source.all_special), source)
+        with naming_file(source.file):
+            if isinstance(vocabulary, TokenizerJson):
+                backend = _with_declared(_parse(vocabulary.text), source)
+            else:
+                backend = _build(vocabulary, source)
+            return cls(_with_flags(backend, source.all_special), source)
 
     def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
         """Return a tokenizer that has these tokens, too. Vocabulary and merges stay this one's: it takes no time.
@@ -251,7 +254,8 @@ def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
         if replace["content"] == " " and "String" in replace["pattern"] and plain_strip:
             return Decoding("byte_fallback", replace["pattern"]["String"], bool(strip))
     raise UnsupportedModel(
-        f"tokenizer decoder {'+'.join(kinds)} is not supported; known: ByteLevel, Replace+ByteFallback+Fuse(+Strip)"
+        f"tokenizer.json: decoder {'+'.join(kinds)} is not supported; known: ByteLevel, "
+        "Replace+ByteFallback+Fuse(+Strip)"
     )
 
 
@@ -375,8 +379,17 @@ def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
     merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.merges]
     try:
         return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
-    except Exception as e:  # the library raises bare Exception for a merge of unknown tokens
-        raise CorruptModel(f"the GGUF vocabulary and merges do not fit together: {e}") from None
+    except Exception:  # the library raises bare Exception for a merge of unknown tokens
+        wrong = next((i for i, merge in enumerate(merges) if not _joins_tokens(merge, ids)), None)
+        which = (
+            "" if wrong is None else f"; number {wrong}, {vocabulary.merges[wrong]!r:.60}, is not two that make a third"
+        )
+        raise CorruptModel(f"tokenizer.ggml.merges are no pairs of tokenizer.ggml.tokens{which}") from None
+
+
+def _joins_tokens(merge: tuple[str, ...], ids: Mapping[str, int]) -> bool:
+    """Return whether a merge is two tokens that make a third."""
+    return len(merge) == 2 and {*merge, "".join(merge)} <= ids.keys()
 
 
 def _added(vocabulary: BpeVocabulary, ids: Sequence[int], *, special: bool) -> list[tokenizers.AddedToken]:

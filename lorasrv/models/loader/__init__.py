@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.errors import CorruptModel, ModelNotFound, naming_file
 from lorasrv.models.loader.checkpoint import Checkpoint, StoredPacking, WeightMeter, state_dict_fp32
 from lorasrv.models.loader.locate import locate
 
@@ -50,7 +50,5 @@ def _open(model: str, load_format: str) -> Checkpoint:
 def _open_gguf(path: Path, name: str | None) -> Checkpoint:
     from lorasrv.models.loader.gguf import GgufCheckpoint
 
-    try:
+    with naming_file(path.name):
         return GgufCheckpoint(path, name)
-    except (CorruptModel, UnsupportedModel) as e:
-        raise type(e)(f"{path.name}: {e}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.errors import CorruptModel, UnsupportedModel, naming_file
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader.checkpoint import check_none_left, check_shapes
 from lorasrv.models.loader.ggml_codes import decode_codes, packing_of
@@ -35,7 +35,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or path.stem
-        self._file = GgufFile(path)
+        self._path, self._file = path, GgufFile(path)
         self._family, spec = gguf_family(self._file)
         self._prefix = f"{self._file.metadata.get('general.architecture')}."
         self.spec = self._with_rope_factors(spec)
@@ -72,7 +72,8 @@ class GgufCheckpoint:
         return codes[_split_halves(torch.arange(info.shape[0]), heads)]
 
     def tokenizer_source(self) -> TokenizerSource:
-        return gguf_tokenizer_source(self._file.metadata, self.spec)
+        with naming_file(self._path.name):
+            return gguf_tokenizer_source(self._file.metadata, self.spec, self._path.name)
 
     def close(self) -> None:
         self._file.close()

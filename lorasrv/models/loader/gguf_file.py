@@ -259,9 +259,13 @@ def _text(raw: bytes) -> str:
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> TokenizerSource:
+def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = "") -> TokenizerSource:
     """Return the tokenizer of a GGUF file.
 
+    Args:
+        meta: the file's metadata.
+        spec: what the metadata gives.
+        file: the file's name, for messages.
     Raises:
         UnsupportedModel, CorruptModel: it is not a byte-level BPE, or its description is damaged.
     """
@@ -292,6 +296,7 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> Tokenizer
         add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", adds_bos(pre))),
         add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
         special=_special_tokens(meta, tokens),
+        file=file,
     )
 
 

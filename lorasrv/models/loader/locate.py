@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from lorasrv.config import BUILTIN_MODEL
-from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel, naming_file
 from lorasrv.models.families import Family, detect
 from lorasrv.models.loader.checkpoint import check_num_layers
 from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
@@ -194,11 +194,8 @@ def gguf_family(file: GgufFile) -> tuple[Family, ModelSpec]:
 
 
 def _gguf_spec(path: Path) -> ModelSpec:
-    try:
-        with contextlib.closing(GgufFile(path)) as file:
-            return gguf_family(file)[1]
-    except (CorruptModel, UnsupportedModel) as e:
-        raise type(e)(f"{path.name}: {e}") from None
+    with naming_file(path.name), contextlib.closing(GgufFile(path)) as file:
+        return gguf_family(file)[1]
 
 
 def read_tokenizer(model: str) -> Tokenizer:
@@ -220,8 +217,5 @@ def read_tokenizer(model: str) -> Tokenizer:
 
 
 def _gguf_source(path: Path) -> TokenizerSource:
-    try:
-        with contextlib.closing(GgufFile(path)) as file:
-            return gguf_tokenizer_source(file.metadata, gguf_family(file)[1])
-    except (CorruptModel, UnsupportedModel) as e:
-        raise type(e)(f"{path.name}: {e}") from None
+    with naming_file(path.name), contextlib.closing(GgufFile(path)) as file:
+        return gguf_tokenizer_source(file.metadata, gguf_family(file)[1], path.name)

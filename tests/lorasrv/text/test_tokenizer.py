@@ -121,7 +121,10 @@ def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool)
     ("source", "error", "message"),
     [
         (vocabulary("tekken"), UnsupportedModel, "pre-tokenizer 'tekken' .*known: gpt-2, llama-bpe, qwen2, smollm"),
-        (vocabulary("gpt-2", merges=("zz yy",)), CorruptModel, "do not fit together"),
+        *(
+            (vocabulary("gpt-2", "ab", merges=("a b", merge)), CorruptModel, rf"tokens; number 1, '{merge}', is")
+            for merge in ("zz yy", "b", "a b ab", "b a")
+        ),
         (vocabulary("gpt-2"), CorruptModel, "outside the vocabulary"),
         *(
             (TokenizerJson(text), CorruptModel, r"tokenizer\.json is not valid")
@@ -132,6 +135,8 @@ def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool)
 def test_what_makes_no_tokenizer(source: BpeVocabulary | TokenizerJson, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Tokenizer.from_source(TokenizerSource(source, bos_token_id=999, add_bos=True))
+    with pytest.raises(error, match=rf"^some\.gguf: [^\n]*{message}[^\n]*\Z"):
+        Tokenizer.from_source(TokenizerSource(source, bos_token_id=999, add_bos=True, file="some.gguf"))
 
 
 @pytest.mark.parametrize("decoder", [{"type": "WordPiece", "prefix": "##", "cleanup": True}, None])

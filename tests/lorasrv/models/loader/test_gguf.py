@@ -23,7 +23,9 @@ from lorasrv.models.families import detect
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.models.loader.ggml_dequant import decode, ggml_type
 from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
+from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.models.quantization import get_format
+from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.ops import Ops
@@ -380,6 +382,31 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(
     named = rf"more\.gguf: .* no {family} model of 3 layers reads here: {re.escape(name)}; serve"
     with pytest.raises(UnsupportedModel, match=named):
         open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"gpt2", b"spm!", "tokenizer model 'spm!'"),
+        (b"qwen2", b"qwen9", "pre-tokenizer 'qwen9'"),
+        (b"{% for", b"{% fur", "chat template is not valid Jinja"),
+    ],
+)
+def test_a_refused_tokenizer_names_its_file(
+    llama_gguf: Path, tmp_path: Path, old: bytes, new: bytes, message: str
+) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(llama_gguf.read_bytes().replace(old, new))
+
+    def build() -> None:
+        with closing(open_checkpoint(str(path))) as checkpoint:
+            source = checkpoint.tokenizer_source()
+        Tokenizer.from_source(source)
+        ChatTemplate.from_source(source)
+
+    for act in (build, lambda: read_tokenizer(str(path))) if b"{%" not in old else (build,):
+        with pytest.raises(ModelError, match=rf"^odd\.gguf: [^\n]*{message}[^\n]*\Z"):
+            act()
 
 
 def test_kinds_of_tokens_are_those_of_all_tokens(llama_gguf: Path) -> None:
