@@ -18,7 +18,16 @@ import numpy as np
 
 from adapter_store.storage.blobs import fsync_directory
 from api.batches.input_lines import MalformedLine, Scan, duplicates, pending_lines, scan
-from api.batches.results import ResultSink, ResultsUnreadable, ScannedResults, Tally, copy_without, recovered
+from api.batches.results import (
+    ResultSink,
+    ResultsUnreadable,
+    ScannedResults,
+    Tally,
+    copy_places,
+    copy_without,
+    recovered,
+    results_in_order,
+)
 from api.batches.runner import Ask, LineRunner
 
 Tell = Callable[["Job"], object]
@@ -85,15 +94,28 @@ class Job:
                 )
                 await runner.run(pending_lines(self.source, None, self.lines, self.found.keys))
 
+    def put_in_order(self) -> None:
+        """Put the results into the order of the lines: those of earlier runs stand before this run's.
+
+        Raises: OSError.
+        """
+        places = results_in_order(self.target, self.lines.keys)
+        if places is not None:
+            self._rewrite(lambda into: copy_places(self.target, places, into))
+
     def _take_out(self) -> None:
-        """Write the remaining results to a new locked file, and replace the target by it when it is complete."""
+        """Remove the results that are to be replaced."""
+        self._rewrite(lambda into: copy_without(self.target, self.retried, into))
+
+    def _rewrite(self, write: Callable[[int], object]) -> None:
+        """Write a new locked file, and replace the target by it when it is complete."""
         target = self.target.resolve()
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
             fd = _opened(temporary, self.held, os.O_EXCL)
             _lock(fd, self.target)
             os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
-            copy_without(target, self.retried, fd)
+            write(fd)
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

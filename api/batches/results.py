@@ -213,6 +213,44 @@ def copy_without(path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]", into:
         os.fsync(into)
 
 
+def results_in_order(
+    path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]"
+) -> "np.ndarray[Any, np.dtype[np.uint64]] | None":
+    """Return where the results of a file begin, in the order of the keys of their lines, others behind them; None if
+    they have that order.
+
+    Raises: OSError.
+    """
+    found, begins, at = array("Q"), array("Q"), 0
+    with path.open("rb") as file:
+        for data in file:
+            found.append(_read_result(data, path.name)[0])
+            begins.append(at)
+            at += len(data)
+    if not found:
+        return None
+    by_key = np.argsort(keys)
+    held = np.frombuffer(found, np.uint64)
+    near = np.searchsorted(keys, held, sorter=by_key).clip(max=len(keys) - 1)
+    lines = np.where(keys[by_key[near]] == held, by_key[near], len(keys))
+    if (np.diff(lines) >= 0).all():
+        return None
+    return np.frombuffer(begins, np.uint64)[np.argsort(lines, kind="stable")]
+
+
+def copy_places(path: Path, begins: "np.ndarray[Any, np.dtype[np.uint64]]", into: int) -> None:
+    """Copy the results that begin at these places to another file, durably.
+
+    Raises: OSError.
+    """
+    with path.open("rb") as file, os.fdopen(into, "wb", closefd=False) as copied:
+        for begin in begins.tolist():
+            file.seek(begin)
+            copied.write(file.readline())
+        copied.flush()
+        os.fsync(into)
+
+
 @dataclass
 class ResultFile:
     """Append results to a file, which is opened for the first of them. Not thread-safe."""

@@ -71,6 +71,9 @@ def batch(
             with asking as (ask, at_a_time):
                 begun = time.monotonic()
                 _run(job, ask, at_a_time, ordered)
+        if ordered and job.already:
+            with names_file(job.target):
+                job.put_in_order()
         _report(job, time.monotonic() - begun, as_json)
 
 

@@ -195,6 +195,27 @@ class TestResumed:
         files[0].write_text("\n".join(given[:2]))
         assert batch(None, "--retry-failed").code == 0, "nothing is left to ask"
 
+    def test_ordered_holds_over_runs(self, batch, files, engine) -> None:
+        """Whether failed lines are retried, or earlier results came in another order."""
+        other = '{"id":"batch_req_0","custom_id":"other","response":null,"error":{"code":"x","message":"y"}}\n'
+        files[1].write_text(other)
+        engine.script = lambda *args: [StepFailed("no")] if bytes(args[2].prompt) == b"bad" else say()(*args)
+        given = [line("a", prompt="bad"), "{", line("b"), line("c", prompt="bad"), line("d")]
+        assert batch(given, "--ordered").code == 1
+        before = results(files[1])
+        engine.script = say()
+        assert batch(None, "--retry-failed", "--ordered").code == 1
+        after = results(files[1])
+        assert list(after) == ["a", "line 2", "b", "c", "d", "other"]
+        assert [after[name] == before[name] for name in ("b", "d", "other", "a", "c")] == [True] * 3 + [False] * 2
+        turned = b"".join(reversed(files[1].read_bytes().splitlines(keepends=True)[2:]))
+        files[1].write_bytes(turned)
+        assert batch(None, "--ordered").code == 1
+        assert list(results(files[1])) == ["a", "line 2", "b", "c", "d", "other"]
+        written = files[1].stat().st_ino
+        assert batch(None, "--ordered").code == 1
+        assert files[1].stat().st_ino == written, "what is in order is not written again"
+
     @pytest.mark.parametrize("option", ["--retry-failed", "--restart"])
     def test_results_stay_if_no_server_answers(self, batch, files, option: str) -> None:
         assert batch([line("a", model="nobody")]).code == 1
