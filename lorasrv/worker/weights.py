@@ -364,7 +364,7 @@ class _Builder:
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.is_floating_point():
-            check_finite(f"{self._checkpoint.name}: tensor {name!r:.80}", tensor)
+            check_finite(f"{self._checkpoint.name}: tensor {self._spec.names.in_file(name)!r:.80}", tensor)
 
     def _sample(self, name: str, tensor: Tensor) -> None:
         """Add a sample of a tensor to the fingerprint."""

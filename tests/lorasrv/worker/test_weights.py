@@ -154,6 +154,14 @@ def test_what_is_no_number_is_refused_by_name(
             load(checkpoint, fmt)
 
 
+def test_the_refused_tensor_has_its_name_in_the_file(tiny_hf_checkpoints: Tiny, monkeypatch) -> None:
+    with closing(open_checkpoint(str(tiny_hf_checkpoints["mpt"]()))) as checkpoint:
+        read = checkpoint.tensor
+        monkeypatch.setattr(checkpoint, "tensor", lambda name: read(name) / (0 if "2.ffn.down" in name else 1))
+        with pytest.raises(CorruptModel, match=r"tensor 'transformer\.blocks\.2\.ffn\.down_proj\.weight' holds NaN"):
+            load(checkpoint, "none")
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
 def test_a_scale_of_a_file_that_is_no_number_is_refused_by_name(
