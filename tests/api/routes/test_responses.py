@@ -204,6 +204,13 @@ class TestTools:
         chat, own = engine.added
         assert own.prompt == chat.prompt
 
+    def test_beside_a_personas_tools_there_are_no_log_probabilities(self, server, respond) -> None:
+        function = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
+        body = {"id": "muse", "defaults": {"tools": [function]}}
+        server.http.post("/v1/adapters", json=body).raise_for_status()
+        said, *calls = respond(model="muse", top_logprobs=1).raise_for_status().json()["output"]
+        assert (said["content"][0]["text"], said["content"][0]["logprobs"], len(calls)) == ("Wait.", [], 2)
+
     def test_text_behind_a_call_is_a_message_of_its_own(self, respond, engine) -> None:
         engine.script = spelled(engine.tokenizer, SAID + "Done.")
         kinds = [item["type"] for item in respond(tools=[CLOCK]).json()["output"]]
