@@ -86,7 +86,7 @@ test-browser: setup
 		npm pack --silent --pack-destination build/browser axe-core@4.14.1 && \
 		tar -xzf build/browser/axe-core-4.14.1.tgz -C build/browser/axe-core --strip-components 1) || \
 		echo "axe-core could not be had: its rules are skipped"
-	PYTHONPATH=build/browser $(BIN)/python -m pytest tests/browser
+	PYTHONPATH=build/browser $(BIN)/python -m pytest -n 2 --dist worksteal tests/browser
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -169,23 +169,38 @@ DRAFTS: list[list[Share]] = [
     [("a", 15, 2, 1), ("b", 16, 2, 1)],
     [(None, 300, 4, 3)],
 ]
+# (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32), then 64 rows with prompts
+# of rank 32: (whole), (cut keys), then 8 rows with drafts: (whole, rank 16), (whole, 32), (cut keys, none).
+REPLAYS = [2, 1, 0, 0, 1, 1, 0, 0, 0]
+# A graph of each kind, and a replay.
+FEW = [*STEPS[:2], STEPS[4], MIXED[0], DRAFTS[1]]
+FEW_REPLAYS = [1, 0, 0, 0]
 
 
 # A number on the border of two codes may get the other one. Rows that pad a bucket hold no numbers.
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kv_format", "step_of_a_code"),
+    ("kv_format", "step_of_a_code", "steps", "replays"),
     [
-        ("float32", 1e-5),
-        *(pytest.param(*code, marks=pytest.mark.exhaustive) for code in (("int8", 0.03), ("k8v4", 0.4))),
+        ("float32", 1e-5, FEW, FEW_REPLAYS),
+        *(
+            pytest.param(*code, STEPS + MIXED + DRAFTS, REPLAYS, marks=pytest.mark.exhaustive)
+            for code in (("float32", 1e-5), ("int8", 0.03), ("k8v4", 0.4))
+        ),
     ],
+    ids=["float32, few", "float32", "int8", "k8v4"],
 )
 def test_steps_replayed_from_graphs_are_those_computed_without(
-    folder: Path, gpu: FakeGpu, kv_format: str, step_of_a_code: float
+    folder: Path,
+    gpu: FakeGpu,
+    kv_format: str,
+    step_of_a_code: float,
+    steps: list[list[Share]],
+    replays: list[int],
 ) -> None:
     served, plain = Served(folder, gpu=gpu, kv_format=kv_format), Served(folder, kv_format=kv_format)
-    for shares in STEPS + MIXED + DRAFTS:
+    for shares in steps:
         want, of = plain.eager(plain.step(shares))
         logits, scheduled = served.graphed.compute(served.step(shares))
         assert [s.request_id for s in scheduled] == of
@@ -194,9 +209,7 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
             torch.testing.assert_close(served.held(layer), plain.held(layer), rtol=1e-4, atol=step_of_a_code)
             adapters, others = (world.memory.slab(layer).view(PAGES, -1)[world.end :] for world in (served, plain))
             assert torch.equal(adapters.cpu(), others)
-    # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32), then 64 rows with
-    # prompts of rank 32: (whole), (cut keys), then 8 rows with drafts: (whole, rank 16), (whole, 32), (cut keys, none)
-    assert [graph.num_replays for graph in served.graphs] == [2, 1, 0, 0, 1, 1, 0, 0, 0]
+    assert [graph.num_replays for graph in served.graphs] == replays
 
 
 def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
