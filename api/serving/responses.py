@@ -180,7 +180,7 @@ class AnswerItems:
 
     def take(self, output: RequestOutput) -> Iterator[Json]:
         """Yield the events of an output. Take all of them."""
-        # Beside tools, which a persona may bring, none can be told: tokens of calls stand between those of texts.
+        # Not beside tools, which a persona may bring: tokens of calls stand between those of the texts.
         if self._chat.top is not None and not self._form.is_parsed:
             self._unplaced += self._shown.take(output)
         for part in self._form.parts(0, output):
