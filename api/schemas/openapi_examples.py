@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api.schemas.openapi import Example
+from api.schemas.responses import REPEATED
 
 _FIRST = {"count": 9, "mean_ms": 41.2, "p50_ms": 35.0, "p95_ms": 92.5}
 _STATS_USAGE: dict[str, Any] = {
@@ -114,21 +115,9 @@ _RESPONSE: Json = {
     "incomplete_details": None,
     "model": "mia",
     "output": [_RESPONSE_ITEM],
-    "background": False,
+    **REPEATED,
     "instructions": "Answer in one word.",
     "max_output_tokens": 32,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
-    "store": False,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "top_p": None,
     "truncation": "disabled",
     "usage": {
         "input_tokens": _USAGE["prompt_tokens"],
@@ -138,7 +127,6 @@ _RESPONSE: Json = {
         "total_tokens": _USAGE["total_tokens"],
         "lorasrv": _USAGE["lorasrv"],
     },
-    "user": None,
 }
 _RESPONSE_STREAM = (
     'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_3d1f","status":"in_progress",'

@@ -19,6 +19,25 @@ Json = dict[str, Any]
 MAX_METADATA = 16
 MAX_INCLUDED = 16
 LOGPROBS = "message.output_text.logprobs"
+REPEATED: Json = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "user": None,
+}
+"""What a response says of fields that its request leaves out, and of `store` always: nothing is stored."""
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from api.asgi.sse import named_event
 from api.auth.principal import Caller
 from api.errors import describe
-from api.schemas.responses import ResponsesBody
+from api.schemas.responses import REPEATED, ResponsesBody
 from api.serving.choice_stream import ChoiceStream
 from api.serving.generation import Generation, generate, plan_conversation
 from api.serving.logprobs import PlacedToken, ShownTokens
@@ -26,7 +26,6 @@ from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.text.tool_parsers.base import ToolCall
 
 Json = dict[str, Any]
-MAX_TOKENS = "max_output_tokens"
 ID_PREFIX = "resp_"
 
 
@@ -35,6 +34,7 @@ async def generate_response(body: ResponsesBody, services: Services, caller: Cal
 
     Raises: as `generate`.
     """
+    # Before the work of turning it into a chat.
     await services.admission.check(caller)
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
 
@@ -47,7 +47,12 @@ async def generate_response(body: ResponsesBody, services: Services, caller: Cal
 
 def _repeated(body: ResponsesBody) -> Json:
     """Return the fields that a response repeats, as they were sent."""
-    return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
+    return body.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_none=True,
+        include=REPEATED.keys() & ResponsesBody.model_fields.keys() - {"store"},
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class ResponsesWriter:
         }
         if reason is FinishReason.STOP:
             return self.response("completed", items, completed_at=int(time.time()), usage=told)
-        why = MAX_TOKENS if reason is FinishReason.LENGTH else reason
+        why = "max_output_tokens" if reason is FinishReason.LENGTH else reason
         return self.response("incomplete", items, incomplete_details={"reason": why}, usage=told)
 
     def response(self, status: str, items: Sequence[Json] = (), **more: Any) -> Json:
@@ -136,33 +141,12 @@ class ResponsesWriter:
             "incomplete_details": None,
             "model": self.chat.target.name,
             "output": list(items),
-            **_DEFAULTS,
+            **REPEATED,
             **self.asked,
             "truncation": "disabled" if self.chat.dropped_turns is None else "auto",
             "usage": None,
             **more,
         }
-
-
-_DEFAULTS: Json = {
-    "background": False,
-    "instructions": None,
-    MAX_TOKENS: None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
-    "store": False,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "top_p": None,
-    "user": None,
-}
-_REPEATED = (_DEFAULTS.keys() & ResponsesBody.model_fields.keys()) - {"store"}
 
 
 class AnswerItems:

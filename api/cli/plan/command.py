@@ -229,7 +229,11 @@ def _server(
     layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
     if num_pages is not None and num_pages != layout.num_pages:
         why = f"the server at --server has {num_pages} pages in a pool that would have {layout.num_pages} here"
-        raise CliError(f"{why}; give --model, --dtype and --kv-cache-dtype as it has them", code=ExitCode.USAGE)
+        raise CliError(
+            f"{why}; give --model, --dtype and --kv-cache-dtype as it has them, or --pool-bytes for a server with a "
+            "draft model or several ranks",
+            code=ExitCode.USAGE,
+        )
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(options, spec, itemsize, trace)

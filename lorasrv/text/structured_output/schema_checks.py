@@ -54,7 +54,7 @@ def _check_min_properties(schema: Mapping[str, Any], param: str) -> None:
     """Refuse what several values of one name would satisfy, which are one property."""
     least, required = schema.get("minProperties"), schema.get("required")
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    if isinstance(least, int) and least > len(names):
+    if isinstance(least, int | float) and least > len(names):
         raise InvalidRequest(
             f"{{param}}: minProperties {least} is enforced for properties in `required` alone, which are {len(names)}",
             param=param,

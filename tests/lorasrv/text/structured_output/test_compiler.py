@@ -209,6 +209,7 @@ FIELDS = {
         ("guided_json", {"properties": {"ids": {"enum": [{"id": [2**53 + 1]}]}}}, "9007199254740993 cannot"),
         ("guided_json", {"type": "integer", "minimum": 1e20}, "1e+20 cannot"),
         ("guided_json", {"type": "object", "required": ["a"], "minProperties": 2}, "minProperties 2"),
+        ("guided_json", {"type": "object", "minProperties": 1.0}, "minProperties 1.0"),
         ("guided_json", {"type": ["object"], **{k: v for k, v in ENDLESS.items() if k != "type"}}, "requires itself"),
         ("guided_json", {"type": "object", "required": ["n"], "additionalProperties": {"$ref": "#"}}, "itself"),
         ("guided_json", {"oneOf": [{"pattern": "^a{1,3}$"}, {"pattern": "^b{1,3}$"}]}, "use anyOf"),
