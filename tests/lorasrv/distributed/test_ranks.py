@@ -1,5 +1,6 @@
 """Replicas in several ranks, which are threads here, against one process: the same tokens, and logits to the bit."""
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,10 +14,12 @@ from all_drafts import every_draft
 from mispredict import expect_short_answers
 from partitions import ONE, THREE_HEADS, Told, answers, assert_same, ranks, replica
 from peft_adapters import peft_adapter
+from rank_threads import ThreadLauncher
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import VOCAB, TinyCheckpoint
 from tiny_engine import BLOCK, GREEDY, LONG, engine_config
 
-from lorasrv.distributed import rank_exchange
+from lorasrv.distributed import model_processes, rank_exchange
 from lorasrv.distributed.comm import MemoryComm
 from lorasrv.distributed.rank_exchange import RankExchange
 from lorasrv.engine import factory
@@ -310,3 +313,24 @@ def test_policies_over_keys_are_refused_and_no_pages_are_lent(model: Path) -> No
         with pytest.raises(InvalidRequest, match="not with --partition 0;1"):
             llm.generate([LONG[:40]], GREEDY, kv_policy=WindowPolicy())
         assert llm.engine._memory.exchange.facts is None, "a reader's thread would ask the ranks beside the engine's"
+
+
+def test_the_fingerprint_is_that_of_all_ranks(tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path) -> None:
+    """A change of the last layer is not rank 0's; replicas with it are not resumed by others."""
+    model = tiny_hf_checkpoints["llama"]()
+    changed = shutil.copytree(model, tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"] *= 2
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+
+    def fingerprint(folder: Path) -> str:
+        config = engine_config(folder, quantization="int8", kernels="numba")
+        launched = patch.object(model_processes, "ProcessLauncher", ThreadLauncher)
+        with closing(open_checkpoint(str(folder))) as checkpoint, launched:
+            built = build(checkpoint, replace(config, partition=ranks("0;1")), None)
+            with closing(built.parts.executor):
+                return built.fingerprint
+
+    found = [fingerprint(folder) for folder in (model, model, changed)]
+    assert found[0] == found[1] != found[2]
+    assert all(found)
