@@ -150,7 +150,7 @@ class ResponsesWriter:
 
 
 class AnswerItems:
-    """Make items of an answer's outputs, and the events that tell them, yet without their numbers."""
+    """Make the items of an answer from its outputs, and the events that tell of them, which are numbered later."""
 
     def __init__(self, chat: ResponseBuilder, form: ChatFormat) -> None:
         self.items: list[Json] = []
