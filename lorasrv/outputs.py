@@ -107,7 +107,7 @@ class PageLease:
 
 @record
 class RequestTiming:
-    """Say how the time before the first token was spent."""
+    """Say how the time before the first token was spent, and what else most tokens of an answer leave as it is."""
 
     queue_ms: float = 0.0
     load_ms: float = 0.0
@@ -121,10 +121,6 @@ class RequestTiming:
     has_peer: bool = False
     # The base model answered, as the request allowed.
     fell_back: bool = False
-    # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     # How draft tokens were accepted, where the server has more ways than one.
     accept: str | None = None
     # Why it was not drafted though drafts were asked for.
@@ -147,6 +143,10 @@ class EngineOutput:
     retry_after_s: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    # Steps so far that gave it tokens; draft tokens that these verified, and those of them that it said.
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @record
@@ -177,6 +177,10 @@ class RequestOutput:
     text_offsets: tuple[int, ...] = ()
     # With `logprobs`: what became certain of the text with each of `token_ids`; together they are `text`.
     token_texts: tuple[str, ...] = ()
+    # As in `EngineOutput`.
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def finished(self) -> bool:

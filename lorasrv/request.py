@@ -132,6 +132,12 @@ class Request:
     terms: tuple[AdapterTerm, ...] = ()
     # The keys of these.
     term_keys: tuple[AdapterKey, ...] = ()
+    # (content, weight) of each, if it is a sum whose terms are apart in the pool.
+    summed: tuple[tuple[AdapterKey, float], ...] = ()
+    # What is charged in the ledger for its steps.
+    account: Account = ("", None)
+    # Whether choosing its next token takes more than logits: the text so far, or what is told of them.
+    needs_text: bool = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     # Tokens with keys and values; chases `num_tokens`, without prefill and decode phases.
@@ -191,6 +197,8 @@ class Request:
     snapshot: SnapshotName | None = None
     # Those known so far, if asked for; not computed again after a preemption.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    # What its last output has told, until its status changes; under a policy each step changes it.
+    told: RequestTiming | None = None
 
     def __post_init__(self) -> None:
         self.request_id, self.sampling = self.message.request_id, self.message.sampling
@@ -200,8 +208,14 @@ class Request:
         self.token_ids = [*self.message.prompt_token_ids, *self.message.resumed_token_ids]
         self.adapter_key, self.terms = self.message.adapter_key, self.message.terms
         self.term_keys = tuple(term.key for term in self.terms)
+        if self.adapter_key is not None:
+            self.account = self.message.account
+            if self.term_keys != (self.adapter_key,):
+                self.summed = tuple((term.key, term.weight) for term in self.terms)
         assert (self.adapter_key is None) == (not self.terms), "an adapter's layout is known when it is asked for"
         constraint = self.message.constraint
+        is_plain = constraint is None and self.message.beams is None
+        self.needs_text = not (is_plain and self.sampling.takes_logits_alone)
         self.constraint_state = constraint.begin() if constraint is not None else None
         if self.constraint_state is not None:
             for token in self.message.resumed_token_ids:
@@ -209,7 +223,8 @@ class Request:
 
     def fall_back(self) -> None:
         """Go on with the base model in place of the adapter."""
-        self.adapter_key, self.terms, self.term_keys, self.fell_back = None, (), (), True
+        self.adapter_key, self.terms, self.term_keys, self.summed = None, (), (), ()
+        self.account, self.fell_back = ("", None), True
 
     @property
     def home_key(self) -> AdapterKey | None:
@@ -256,12 +271,6 @@ class Request:
         return MAX_TOKENS if policy is None else policy.next_check(self.num_prompt_tokens, self.num_computed_tokens)
 
     @property
-    def needs_text(self) -> bool:
-        """Return whether choosing its next token takes more than logits: the text so far, or what is told of them."""
-        is_plain = self.constraint_state is None and self.message.beams is None
-        return not (is_plain and self.sampling.takes_logits_alone)
-
-    @property
     def may_run_ahead(self) -> bool:
         """Return whether a token behind the next one may be computed while that is not known: it needs no text, and the
         answer is not too long for it.
@@ -292,7 +301,7 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Return why it has finished; None while tokens may still follow."""
-        return _FINISH_REASONS.get(self.status)
+        return _FINISH_REASONS[self.status]
 
     def on_load_started(self, now_s: float) -> None:
         """Note when the request began to wait for its adapter."""
@@ -315,7 +324,10 @@ class Request:
             request_id=self.request_id,
             new_token_ids=new_token_ids,
             finish_reason=self.finish_reason,
-            timing=self._timing(now_s),
+            timing=self.told or self._timing(now_s),
+            num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             stop_token_id=self.stop_token_id,
             error=self.error,
             refusal=self.refusal,
@@ -331,7 +343,8 @@ class Request:
 
     def _timing(self, now_s: float) -> "RequestTiming":
         begun = self.scheduled_s if self.scheduled_s is not None else now_s
-        return RequestTiming(
+        policy = self.message.kv_policy
+        timing = RequestTiming(
             queue_ms=max(0.0, begun - self.arrival_s - self.load_s) * 1e3,
             load_ms=self.load_s * 1e3,
             tier=self.tier,
@@ -340,13 +353,12 @@ class Request:
             num_peer_tokens=self._num_peer_tokens,
             has_peer=self.message.peer is not None,
             fell_back=self.fell_back,
-            num_steps=self.num_steps,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
             accept=self.message.accept,
             not_drafted=self.message.not_drafted,
-            kv=None if self.message.kv_policy is None else self._kv_usage(self.message.kv_policy),
+            kv=None if policy is None else self._kv_usage(policy),
         )
+        self.told = timing if policy is None else None
+        return timing
 
     def _kv_usage(self, policy: KvPolicy) -> KvUsage:
         dropped = self.num_dropped_pages * policy.page_size
@@ -361,7 +373,7 @@ class Request:
         )
 
 
-_FINISH_REASONS = {
+_ENDS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
@@ -369,6 +381,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_REFUSED: FinishReason.REFUSED,
     RequestStatus.FINISHED_TIMEOUT: FinishReason.TIMEOUT,
 }
+_FINISH_REASONS = [_ENDS.get(status) for status in RequestStatus]
 
 
 _END_OF_PERSONA = "\x1f"

@@ -33,7 +33,7 @@ class PageCopy(NamedTuple):
 class SlotMoves(NamedTuple):
     """Move keys and values of a sequence's tokens, in every layer, to slots in front; its first token's slot is 0."""
 
-    page_table: tuple[int, ...]
+    page_table: Sequence[int]
     # Both ascending, no target behind its source: a token is read before its slot is written.
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -181,12 +181,6 @@ class PlannedDrafts(NamedTuple):
 NO_DRAFTS = PlannedDrafts()
 
 
-def _summed(request: Request) -> tuple[tuple[AdapterKey, float], ...]:
-    if request.term_keys == (request.adapter_key,):
-        return ()
-    return tuple((term.key, term.weight) for term in request.terms)
-
-
 @record
 class ScheduledRequest:
     """Describe one request's share of a step."""
@@ -197,7 +191,7 @@ class ScheduledRequest:
     # Position of the first of them.
     start: int
     # `HOLE` in place of pages that none of the tokens sees.
-    page_table: tuple[int, ...]
+    page_table: Sequence[int]
     adapter_key: AdapterKey | None
     # Whether the step samples the request's next token.
     samples: bool
@@ -221,37 +215,49 @@ class ScheduledRequest:
     num_observed: int = 0
     # (content, weight) of each term, where the adapter is a sum whose terms are apart in the pool.
     summed: tuple[tuple[AdapterKey, float], ...] = ()
+    # Number of draft tokens and probes.
+    num_guessed_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafts = self.drafts
+        count = 0 if drafts is NO_DRAFTS else len(drafts.token_ids) + len(drafts.probes.token_ids)
+        self.num_guessed_tokens = count  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, request: Request, count: int, page_table: tuple[int, ...], drafts: PlannedDrafts = NO_DRAFTS
+        cls, request: Request, count: int, page_table: Sequence[int], drafts: PlannedDrafts = NO_DRAFTS
     ) -> "ScheduledRequest":
         """Return the share of the next `count` tokens of a request, with draft tokens behind them."""
-        start = request.num_scheduled_tokens
-        known = tuple(request.token_ids[start : start + count])
-        asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
-        policy, dropped = request.message.kv_policy, request.num_dropped_pages
+        start, history, sampling = request.num_scheduled_tokens, request.token_ids, request.sampling
+        message, expected = request.message, request.num_expected_tokens
+        tokens = tuple(history[start : start + count])
+        if len(tokens) < count:
+            tokens += (PENDING,) * (count - len(tokens))
+        if drafts is not NO_DRAFTS:
+            tokens += drafts.token_ids + drafts.probes.token_ids
+        asked = _NO_ROWS if sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
+        policy, dropped = message.kv_policy, request.num_dropped_pages
         observed = policy and policy.num_observed(request.num_prompt_tokens, start, start + count, dropped)
         return cls(
             request_id=request.request_id,
-            token_ids=known + (PENDING,) * (count - len(known)) + drafts.token_ids + drafts.probes.token_ids,
+            token_ids=tokens,
             start=start,
             page_table=page_table,
             adapter_key=request.adapter_key,
-            samples=start + count == request.num_expected_tokens,
-            sampling=request.sampling,
-            num_generated=request.num_generated_tokens + request.num_pending_tokens,
-            history=request.token_ids,
+            samples=start + count == expected,
+            sampling=sampling,
+            num_generated=expected - request.num_prompt_tokens,
+            history=history,
             constraint=request.constraint_state,
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
-            account=request.message.account if request.adapter_key is not None else ("", None),
+            account=request.account,
             drafts=drafts,
-            by_rejection=request.message.accept == REJECTION,
-            has_draft_heads=request.message.has_draft_heads,
-            vocab_size=request.message.vocab_size,
+            by_rejection=message.accept == REJECTION,
+            has_draft_heads=message.has_draft_heads,
+            vocab_size=message.vocab_size,
             kv_policy=policy,
             num_observed=observed or 0,
-            summed=_summed(request),
+            summed=request.summed,
         )
 
     @property
@@ -284,12 +290,6 @@ class ScheduledRequest:
             return self.draft_parents
         drafts = self.draft_parents or tuple(range(ROOT, count - 1))
         return drafts + tuple(parent if parent == ROOT else count + parent for parent in probes.parents)
-
-    @property
-    def num_guessed_tokens(self) -> int:
-        """Return the number of draft tokens and probes."""
-        drafts = self.drafts
-        return 0 if drafts is NO_DRAFTS else len(drafts.token_ids) + len(drafts.probes.token_ids)
 
     @property
     def num_known_tokens(self) -> int:

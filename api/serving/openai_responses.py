@@ -356,12 +356,13 @@ _ANY_TEXT = "\0"
 
 def _speculation(choices: ChoiceStream) -> Json:
     """Return the steps that the choices took, and how many draft tokens these verified and accepted."""
-    timings = [output.timing for output in choices.latest.values()]
+    outputs = choices.latest.values()
     counts = {
-        "steps": sum(timing.num_steps for timing in timings),
-        "drafted": sum(timing.num_draft_tokens for timing in timings),
-        "accepted": sum(timing.num_accepted_tokens for timing in timings),
+        "steps": sum(output.num_steps for output in outputs),
+        "drafted": sum(output.num_draft_tokens for output in outputs),
+        "accepted": sum(output.num_accepted_tokens for output in outputs),
     }
+    timings = [output.timing for output in outputs]
     facts = {
         "accept": next((timing.accept for timing in timings if timing.accept is not None), None),
         "not_drafted": next((timing.not_drafted for timing in timings if timing.not_drafted is not None), None),

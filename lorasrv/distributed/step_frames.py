@@ -58,7 +58,7 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
     arrays = (
         np.array(facts, dtype=np.int64).reshape(len(shares), -1),
         np.array([token for share in shares for token in share.token_ids], dtype=np.int64),
-        np.array([page for share in shares for page in share.page_table], dtype=np.int32),
+        np.concatenate([np.zeros(0, dtype=np.int32), *(np.array(s.page_table, dtype=np.int32) for s in shares)]),
         np.array(parents, dtype=np.int32),
         np.array([(number_of(place.layout), len(place.runs)) for place in placed], dtype=np.int64).reshape(-1, 2),
         np.array([run for place in placed for run in place.runs], dtype=np.int64).reshape(-1, 2),

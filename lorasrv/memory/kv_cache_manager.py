@@ -6,8 +6,10 @@ hole, so that the others keep their places. `SwapSpace` counts the KV pages of
 preempted requests in host memory, and decides when swapping costs less than recomputing.
 """
 
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
@@ -18,6 +20,8 @@ from lorasrv.memory.prefix_cache import PageChain, PrefixCache
 from lorasrv.outputs import RequestId
 from lorasrv.request import FixedPrefix
 from lorasrv.scheduler_output import PageCopy
+
+PageTable: TypeAlias = "array[int]"
 
 
 @dataclass(slots=True)
@@ -31,8 +35,8 @@ class _Table:
     chain: PageChain
     # Places without a page, those that the table will only grow to included.
     holes: set[int]
-    # `HOLE` for those that were dropped.
-    pages: list[int] = field(default_factory=list)
+    # `HOLE` for those that were dropped. Steps read it: it is replaced by another, not changed in place.
+    pages: PageTable = field(default_factory=lambda: array("i"))
     # Number of first ones that were offered to the prefix cache.
     num_kept: int = 0
     # Number of first ones that came from there.
@@ -94,11 +98,13 @@ class KVCacheManager:
         if self._prefixes is None:
             return 0
         most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
+        found = array("i")
         for number in range(most // self.page_size):
             page = self._prefixes.lookup(table.chain.hash(token_ids, number))
             if page is None:
                 break
-            table.pages.append(page)
+            found.append(page)
+        table.pages = found
         table.num_kept = table.num_attached = len(table.pages)
         return len(table.pages) * self.page_size
 
@@ -125,8 +131,12 @@ class KVCacheManager:
     def missing_pages(self, request_id: RequestId, num_computed: int, num_tokens: int) -> int:
         """Return the number of pages to take before tokens `num_computed .. num_tokens - 1` can be written."""
         table = self._tables[request_id]
-        shared, new = self._shared(table, num_computed), range(len(table.pages), self.pages_for(num_tokens))
-        return len(shared) + (len(new) - sum(place in new for place in table.holes) if new else 0)
+        missing, first, end = 0, len(table.pages), -(-num_tokens // self.page_size)
+        if self._is_shared(table, num_computed // self.page_size):
+            missing = 1
+        if end > first:
+            missing += end - first - sum(first <= place < end for place in table.holes)
+        return missing
 
     def allocate(self, request_id: RequestId, num_computed: int, num_tokens: int) -> tuple[PageCopy, ...] | None:
         """Make tokens `num_computed .. num_tokens - 1` of the request writable.
@@ -135,23 +145,23 @@ class KVCacheManager:
             The copies to be made before the step writes; None, and nothing changed, if the pool has too few free pages.
         """
         table = self._tables[request_id]
-        shared, new = self._shared(table, num_computed), range(len(table.pages), self.pages_for(num_tokens))
-        if not shared and not new:
+        place, new = num_computed // self.page_size, range(len(table.pages), self.pages_for(num_tokens))
+        is_shared = self._is_shared(table, place)
+        if not is_shared and not new:
             return ()
         taken = self._pool.allocate_singles(self.missing_pages(request_id, num_computed, num_tokens))
         if taken is None:
             return None
-        copies = []
-        for place in shared:
-            copies.append(PageCopy(table.pages[place], taken.pop()))
-            self._release_page(table.pages[place])
-            table.pages[place] = copies[-1].target
-        if table.holes:
-            rest = iter(taken)
-            taken = [HOLE if place in table.holes else next(rest) for place in new]
-        table.pages += taken
+        pages, copies = table.pages[:], tuple[PageCopy, ...]()
+        if is_shared:
+            copies = (PageCopy(pages[place], taken.pop()),)
+            self._release_page(pages[place])
+            pages[place] = copies[0].target
+        rest = iter(taken)
+        pages.extend(HOLE if place in table.holes else next(rest) for place in new)
+        table.pages = pages
         self.num_copies += len(copies)
-        return tuple(copies)
+        return copies
 
     def num_writable_tokens(self, request_id: RequestId) -> int:
         """Return how many tokens the request's pages hold when they are full."""
@@ -160,8 +170,11 @@ class KVCacheManager:
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
         """Free the request's pages behind those of its first `num_tokens` tokens."""
         table = self._tables[request_id]
-        surplus = table.pages[self.pages_for(num_tokens) :]
-        del table.pages[len(table.pages) - len(surplus) :]
+        kept = self.pages_for(num_tokens)
+        surplus = table.pages[kept:]
+        if not surplus:
+            return
+        table.pages = table.pages[:kept]
         table.holes.difference_update(range(len(table.pages), len(table.pages) + len(surplus)))
         for page in reversed(_real(surplus)):
             self._release_page(page)
@@ -184,9 +197,11 @@ class KVCacheManager:
     def drop(self, request_id: RequestId, places: Sequence[int]) -> None:
         """Free the request's pages at some places."""
         table = self._tables[request_id]
+        pages = table.pages[:]
         for place in places:
-            self._release_page(table.pages[place])
-            table.pages[place] = HOLE
+            self._release_page(pages[place])
+            pages[place] = HOLE
+        table.pages = pages
         table.holes.update(places)
 
     def holes(self, request_id: RequestId) -> frozenset[int]:
@@ -206,9 +221,9 @@ class KVCacheManager:
                 self._prefixes.insert(table.chain.hash(token_ids, number), page, table.home)
         table.num_kept = num_computed // self.page_size
 
-    def page_table(self, request_id: RequestId) -> tuple[int, ...]:
-        """Return the request's pages in order, `HOLE` in place of those that were dropped."""
-        return tuple(self._tables[request_id].pages)
+    def page_table(self, request_id: RequestId) -> PageTable:
+        """Return the request's pages in order, `HOLE` in place of those that were dropped; to be read only."""
+        return self._tables[request_id].pages
 
     def held_pages(self, request_id: RequestId, num_tokens: int) -> tuple[int, ...]:
         """Return the pages in order that the request has of its first `num_tokens` tokens."""
@@ -228,7 +243,7 @@ class KVCacheManager:
         """Follow pages that were moved: old id -> new id."""
         for table in self._tables.values():
             if not moves.keys().isdisjoint(table.pages):
-                table.pages = [moves.get(page, page) for page in table.pages]
+                table.pages = array("i", (moves.get(page, page) for page in table.pages))
 
     def references(self) -> Iterator[int]:
         """Yield every page id that a table holds, for `PagePool.check_integrity`."""
@@ -301,12 +316,10 @@ class KVCacheManager:
         for page in reversed(self._lent.pop(lease)):
             self._release_page(page)
 
-    def _shared(self, table: _Table, num_computed: int) -> range:
-        """Return the places of pages that the request will write into and other tables hold: at most the one it is
-        in."""
-        place = num_computed // self.page_size
-        is_shared = place < len(table.pages) and self._pool.refcount(table.pages[place]) > 1
-        return range(place, place + is_shared)
+    def _is_shared(self, table: _Table, place: int) -> bool:
+        """Return whether other tables hold the page in which the request's next token is written, if it has it; those
+        behind it are its own."""
+        return place < len(table.pages) and self._pool.refcount(table.pages[place]) > 1
 
     def _release_page(self, page: int) -> None:
         self._pool.release((page,))

@@ -5,6 +5,8 @@ them.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lorasrv.outputs import record
+
 
 @dataclass(slots=True)
 class SchedulerCounters:
@@ -18,7 +20,7 @@ class SchedulerCounters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EngineStats:
     """Hold the state after one step; totals count from the start."""
 

@@ -95,6 +95,9 @@ class RequestTotals:
         return self._faded * math.exp((self._at_s - now_s) / FADE_S) / FADE_S
 
 
+_NOTHING = RequestOutput(RequestId(""), "", (), 0, 0, RequestTiming())
+
+
 @dataclass(slots=True)
 class _LiveRequest:
     account: RequestTotals
@@ -111,7 +114,7 @@ class _LiveRequest:
     tokens: int = 0
     # Of these, those that another replica has generated and counted.
     resumed_tokens: int = 0
-    timing: RequestTiming = field(default_factory=RequestTiming)
+    latest: RequestOutput = field(default_factory=lambda: _NOTHING)
 
 
 class RequestStats(RequestObserver):
@@ -184,7 +187,7 @@ class RequestStats(RequestObserver):
         if request is None:
             return
         now_s = self._clock()
-        request.timing = output.timing
+        request.latest = output
         if (new := output.num_generated_tokens - request.tokens) > 0:
             request.tokens += new
             request.account.add(new, now_s)
@@ -231,13 +234,13 @@ class RequestStats(RequestObserver):
 
     def _begun(self, request: _LiveRequest, now_s: float) -> None:
         request.first_s = now_s
-        self.queue.add(request.timing.queue_ms / 1e3)
+        self.queue.add(request.latest.timing.queue_ms / 1e3)
         self.first_token.add(now_s - request.arrived_s)
 
     def _over(self, request_id: RequestId, request: _LiveRequest, reason: FinishReason, why: str, now_s: float) -> None:
         if reason in (FinishReason.REFUSED, FinishReason.TIMEOUT):
             self.rejected[why] += 1
-        timing, arrived_s = request.timing, request.arrived_s
+        latest, timing, arrived_s = request.latest, request.latest.timing, request.arrived_s
         ended = FinishedRequestStats(
             request_id=request_id,
             adapter_id=request.adapter_id,
@@ -251,9 +254,9 @@ class RequestStats(RequestObserver):
             prompt_tokens=request.prompt_tokens,
             cached_tokens=timing.num_cached_tokens,
             generated_tokens=request.tokens - request.resumed_tokens,
-            steps=timing.num_steps,
-            draft_tokens=timing.num_draft_tokens,
-            accepted_draft_tokens=timing.num_accepted_tokens,
+            steps=latest.num_steps,
+            draft_tokens=latest.num_draft_tokens,
+            accepted_draft_tokens=latest.num_accepted_tokens,
             queue_s=timing.queue_ms / 1e3,
             load_s=timing.load_ms / 1e3,
             first_token_s=None if request.first_s is None else request.first_s - arrived_s,

@@ -128,9 +128,9 @@ def _line(request: _Open, output: RequestOutput, reason: FinishReason, start_s: 
         queue_ms=round(timing.queue_ms, 3),
         load_ms=round(timing.load_ms, 3),
         tier=timing.tier,
-        steps=timing.num_steps,
-        drafted_tokens=timing.num_draft_tokens,
-        accepted_tokens=timing.num_accepted_tokens,
+        steps=output.num_steps,
+        drafted_tokens=output.num_draft_tokens,
+        accepted_tokens=output.num_accepted_tokens,
         finish=reason.value,
     )
 

@@ -127,6 +127,10 @@ class Quotas:
         self._clock = memory.clock
         self._own: dict[str, Limits] = {}
         self._shares: dict[str, LimitShare] = {}
+        # Adapters with a rate of their own, and whether any account may have one.
+        self._rated: set[str] = set()
+        self._has_rates = False
+        self._count_rates()
         self._adapters: dict[str, _QuotaAccount] = {}
         self._keys: dict[str, _QuotaAccount] = {}
         self._reserved: dict[RequestId, int] = {}
@@ -141,6 +145,10 @@ class Quotas:
             self._own.pop(adapter_id, None)
         else:
             self._own[adapter_id] = limits
+        self._rated.discard(adapter_id)
+        if limits is not None and limits.tokens_per_s is not None:
+            self._rated.add(adapter_id)
+        self._count_rates()
         self._fit(adapter_id)
 
     def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
@@ -259,12 +267,12 @@ class Quotas:
 
     def rate_blocker(self, request: Request) -> tuple[Blocker, float] | None:
         """Return which rate forbids that a request has tokens now, and until when; None if none does."""
-        adapter, key = self._accounts(request)
-        if adapter.tokens is None and key.tokens is None:
+        if not self._has_rates:
             return None
-        waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in (adapter, key) if a.tokens is not None]
-        wait_s, *blocker = max(waits)
-        return (Blocker(*blocker), self._clock() + wait_s) if wait_s > 0 else None
+        accounts = self._accounts(request)
+        waits = [(a.tokens.wait_s(0.0), a.kind, a.name) for a in accounts if a.tokens is not None]
+        wait_s, kind, name = max(waits, default=(0.0, "", ""))
+        return (Blocker(kind, name), self._clock() + wait_s) if wait_s > 0 else None
 
     def take_relieved(self) -> set[Blocker]:
         """Return the limits that may allow more since the last call."""
@@ -333,7 +341,7 @@ class Quotas:
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge computed tokens to the request's accounts."""
-        for account in self._accounts(request):
+        for account in self._accounts(request) if self._has_rates else ():
             if account.tokens is not None:
                 account.tokens.take(num_tokens)
 
@@ -404,6 +412,10 @@ class Quotas:
 
     def _pages_for(self, terms: Iterable[AdapterTerm]) -> int:
         return sum(self._memory.adapters.pages_for(term.layout) for term in terms)
+
+    def _count_rates(self) -> None:
+        of_all = self._of_adapters.tokens_per_s, self._of_keys.tokens_per_s
+        self._has_rates = bool(self._rated) or of_all != (None, None)
 
     def _limits_of(self, adapter_id: str) -> Limits:
         """Return an adapter's limits; the base model is limited by its keys only."""

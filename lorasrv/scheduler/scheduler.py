@@ -515,7 +515,7 @@ class Scheduler:
 
         The caller takes pages and pins before a request runs and gives them back before it stops.
         """
-        was, request.status = request.status, status
+        was, request.status, request.told = request.status, status, None
         self._num_waiting_for_adapter += (status is RequestStatus.WAITING_FOR_ADAPTER) - (
             was is RequestStatus.WAITING_FOR_ADAPTER
         )

@@ -81,7 +81,9 @@ class TokenBudget:
 
     def may_take(self, request: Request) -> bool:
         """Return whether a request slot and a token are left for the request."""
-        return self.request_slots > 0 and self._most(request) > 0
+        if self.request_slots <= 0 or self.tokens <= 0:
+            return False
+        return self._is_decoding(request) or self._most_of_prompt(request) > 0
 
     def lacks_rows(self, request: Request) -> bool:
         """Return whether the request lacks prompt rows only; requests behind it need not wait for these."""
@@ -125,9 +127,6 @@ class TokenBudget:
             self.tokens += count
             self.request_slots += 1
             # Its prompt rows stay spent in this step: which they were is not known any more.
-
-    def _most(self, request: Request) -> int:
-        return min(1, self.tokens) if self._is_decoding(request) else self._most_of_prompt(request)
 
     def _is_decoding(self, request: Request) -> bool:
         return request.request_id in self.reserved or is_decoding(request)

@@ -185,7 +185,10 @@ class Speculator:
                 if not self._follow(trail, name, request, new_token_ids):
                     del trails[name]
         for drafter in self._listeners:
-            self._guard(drafter, partial(drafter.observe, request, new_token_ids))
+            try:
+                drafter.observe(request, new_token_ids)
+            except Exception:
+                self._dismiss(drafter)
 
     def forget(self, request: Request) -> None:
         """Tell the drafters that a request has finished."""
@@ -276,10 +279,14 @@ class Speculator:
         try:
             return call()
         except Exception:
-            _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
-            self._drafters.remove(drafter)
-            self._listeners = [other for other in self._listeners if other is not drafter]
+            self._dismiss(drafter)
             return None
+
+    def _dismiss(self, drafter: Drafter) -> None:
+        """Never ask a drafter again, which has just raised."""
+        _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
+        self._drafters.remove(drafter)
+        self._listeners = [other for other in self._listeners if other is not drafter]
 
 
 def _most_behind(request: Request, num_drafts: int) -> int:

@@ -1,6 +1,5 @@
 """Step rows: which rows a step has, on the host, before they become tensors."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -72,11 +71,22 @@ class StepRows:
         samples = np.array([s.samples for s in scheduled])
         asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
         positions = np.arange(lens.sum()) + (starts - firsts).repeat(lens)
-        for share, end in zip(scheduled, (firsts + lens).tolist(), strict=True):
-            if parents := share.slot_parents:
-                positions[end - len(parents) : end] = _tree_positions(share)
-        seen = [sequence for share in scheduled for sequence in _sequences(share)]
-        trees = [sequence.parents for sequence in seen]
+        trees: list[Parents] = []
+        if any(s.num_guessed_tokens for s in scheduled):
+            trees = [s.slot_parents for s in scheduled]
+        for i in range(len(trees)):
+            if trees[i]:
+                end = firsts[i] + lens[i]
+                positions[end - len(trees[i]) : end] = _tree_positions(scheduled[i])
+        query_lens, kv_lens = lens, starts + lens
+        pages = [s.page_table for s in scheduled]
+        observed: Sequence[int] = [0] * len(scheduled)
+        if any(s.kv_policy is not None for s in scheduled):
+            seen = [sequence for share in scheduled for sequence in _sequences(share)]
+            query_lens = np.array([sequence.num_rows for sequence in seen])
+            kv_lens = np.array([sequence.num_keys for sequence in seen])
+            pages, trees = [sequence.pages for sequence in seen], [sequence.parents for sequence in seen]
+            observed = [sequence.num_observed for sequence in seen]
         own = _logit_rows(scheduled, firsts + lens, samples)
         return cls(
             scheduled=scheduled,
@@ -85,12 +95,12 @@ class StepRows:
             token_ids=np.array([t for s in scheduled for t in s.token_ids]),
             positions=positions,
             row_terms=_owners(terms, entries).repeat(lens, axis=1),
-            query_lens=np.array([sequence.num_rows for sequence in seen]),
-            kv_lens=np.array([sequence.num_keys for sequence in seen]),
-            page_tables=_page_tables([sequence.pages for sequence in seen]),
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            page_tables=_page_tables(pages),
             logit_rows=np.concatenate([own, *asked]) if asked else own,
             parents=trees if any(trees) else [],
-            num_observed=np.array([sequence.num_observed for sequence in seen], dtype=np.int32),
+            num_observed=np.array(observed, dtype=np.int32),
         )
 
     def part(self, first: int, end: int) -> "StepRows":
@@ -176,5 +186,5 @@ def _sequences(share: ScheduledRequest) -> list[_Sequence]:
 def _page_tables(pages: Sequence[Sequence[int]]) -> Int32:
     tables = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
     for row, of_sequence in zip(tables, pages, strict=True):
-        row[: len(of_sequence)] = array("i", of_sequence)  # numpy takes twice as long for a tuple
+        row[: len(of_sequence)] = of_sequence
     return tables

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.memory.sorted_items import Rank, SortedItems
+from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.scheduler.policies.base import Policy, preempted_first
@@ -177,6 +178,8 @@ class Fair(Policy):
         self._adapters: dict[str, _Ledger] = {}
         self._keys = _Ledger(lambda _: quotas.key_weight(), self._adapters.pop)
         self._in_batch: Counter[AdapterKey | None] = Counter()
+        # Of running requests, whose accounts are not dropped.
+        self._running: dict[RequestId, tuple[_FairAccount, _FairAccount]] = {}
 
     def rank(self, request: Request) -> Rank:
         return request.message.priority, preempted_first(request)
@@ -264,7 +267,7 @@ class Fair(Policy):
 
     def on_admitted(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
-        key, adapter = self._accounts(request)
+        key, adapter = self._running[request.request_id] = self._accounts(request)
         self._keys.add_running(key, 1)
         self._adapters[key.name].add_running(adapter, 1)
         if adapter.is_throttled:
@@ -273,7 +276,7 @@ class Fair(Policy):
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
     def on_left_batch(self, request: Request) -> None:
-        key, adapter = self._accounts(request)
+        key, adapter = self._running.pop(request.request_id)
         self._keys.add_running(key, -1)
         self._adapters[key.name].add_running(adapter, -1)
         self._in_batch[request.adapter_key] -= 1
@@ -372,6 +375,8 @@ class Fair(Policy):
         adapter.served += tokens / self._quotas.weight(adapter.name)
 
     def _accounts(self, request: Request) -> tuple[_FairAccount, _FairAccount]:
+        if (found := self._running.get(request.request_id)) is not None:
+            return found
         principal, adapter_id = _names(request)
         return self._keys.account(principal), self._adapters[principal].account(adapter_id)
 
