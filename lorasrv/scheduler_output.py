@@ -366,7 +366,7 @@ def children(token_ids: Sequence[int], parents: Sequence[int]) -> dict[tuple[int
     return {key: at for at, key in enumerate(zip(parents or range(ROOT, len(token_ids)), token_ids, strict=False))}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SchedulerOutput:
     """Describe a whole step."""
 
@@ -389,8 +389,11 @@ class SchedulerOutput:
     num_guessed_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(len(share.token_ids) for share in self.scheduled))
-        object.__setattr__(self, "num_guessed_tokens", sum(share.num_guessed_tokens for share in self.scheduled))
+        num_tokens = num_guessed = 0
+        for share in self.scheduled:
+            num_tokens += len(share.token_ids)
+            num_guessed += share.num_guessed_tokens
+        self.num_tokens, self.num_guessed_tokens = num_tokens, num_guessed  # type: ignore[misc]
 
     def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
         """Return the step with these tokens in place of pending ones; any token for requests that have none, as they

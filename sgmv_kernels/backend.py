@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -123,6 +123,33 @@ class AttentionPlan:
     def num_rows(self) -> int:
         """Return T, the rows of all sequences; in a graph those behind them, too, that only pad it."""
         return len(self.write_pages)
+
+
+class RowPlaces(NamedTuple):
+    """Say where the rows of B sequences are in the pool, on the host."""
+
+    # [B + 1], [B]: as in `AttentionPlan`.
+    query_starts: Int32
+    kv_lens: Int32
+    # [T]: page and slot in which each row's own key and value are stored.
+    pages: Ints
+    slots: Ints
+
+    @classmethod
+    def of(
+        cls,
+        page_tables: Int32,
+        query_lens: Sequence[int] | Ints,
+        kv_lens: Sequence[int] | Ints,
+        page_size: int,
+    ) -> "RowPlaces":
+        """Return the places of a step's rows; arguments as `Ops.plan_attention`."""
+        queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
+        starts = np.zeros(len(queries) + 1, dtype=np.int32)
+        ends = queries.cumsum(dtype=np.int32, out=starts[1:])
+        sequence = np.arange(len(queries)).repeat(queries)
+        position = np.arange(len(sequence)) + (lens - ends)[sequence]
+        return cls(starts, lens, page_tables[sequence, position // page_size], position % page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,11 +352,8 @@ def plan_of(
     device: torch.device,
 ) -> AttentionPlan:
     """Return the plan of a step's sequences without the backend's part; arguments as `Ops.plan_attention`."""
-    queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
-    starts = np.zeros(len(queries) + 1, dtype=np.int32)
-    ends = queries.cumsum(dtype=np.int32, out=starts[1:])
-    sequence = np.arange(len(queries)).repeat(queries)
-    position = np.arange(len(sequence)) + (lens - ends)[sequence]
-    pages, slots = page_tables[sequence, position // page_size], position % page_size
-    write_pages, write_slots = upload((pages, slots), device)
-    return AttentionPlan(page_tables, starts, lens, page_size, num_pages, write_pages, write_slots, None)
+    places = RowPlaces.of(page_tables, query_lens, kv_lens, page_size)
+    write_pages, write_slots = upload((places.pages, places.slots), device)
+    return AttentionPlan(
+        page_tables, places.query_starts, places.kv_lens, page_size, num_pages, write_pages, write_slots, None
+    )

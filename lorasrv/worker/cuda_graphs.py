@@ -28,8 +28,8 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.backend import StepTables
-from sgmv_kernels.triton_ops.attention_metadata import count_items
+from sgmv_kernels.backend import RowPlaces, StepTables
+from sgmv_kernels.triton_ops.attention_metadata import Work, cut
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -147,7 +147,9 @@ class GraphedSteps:
             Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
         """
         rows = StepRows.of(step)
-        capacity = self._capacity_for(rows)
+        places = RowPlaces.of(rows.page_tables, rows.query_lens, rows.kv_lens, self._dims.page_size)
+        work = cut(places.query_starts, places.kv_lens, self._shape, self._dims.group)
+        capacity = self._capacity_for(rows, work)
         self._num_steps += 1
         if capacity is None or self._num_steps < self._retry_at.get(capacity, 0):
             return None
@@ -155,9 +157,9 @@ class GraphedSteps:
         bucket.plans.update(
             rows.token_ids,
             rows.positions,
-            rows.query_lens,
-            rows.kv_lens,
             rows.page_tables,
+            places,
+            work,
             rows.row_adapters,
             rows.adapters,
             rows.weights,
@@ -168,7 +170,7 @@ class GraphedSteps:
         logits = self._capture(capacity, bucket) if bucket.recorded is None else _replay(bucket.recorded)
         return logits[: len(rows.logit_rows)], tuple(s for s in rows.scheduled if s.samples)
 
-    def _capacity_for(self, rows: StepRows) -> StaticCapacity | None:
+    def _capacity_for(self, rows: StepRows, work: Work) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
         if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.scheduled):
             return None
@@ -183,7 +185,7 @@ class GraphedSteps:
         rank = _first(RANKS, max((adapter.layout.max_rank for adapter in rows.adapters), default=0))
         if num_rows is None or sequences is None or rank is None or rows.page_tables.shape[1] > self._max_pages:
             return None
-        small, long, reduces = count_items(rows.query_lens, rows.kv_lens, self._shape, self._dims.group)
+        small, long, reduces = len(work.decode), len(work.prefill), len(work.reduce)
         most_long = num_rows // self._shape.prefill_rows + LONG_PROMPTS if is_mixed else 0
         parts = next((p for p in PARTS if sequences * p >= small and (p > 1 or not reduces)), None)
         if parts is None or sequences * parts > MAX_ITEMS or long > most_long:

@@ -1,7 +1,7 @@
 """Step rows: which rows a step has, on the host, before they become tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import HOLE
-from lorasrv.outputs import RequestId
+from lorasrv.outputs import RequestId, record
 from lorasrv.scheduler_output import PENDING, ScheduledRequest, SchedulerOutput
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents, depths_of
 from sgmv_kernels.metadata.segments import BASE, Int32
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepRows:
     """Hold the T rows of a step's B sequences on the host, those of one adapter together.
 

@@ -19,15 +19,17 @@ no keys (`first key = end`), or no slots, and its programs end after one load.
 Source: keys split with a reduce, Flash-Decoding (Dao et al. 2023); a plan of work items made on the host, FlashInfer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.errors import CapacityExceeded
+from sgmv_kernels.metadata.draft_trees import DraftTrees
 from sgmv_kernels.metadata.h2d import Ints
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.triton_ops.common import host_ints, section, sections
@@ -40,6 +42,7 @@ MAX_SPLITS = 64
 FEW_ROWS = 64
 """Most query rows, times the heads that share a key head, of a sequence without a tree that is cut into small tiles."""
 NO_SLOT = -1
+NO_REDUCES = np.empty((0, REDUCE_INTS), dtype=np.int32)
 PADDING_INTS = 256
 """Room behind the page tables: a tile of keys reads the table without a mask, at most two tiles past its end."""
 
@@ -67,6 +70,9 @@ class Work:
     reduce: Int32
     # Number of partial results.
     slots: int
+
+
+NO_WORK: Mapping[tuple[Shape, int], Work] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,85 +161,76 @@ class AttentionTables:
         """Return the work on the device, for query heads that share a key head in groups of `group`."""
         made = self._buffers.get((shape, group))
         if made is None:
-            work = cut(self._plan, shape, group)
+            work = cut(self._plan.query_starts, self._plan.kv_lens, shape, group, self._plan.trees)
             made = AttentionBuffer(self._capacity or _exact(self._plan, work), self._device)
             made.update(self._plan, work)
             self._buffers[shape, group] = made
         return made
 
-    def update(self, plan: AttentionPlan) -> None:
-        """Replace the step; only with a capacity."""
+    def update(self, plan: AttentionPlan, known: Mapping[tuple[Shape, int], Work] = NO_WORK) -> None:
+        """Replace the step; only with a capacity.
+
+        Args:
+            known: work that is cut already, by shape and group.
+        """
         assert self._capacity is not None
         self._plan = plan
-        for (shape, group), buffer in self._buffers.items():
-            buffer.update(plan, cut(plan, shape, group))
+        for key, buffer in self._buffers.items():
+            work = known.get(key) or cut(plan.query_starts, plan.kv_lens, *key, plan.trees)
+            buffer.update(plan, work)
 
 
-def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
-    """Cut every sequence into tiles and parts by what it is alone, all sequences in one pass."""
-    query_lens = np.diff(plan.query_starts)
-    few = _is_few(query_lens, shape, group)
-    if plan.trees is not None:
-        few |= plan.trees.starts < plan.kv_lens
-    small, long = np.flatnonzero(few).astype(np.int32), np.flatnonzero(~few).astype(np.int32)
-    lens = plan.kv_lens[small]
+def cut(query_starts: Int32, kv_lens: Int32, shape: Shape, group: int, trees: DraftTrees | None = None) -> Work:
+    """Cut every sequence into tiles and parts by what it is alone, all sequences in one pass; arguments as in
+    `AttentionPlan`."""
+    query_lens = query_starts[1:] - query_starts[:-1]
+    few = (query_lens == 1) | (query_lens * group <= shape.few_rows)
+    if trees is not None:
+        few |= trees.starts < kv_lens
+    (small,), (long,) = few.nonzero(), (~few).nonzero()
+    rows, lens = query_lens[small], kv_lens[small]
     part = split_of(lens, shape.split_tokens)
-    decode = _items(small, query_lens[small], lens, shape.decode_rows, part)
-    parts = np.repeat(-(-lens // part), -(-query_lens[small] // shape.decode_rows))
+    decode, parts = _items(small, rows, lens, shape.decode_rows, part)
+    whole = kv_lens[long]
+    prefill, _ = _items(long, query_lens[long], whole, shape.prefill_rows, whole)
     slots = _number_slots(decode, parts)
-    whole = plan.kv_lens[long]
-    return Work(
-        decode,
-        _items(long, query_lens[long], whole, shape.prefill_rows, whole),
-        _reduces(decode, parts),
-        slots,
-    )
-
-
-def count_items(query_lens: Ints, kv_lens: Ints, shape: Shape, group: int) -> tuple[int, int, int]:
-    """Return how many small items, long items and reduces `cut` makes."""
-    few = _is_few(query_lens, shape, group)
-    tiles = -(-query_lens[few] // shape.decode_rows)
-    parts = -(-kv_lens[few] // split_of(kv_lens[few], shape.split_tokens))
-    long = -(-query_lens[~few] // shape.prefill_rows)
-    return int((tiles * parts).sum()), int(long.sum()), int(tiles[parts > 1].sum())
-
-
-def _is_few(query_lens: Ints, shape: Shape, group: int) -> npt.NDArray[np.bool_]:
-    """Return which sequences are cut into small tiles."""
-    few: npt.NDArray[np.bool_] = (query_lens == 1) | (query_lens * group <= shape.few_rows)
-    return few
+    return Work(decode, prefill, _reduces(decode, parts) if slots else NO_REDUCES, slots)
 
 
 def split_of(lens: Ints, split_tokens: int) -> Int32:
     """Return the keys of a part for each length: `split_tokens` times a power of two, for few parts."""
+    if not len(lens) or lens.max() <= MAX_SPLITS * split_tokens:
+        return np.full(len(lens), split_tokens, dtype=np.int32)
     parts = -(-lens // split_tokens)
     doublings = np.frexp(-(-parts // MAX_SPLITS) - 1)[1]
     return (split_tokens << doublings.astype(np.int32)).astype(np.int32)
 
 
-def _items(sequences: Int32, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> Int32:
-    """Return items [I, 5] without slots, the parts of a tile side by side in order."""
-    if not len(sequences):
-        return np.empty((0, ITEM_INTS), dtype=np.int32)
-    parts = -(-lens // part)
-    counts = -(-rows // tile_rows) * parts
-    of = np.repeat(np.arange(len(sequences)), counts)
-    within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    items = np.empty((len(of), ITEM_INTS), dtype=np.int32)
+def _items(sequences: Ints, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> tuple[Int32, Int32]:
+    """Return items [I, 5] without slots, the parts of a tile side by side in order, and the parts of each tile."""
+    tiles, parts = -(-rows // tile_rows), -(-lens // part)
+    counts = tiles * parts
+    items = np.empty((int(counts.sum()), ITEM_INTS), dtype=np.int32)
+    items[:, 4] = NO_SLOT
+    if len(items) == len(sequences):  # one of each
+        items[:, 0], items[:, 1:3], items[:, 3] = sequences, 0, lens
+        return items, parts
+    of = np.arange(len(sequences)).repeat(counts)
+    within = np.arange(len(of)) - (counts.cumsum() - counts).repeat(counts)
     items[:, 0] = sequences[of]
     items[:, 1] = within // parts[of] * tile_rows
     items[:, 2] = within % parts[of] * part[of]
     items[:, 3] = np.minimum(items[:, 2] + part[of], lens[of])
-    items[:, 4] = NO_SLOT
-    return items
+    return items, parts.repeat(tiles)
 
 
 def _number_slots(items: Int32, parts: Int32) -> int:
     """Give a slot to every part of tiles that have several, and return the number of slots; `parts` counts those of
     each tile.
     """
-    split = np.repeat(parts > 1, parts)
+    if len(items) == len(parts):
+        return 0
+    split = (parts > 1).repeat(parts)
     count = int(split.sum())
     items[split, 4] = np.arange(count)
     return count
@@ -241,7 +238,7 @@ def _number_slots(items: Int32, parts: Int32) -> int:
 
 def _reduces(items: Int32, parts: Int32) -> Int32:
     """Return [G, 4]: the tiles that have several parts."""
-    first = items[np.cumsum(parts) - parts]
+    first = items[parts.cumsum() - parts]
     return np.stack((first[:, 0], first[:, 1], first[:, 4], parts), axis=-1)[parts > 1].astype(np.int32)
 
 

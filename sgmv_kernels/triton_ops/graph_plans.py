@@ -13,18 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sgmv_kernels.backend import AttentionPlan, SgmvPlan, plan_of
+from sgmv_kernels.backend import AttentionPlan, RowPlaces, SgmvPlan
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.metadata.h2d import Ints
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops.attention import shape_for
-from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables, Shape
+from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables, Shape, Work
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +82,8 @@ class StaticPlans:
         sizes = [capacity.rows] * 4 + [capacity.sequences]
         self._inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=dims.device)
         self.token_ids, self.positions, self._pages, self._slots, self.logit_rows = torch.split(self._inputs, sizes)
+        # How a step's sequences are cut.
+        self._cut = dims.shape, dims.group
         self._attention: AttentionTables | None = None
         self._lora = self._lora_tables() if capacity.rank else None
         self.attention: AttentionPlan | None = None
@@ -95,9 +95,9 @@ class StaticPlans:
         self,
         token_ids: Ints,
         positions: Ints,
-        query_lens: Ints,
-        kv_lens: Ints,
         page_tables: Int32,
+        places: RowPlaces,
+        work: Work,
         row_adapters: Int32,
         adapters: Sequence[PlacedAdapter],
         weights: Sequence[float],
@@ -107,7 +107,9 @@ class StaticPlans:
 
         Args:
             token_ids, positions: [T].
-            query_lens, kv_lens, page_tables: [B], as `Ops.plan_attention` takes them.
+            page_tables: [B, max pages], as `Ops.plan_attention` takes them.
+            places: of the rows, in these tables.
+            work: the sequences, cut by the dimensions' `shape` and `group`.
             row_adapters: [T], index into `adapters`, or `BASE`.
             adapters: the placed adapters of the step.
             weights: factor of what each adapter adds.
@@ -115,24 +117,26 @@ class StaticPlans:
         Raises:
             CapacityExceeded: the step does not fit.
         """
-        dims, rows, count = self._dims, self._capacity.rows, len(token_ids)
-        if count > rows or len(logit_rows) > self._capacity.sequences:
-            raise CapacityExceeded(f"a step has {count} rows and logits of {len(logit_rows)}: {self._capacity}")
-        plan = plan_of(page_tables, query_lens, kv_lens, dims.page_size, dims.num_pages + 1, CPU)
-        self._update_attention(plan)
+        dims, rows, count, sampled = self._dims, self._capacity.rows, len(token_ids), len(logit_rows)
+        if count > rows or sampled > self._capacity.sequences:
+            raise CapacityExceeded(f"a step has {count} rows and logits of {sampled}: {self._capacity}")
+        pages = dims.page_size, dims.num_pages + 1, self._pages, self._slots
+        plan = AttentionPlan(page_tables, places.query_starts, places.kv_lens, *pages, self._attention)
+        if self._attention is None:
+            self._attention = self._attention_tables(plan)
+            plan = replace(plan, prepared=self._attention)
+        else:
+            self._attention.update(plan, {self._cut: work})
         self._update_lora(row_adapters, tuple(adapters), tuple(weights))
         host = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=dims.device.type == "cuda")
-        ids, places, pages, slots, wanted = np.split(host.numpy(), np.arange(1, 5) * rows)
-        pages[:] = dims.num_pages
-        ids[:count], places[:count], pages[:count], slots[:count] = (
-            token_ids,
-            positions,
-            plan.write_pages,
-            plan.write_slots,
-        )
-        wanted[: len(logit_rows)] = logit_rows
+        numbers = host.numpy()
+        of_rows = numbers[: 4 * rows].reshape(4, rows)
+        of_rows[0, :count], of_rows[1, :count] = token_ids, positions
+        of_rows[2, :count], of_rows[3, :count] = places.pages, places.slots
+        of_rows[2, count:] = dims.num_pages
+        numbers[4 * rows : 4 * rows + sampled] = logit_rows
         self._inputs.copy_(host, non_blocking=True)
-        self.attention = replace(plan, write_pages=self._pages, write_slots=self._slots, prepared=self._attention)
+        self.attention = plan
 
     def _update_lora(
         self, row_adapters: Int32, adapters: tuple[PlacedAdapter, ...], weights: tuple[float, ...]
@@ -155,18 +159,15 @@ class StaticPlans:
         self.lora = SgmvPlan(tables, self._dims.adapter_dtype, rows, self._lora)
         self._made_of = row_adapters, adapters, weights
 
-    def _update_attention(self, plan: AttentionPlan) -> None:
-        dims, capacity = self._dims, self._capacity
-        if self._attention is not None:
-            self._attention.update(plan)
-            return
+    def _attention_tables(self, plan: AttentionPlan) -> AttentionTables:
+        capacity = self._capacity
         small = capacity.small_items
         # A tile whose keys are cut has two parts or more.
         cut = (small // 2, small) if capacity.is_cut else (0, 0)
         most = AttentionCapacity(capacity.sequences, capacity.max_pages, small, capacity.long_items, *cut)
-        made = AttentionTables(plan, dims.device, most)
-        made.buffer(dims.shape, dims.group)
-        self._attention = made
+        made = AttentionTables(plan, self._dims.device, most)
+        made.buffer(*self._cut)
+        return made
 
     def _lora_tables(self) -> TritonTables:
         dims, capacity = self._dims, self._capacity

@@ -383,6 +383,6 @@ def test_a_step_fits_the_bucket_that_it_gets(
             fewer = PARTS[PARTS.index(parts) - 1]
             smaller = replace(capacity, small_items=fewer * capacity.sequences, is_cut=fewer > 1)
             graphed._buckets = {smaller: _Bucket(StaticPlans(graphed._dims, smaller))}
-            graphed._capacity_for = lambda rows, smaller=smaller: smaller
+            graphed._capacity_for = lambda rows, work, smaller=smaller: smaller
             with pytest.raises(CapacityExceeded):
                 graphed.compute(step)

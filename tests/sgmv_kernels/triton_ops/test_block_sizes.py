@@ -52,7 +52,7 @@ def test_work_covers_every_query_and_key_once(lens: list[tuple[int, int]], group
     query_lens, kv_lens = [n for n, _ in lens], [n + more for n, more in lens]
     plan = plan_of(np.zeros((len(lens), 100), dtype=np.int32), query_lens, kv_lens, 16, 1, torch.device("cpu"))
     shape = Shape(max(1, 16 // group), max(1, 128 // group), split_tokens, 64)
-    work = cut(plan, shape, group)
+    work = cut(plan.query_starts, plan.kv_lens, shape, group)
     covered = {(i, row): [] for i, n in enumerate(query_lens) for row in range(n)}
     slots = {}
     for items, tile in ((work.decode, shape.decode_rows), (work.prefill, shape.prefill_rows)):
