@@ -245,12 +245,23 @@ class Decoder:
         if not (count := len(logits)):
             return logits
         states = self._states[:count] if count <= len(self._states) else self._wide
+        return self._capped(self.adapted_logits(logits, states, batch))
+
+    @torch.inference_mode()
+    def adapted_logits(self, logits: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
+        """Apply what the rows' adapters change of the head.
+
+        Args:
+            logits: [S, V] fp32 of the base, not capped; written.
+            states: normed last hidden states [S, H].
+        Returns: [S, V or more], see `forward`.
+        """
         if (own := batch.head_rows) is not None:
             logits = _widened(logits, own.vocab_size)
             self._ops.own_logits_(logits, states, self._memory.slabs, own.plan, HEAD_ROWS, own.tokens)
         if batch.head is not None:
             self._add_heads_(logits, states, batch.head)
-        return self._capped(logits)
+        return logits
 
     @property
     def states(self) -> Tensor:
@@ -297,9 +308,12 @@ class Decoder:
         )
 
     def _inputs(self, batch: ForwardBatch) -> Tensor:
-        """Return embedded tokens [T, H]."""
-        if not self._exchange.is_first:
-            return self._exchange.arrive(len(batch.token_ids))
+        """Return the inputs [T, H] of the first layer that is computed here."""
+        return self.embedded(batch) if self._exchange.is_first else self._exchange.arrive(len(batch.token_ids))
+
+    @torch.inference_mode()
+    def embedded(self, batch: ForwardBatch) -> Tensor:
+        """Return embedded tokens [T, H], with what the rows' adapters change of them."""
         replaced, ids = batch.embedding_rows, batch.token_ids
         if replaced is not None and replaced.vocab_size > self._spec.vocab_size:
             # Rows of tokens that the base lacks are all replaced.

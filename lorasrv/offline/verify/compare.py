@@ -3,16 +3,20 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import HEAD
 from lorasrv.offline.verify.job import CannotVerify, VerifyJob
 from lorasrv.offline.verify.peft_reference import PeftReference
 from lorasrv.offline.verify.served import ServedModel
 from lorasrv.offline.verify.verdict import (
+    EXACT,
     LINEAR_LIMITS,
+    ROW_ROUNDING,
     ComparisonStats,
     Effect,
     LinearErrors,
@@ -109,18 +113,29 @@ class EffectComparison:
         return Effect(self._sums.largest, self._sums.mean, self._sums.rms, self._changed)
 
 
-def linear_errors(compared: Iterable[tuple[str, Tensor, Tensor]], limit: float) -> LinearErrors:
-    """Compare (name, served delta, PEFT's delta) of every linear of the base.
+class ModuleDeltas(NamedTuple):
+    """Hold what an adapter changes at one module for the same inputs, as served and with PEFT."""
+
+    name: str
+    served: Tensor
+    oracle: Tensor
+    # Largest norm of their difference that rounding may make.
+    rounding: float = 0.0
+
+
+def linear_errors(compared: Iterable[ModuleDeltas], limit: float) -> LinearErrors:
+    """Compare the deltas of every linear of the base.
 
     The error of an adapter missing on one side is 1, of one with twice the strength 0.5.
     """
     errors: dict[str, float] = {}
     adapted = 0
-    for name, served, oracle in compared:
+    for name, served, oracle, rounding in compared:
         larger = max(float(served.double().norm()), float(oracle.double().norm()))
         off = float((served.double() - oracle.double()).norm())
         # NaN and infinities count as the largest error.
-        errors[name] = 0.0 if larger == 0 else off / larger if math.isfinite(off / larger) else 2.0
+        finite = math.isfinite(off) and math.isfinite(larger)
+        errors[name] = 0.0 if larger == 0 else max(0.0, off - rounding) / larger if finite else 2.0
         adapted += bool(oracle.any())
     wrong = sorted((name for name, error in errors.items() if error > limit), key=lambda name: -errors[name])
     worst = max(errors, key=errors.__getitem__)
@@ -130,6 +145,10 @@ def linear_errors(compared: Iterable[tuple[str, Tensor, Tensor]], limit: float) 
 Progress = Callable[[str, float], None]
 ROWS = 4
 """Random inputs per linear."""
+HEAD_ROWS = 16
+"""Random inputs of the head, whose own rows may be few."""
+TOKENS = 256
+"""Random tokens of the embedding, and as many of those whose rows are the adapter's own."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +188,7 @@ def verify(job: VerifyJob, progress: Progress) -> Verified:
         effect.add(theirs, base)
     progress("computing with PEFT", 1.0)
     without, with_adapter = _errors(plain, "the base"), _errors(adapted, "the adapter")
-    linears = linear_errors(_deltas(served, oracle, progress), LINEAR_LIMITS[model.dtype])
+    linears = linear_errors(_deltas(served, oracle, model.dtype, progress), LINEAR_LIMITS[model.dtype])
     figures = ComparisonStats(model.dtype, with_adapter, without, effect.effect(), linears)
     return Verified(judge(figures), served.quantization, served.ops.name)
 
@@ -181,8 +200,10 @@ def _errors(compared: LogitComparison, what: str) -> LogitErrors:
         raise CannotVerify(f"the logits are infinite or NaN: {what} overflows on these prompts") from None
 
 
-def _deltas(served: ServedModel, oracle: PeftReference, progress: Progress) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, served delta, PEFT's delta) for every linear of the base, adapted or not."""
+def _deltas(served: ServedModel, oracle: PeftReference, dtype: str, progress: Progress) -> Iterator[ModuleDeltas]:
+    """Yield the deltas of every linear of the layers, adapted or not, and of the head and the embedding if the adapter
+    changes them.
+    """
     spec = served.weights.spec
     random = torch.Generator().manual_seed(0)
     for layer in range(spec.num_layers):
@@ -190,6 +211,31 @@ def _deltas(served: ServedModel, oracle: PeftReference, progress: Progress) -> I
         for place, site in zip(spec.site_indices(layer), spec.sites_of(layer), strict=True):
             x = torch.randn(ROWS, site.in_features, generator=random)
             slices = torch.split(served.delta(layer, place, x), list(site.out_features), dim=1)
-            for module, width, delta in zip(site.modules, site.out_features, slices, strict=True):
-                yield f"layers.{layer}.{module}", delta, oracle.delta(layer, module, x, width)
+            for module, delta in zip(site.modules, slices, strict=True):
+                yield ModuleDeltas(f"layers.{layer}.{module}", delta, oracle.delta(layer, module, x))
+    yield from _end_deltas(served, oracle, dtype, random)
     progress("comparing linears", 1.0)
+
+
+def _end_deltas(
+    served: ServedModel, oracle: PeftReference, dtype: str, random: torch.Generator
+) -> Iterator[ModuleDeltas]:
+    """Yield the deltas of the head and of the embedding, whichever the adapter changes."""
+    spec, adapter = served.weights.spec, served.adapter.spec
+    with_rows = {own.module for own in adapter.rows}
+    changed = with_rows | {own.module for own in adapter.modules if own.layer == spec.num_layers}
+    if HEAD in changed:
+        states = torch.randn(HEAD_ROWS, spec.hidden_size, generator=random)
+        share = ROW_ROUNDING[dtype] if HEAD in with_rows else EXACT
+        yield _end_delta(HEAD, served.head(states), oracle.end(HEAD, states), share)
+    if (name := spec.names.embedding) in changed:
+        parts = torch.arange(spec.vocab_size), torch.from_numpy(served.own_tokens[1])
+        ids = torch.cat([own[torch.randperm(len(own), generator=random)[:TOKENS]] for own in parts])
+        share = ROW_ROUNDING[dtype] if name in with_rows else EXACT
+        yield _end_delta(name, served.embedding(ids.tolist()), oracle.end(name, ids), share)
+
+
+def _end_delta(name: str, served: tuple[Tensor, Tensor], oracle: tuple[Tensor, Tensor], share: float) -> ModuleDeltas:
+    """Compare pairs of outputs with the adapter and without, of which rounding makes a share."""
+    rounding = share * float(oracle[0].double().norm())
+    return ModuleDeltas(name, served[0] - served[1], oracle[0] - oracle[1], rounding)

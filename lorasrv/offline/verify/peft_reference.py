@@ -6,7 +6,7 @@ No other module imports these packages, and only the worker process imports this
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,28 @@ class PeftReference:
     def logits(self, tokens: Sequence[int], positions: int) -> tuple[Tensor, Tensor]:
         """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without."""
         ids = torch.tensor([list(tokens)])
-        adapted = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+        return self._both(lambda: self._model(ids, use_cache=False).logits[0, -positions:])
+
+    @torch.inference_mode()
+    def end(self, module: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the head makes of x [T, H], or the embedding of x int64 [T], with the adapter and without."""
+        end = self._model.get_base_model().get_submodule(module)
+        return self._both(lambda: end(x))
+
+    def _both(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute with the adapter and without."""
+        adapted = compute().clone()
         for parameter, base, _ in self._replaced:
             parameter.copy_(base)
         with self._model.disable_adapter():
-            plain = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+            plain = compute().clone()
         for parameter, _, trained in self._replaced:
             parameter.copy_(trained)
         return adapted, plain
 
     @torch.inference_mode()
-    def delta(self, layer: int, module: str, x: Tensor, width: int) -> Tensor:
-        """Return what PEFT changes at one linear, x [T, in] -> [T, width]; zeros where it changes nothing."""
+    def delta(self, layer: int, module: str, x: Tensor) -> Tensor:
+        """Return what PEFT changes at one linear, x [T, in] -> [T, out]; zeros where it changes nothing."""
         lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
         base = getattr(lora, "base_layer", lora)
         bias = next((own for parameter, own, _ in self._replaced if parameter is base.bias), None)

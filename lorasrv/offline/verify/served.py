@@ -75,6 +75,8 @@ class ServedModel:
         self.adapter = read_adapter(job, base_shapes(checkpoint.spec))
         self._key: AdapterKey = job.key
         self._dtype = dtype
+        # Tokens whose rows the adapter has as its own, in the head and in the embedding.
+        self.own_tokens = own_tokens(self.weights, self.adapter, dtype)
         longest = max(len(prompt) for prompt in job.prompts) + job.new_tokens
         self._pages = -(-longest // PAGE_TOKENS)
         self._memory, self._placed = self._pool(kv_format)
@@ -103,7 +105,7 @@ class ServedModel:
     @torch.inference_mode()
     def delta(self, layer: int, site: int, x: Tensor) -> Tensor:
         """Return what the adapter changes at one site: x [T, in] fp32 -> [T, sum of the slices' widths]."""
-        plan = self._batch([0] * len(x), 0, samples=True, plain=False).tables.lora
+        plan = self._one([0] * len(x), self._key).tables.lora
         slab, plain = self._memory.slab(layer), torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
         if plan.tables.has_vectors:
             # A gain needs the base's own output; rounded activations would hide small errors.
@@ -114,6 +116,26 @@ class ServedModel:
         self.ops.affine_(y, slab, plan, layer, site)
         return y - plain
 
+    @torch.inference_mode()
+    def head(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [T, V] of states [T, H] fp32, not capped, with the adapter and without; at most a page's rows.
+
+        The base's are computed in float32: rounded activations would hide small errors.
+        """
+        plain = torch.nn.functional.linear(states, self.weights.head.dequantize())
+        batch = self._one([0] * len(states), self._key, prompt_rows=range(len(states)))
+        return self._decoder.adapted_logits(plain.clone(), states, batch), plain
+
+    @torch.inference_mode()
+    def embedding(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] embedded, [T, H], with the adapter and without."""
+        room = self._pages * PAGE_TOKENS
+        chunks = [tokens[start : start + room] for start in range(0, len(tokens), room)]
+        adapted, plain = (
+            torch.cat([self._decoder.embedded(self._one(chunk, key)) for chunk in chunks]) for key in (self._key, None)
+        )
+        return adapted, plain
+
     def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
         """Return the [V] logits of the last token, with the adapter and without."""
         batch = self._batch(tokens, start, samples)
@@ -123,22 +145,29 @@ class ServedModel:
         by_id = {share.request_id: row.clone() for share, row in zip(batch.sampled, logits, strict=True)}
         return by_id[WITH], by_id[WITHOUT]
 
-    def _batch(self, tokens: Sequence[int], start: int, samples: bool, plain: bool = True) -> ForwardBatch:
+    def _batch(self, tokens: Sequence[int], start: int, samples: bool) -> ForwardBatch:
+        """Lay out a step of both sequences."""
+
         def share(request_id: RequestId, first_page: int, key: AdapterKey | None) -> ScheduledRequest:
             pages = tuple(range(first_page, first_page + self._pages))
             return ScheduledRequest(request_id, tuple(tokens), start, pages, key, samples, SamplingParams(), 0)
 
-        shares = [share(WITH, 0, self._key)]
-        if plain:
-            shares.append(share(WITHOUT, self._pages, None))
-        step = SchedulerOutput(tuple(shares), {self._key: self._placed}, (), AdapterOrders(), 0)
+        return self._laid_out(share(WITH, 0, self._key), share(WITHOUT, self._pages, None))
+
+    def _one(self, tokens: Sequence[int], key: AdapterKey | None, prompt_rows: range = range(0)) -> ForwardBatch:
+        """Lay out rows of one adapter, of which only parts are computed."""
+        ids, pages = tuple(tokens), tuple(range(self._pages))
+        share = ScheduledRequest(WITH, ids, 0, pages, key, False, SamplingParams(), 0, prompt_rows=prompt_rows)
+        return self._laid_out(share)
+
+    def _laid_out(self, *shares: ScheduledRequest) -> ForwardBatch:
+        step = SchedulerOutput(shares, {self._key: self._placed}, (), AdapterOrders(), 0)
         return build_batch(step, self._memory, self._dtype, self.ops)
 
     def _pool(self, kv_format: KVFormat) -> tuple[DevicePool, PlacedAdapter]:
         """Allocate pages for two sequences, followed by the adapter's pages."""
         spec = self.weights.spec
-        tokens = own_tokens(self.weights, self.adapter, self._dtype)
-        layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize, tokens)
+        layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize, self.own_tokens)
         block = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_TOKENS)
         needed = layout.num_pages(block)
         memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_format, CPU)

@@ -17,6 +17,8 @@ BASE_LIMIT = 0.1
 """Most the base's own error may be, as a share of the logits' spread; rounded activations make 0.02."""
 LINEAR_LIMITS: Mapping[str, float] = {"float32": EXACT, "bfloat16": 0.01}
 """Most the delta of one linear may be off, by the dtype of adapters; rounding A and B to bf16 makes 0.002."""
+ROW_ROUNDING: Mapping[str, float] = {"float32": EXACT, "bfloat16": 2**-8}
+"""Share of the output of a head or embedding with own rows that rounding these to the adapter dtype may make."""
 
 
 class ComparisonOutcome(StrEnum):
@@ -60,9 +62,9 @@ class Effect:
 class LinearErrors:
     """Hold the errors of single linears for random inputs: |served - PEFT's| / the larger of both norms, 0 to 2."""
 
-    # Linears of the base.
+    # Linears of the layers, and the head and the embedding if the adapter changes them.
     compared: int
-    # Linears that PEFT adapts.
+    # Those of them that PEFT adapts.
     adapted: int
     max_error: float
     # The linear with `max_error`.

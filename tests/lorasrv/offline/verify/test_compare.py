@@ -179,7 +179,7 @@ class TestRight:
         options = {"target_modules": ["lm_head"], "save_embedding_layers": False}
         peft_adapter(model, tmp_path / "x", strength=0.3, **options)
         done = expect(ComparisonOutcome.EXACT, job_of(source=tmp_path / "x"))
-        assert (done.verdict.notes, done.verdict.figures.linears.adapted) == ((), 0)
+        assert (done.verdict.notes, done.verdict.figures.linears.adapted) == ((), 1)
 
     def test_an_untrained_adapter_is_told(self, job_of) -> None:
         verdict = expect(ComparisonOutcome.EXACT, job_of(trained=False)).verdict
@@ -276,6 +276,45 @@ class TestWrong:
         assert verdict.figures.linears.num_wrong == 0
         assert (verdict.outcome, len(verdict.reasons)) == (ComparisonOutcome.DIFFERS, 1)
         assert "logits with the adapter" in verdict.reasons[0]
+
+    @pytest.mark.parametrize("options", [EXACT, long(ROUNDED)], ids=["float32", "int8-bf16"])
+    @pytest.mark.parametrize(
+        ("family", "end", "kind"),
+        [
+            *(("llama", "lm_head", kind) for kind in ("lora", "modules_to_save")),
+            *(("llama", "model.embed_tokens", kind) for kind in ("lora", "modules_to_save", "trainable_tokens")),
+            ("gemma2", "lm_head", "trainable_tokens"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")  # PEFT's advice for tied weights
+    def test_an_end_that_is_lost_is_named(
+        self,
+        job_of,
+        tiny_hf_checkpoints,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        family: str,
+        end: str,
+        kind: str,
+        options: Any,
+    ) -> None:
+        """Whatever the logits of these prompts show."""
+        own: dict[str, dict[str, Any]] = {
+            "lora": {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "save_embedding_layers": False},
+            "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+            "trainable_tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 300, 11]},
+        }
+        peft_adapter(tiny_hf_checkpoints[family](), tmp_path / "x", strength=0.3, **own[kind])
+        asked = job_of(family, source=tmp_path / "x", **options)
+        right = run(asked).verdict
+        assert (right.reasons, right.figures.linears.num_wrong) == ((), 0)
+        if end == "lm_head":
+            monkeypatch.setattr(Decoder, "adapted_logits", lambda _, logits, *__: logits)
+        else:
+            monkeypatch.setattr(Decoder, "embedded", lambda self, batch: self._weights.embed(batch.token_ids))
+        verdict = run(asked).verdict
+        assert (verdict.outcome, verdict.figures.linears.wrong) == (ComparisonOutcome.DIFFERS, (end,))
+        assert f"the worst, {end}, by" in verdict.reasons[0]
 
     def test_a_base_that_gets_the_adapter(self, job_of, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its large error is no licence for the adapter's."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorasrv.offline.verify.compare import EffectComparison, LogitComparison, linear_errors
+from lorasrv.offline.verify.compare import EffectComparison, LogitComparison, ModuleDeltas, linear_errors
 from lorasrv.offline.verify.verdict import ComparisonOutcome, ComparisonStats, Effect, LinearErrors, LogitErrors, judge
 
 BASE = LogitErrors(36, 0.3, 0.05, 0.06, 3.0, 0.02, 35, 0.01)
@@ -95,12 +95,13 @@ def test_errors_of_linears() -> None:
         (("too many", one, 0 * one), 1.0),
         (("twice", 2 * one, one), 0.5),
         (("nan", one * float("nan"), one), 2.0),
+        (("rounded", one * 1.01, one, 0.01 * 12**0.5), 0.0),
     ]
     for case, error in cases:
-        found = linear_errors([case], 0.01)
+        found = linear_errors([ModuleDeltas(*case)], 0.01)
         assert found.max_error == pytest.approx(error)
         assert found.adapted == bool(case[2].any())
         assert found.wrong == ((case[0],) if error else ())
-    everything = linear_errors([case for case, _ in cases], 0.01)
-    assert (everything.compared, everything.adapted, everything.num_wrong) == (6, 4, 4)
+    everything = linear_errors([ModuleDeltas(*case) for case, _ in cases], 0.01)
+    assert (everything.compared, everything.adapted, everything.num_wrong) == (7, 5, 4)
     assert everything.worst == everything.wrong[0] == "nan"
