@@ -1,7 +1,7 @@
 """Read the rotary embedding settings of a checkpoint into a `RopeSpec`."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class _Reader:
     def read(self, params: Values, theta: float) -> RopeSpec:
         kind = str(params.get("rope_type", params.get("type", "default")))
         kind = self._rules.get("kinds", {}).get(kind, kind)
-        _require_known(kind, ROPE_KINDS)
+        _require_known(kind, self._rules.get("known", ROPE_KINDS))
         rope = RopeSpec(theta=_number(params, "rope_theta", theta), kind=kind, dims=self._dims(params))
         if kind == "linear":
             return replace(rope, factor=_number(params, "factor"))
@@ -199,7 +199,7 @@ def _factors(value: Any, count: int) -> tuple[float, ...]:
     return tuple(float(x) for x in numbers)
 
 
-def _require_known(kind: str, known: tuple[str, ...]) -> None:
+def _require_known(kind: str, known: Sequence[str]) -> None:
     if kind not in known:
         raise UnsupportedModel(f"RoPE kind {kind!r:.60} is not supported; known: {', '.join(known)}")
 

@@ -180,6 +180,17 @@ def test_phi3_serves_longrope_within_the_original_context_and_turns_a_part_of_a_
     assert of("Phi3", LLAMA | {"partial_rotary_factor": 0.75}).rope.dims == 12
 
 
+@pytest.mark.parametrize("table", [LINEAR, LLAMA3])
+def test_kinds_of_rope_that_phi3_lacks_are_refused_as_in_transformers(table: dict[str, Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+    from transformers import Phi3Config
+
+    with pytest.raises(StrictDataclassClassValidationError, match=f"type field must be .*got {table['rope_type']}"):
+        Phi3Config(rope_parameters=table | {"rope_theta": 1e4, ORIGINAL: 64})
+    with pytest.raises(UnsupportedModel, match=f"RoPE kind '{table['rope_type']}' .*known: default, longrope"):
+        of("Phi3", LLAMA | {"rope_scaling": table})
+
+
 ORIGINAL = "original_max_position_embeddings"
 
 
