@@ -276,12 +276,10 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = 
             "serve the model from its Hugging Face directory"
         )
     tokens = _strings(meta, "tokens")
-    types = meta.get("tokenizer.ggml.token_type", [])
     template, pre = meta.get("tokenizer.chat_template"), str(meta.get("tokenizer.ggml.pre", "default"))
-    if not isinstance(types, list) or not isinstance(template, str | None):
-        raise CorruptModel("the GGUF metadata has a token_type that is no list, or a chat_template that is no text")
-    if types and len(types) != len(tokens):
-        raise CorruptModel(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    if not isinstance(template, str | None):
+        raise CorruptModel("the GGUF metadata has a chat_template that is no text")
+    types = _token_types(meta, len(tokens))
     return TokenizerSource(
         vocabulary=BpeVocabulary(
             tokens=tokens,
@@ -298,6 +296,21 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = 
         special=_special_tokens(meta, tokens),
         file=file,
     )
+
+
+def _token_types(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
+    """Return the kind of each token. Without them any text could spell a control token, or none would be found."""
+    types = meta.get("tokenizer.ggml.token_type")
+    if types is None:
+        raise UnsupportedModel(
+            "the GGUF metadata lacks tokenizer.ggml.token_type, which tells control tokens from text; convert the "
+            "model with a newer llama.cpp"
+        )
+    if not isinstance(types, list) or not all(type(kind) is int for kind in types):
+        raise CorruptModel("the GGUF metadata has a token_type that is no list of numbers")
+    if len(types) != num_tokens:
+        raise CorruptModel(f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens")
+    return types
 
 
 def _strings(meta: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -165,6 +165,6 @@ def test_whether_a_gguf_text_begins_with_bos_depends_on_its_pre_tokenizer(
 ) -> None:
     spec = read_spec(make())
     meta = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": ["a b"]}
-    meta |= {"tokenizer.ggml.pre": pre}
+    meta |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.token_type": [1, 1]}
     assert gguf_tokenizer_source(meta, spec).add_bos == adds
     assert not gguf_tokenizer_source(meta | {"tokenizer.ggml.add_bos_token": False}, spec).add_bos

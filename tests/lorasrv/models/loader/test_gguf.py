@@ -411,9 +411,14 @@ def test_a_refused_tokenizer_names_its_file(
 
 def test_kinds_of_tokens_are_those_of_all_tokens(llama_gguf: Path) -> None:
     with closing(open_checkpoint(str(llama_gguf))) as checkpoint, closing(GgufFile(llama_gguf)) as file:
-        meta = file.metadata | {"tokenizer.ggml.token_type": [3, 1]}
-        with pytest.raises(CorruptModel, match=r"tokenizer\.ggml\.token_type has 2 entries for 384 tokens"):
-            gguf_tokenizer_source(meta, checkpoint.spec)
+        for types, error, says in (
+            ([3, 1], CorruptModel, r"tokenizer\.ggml\.token_type has 2 entries for 384 tokens"),
+            ([], CorruptModel, r"token_type has 0 entries"),
+            (["3"] * 384, CorruptModel, r"token_type that is no list of numbers"),
+            (None, UnsupportedModel, r"lacks tokenizer\.ggml\.token_type, which tells control tokens from text"),
+        ):
+            with pytest.raises(error, match=says):
+                gguf_tokenizer_source(file.metadata | {"tokenizer.ggml.token_type": types}, checkpoint.spec)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 100, 3000, -1, -4000])
