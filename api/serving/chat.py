@@ -129,7 +129,7 @@ def _prompt(
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
     if "tools" not in template.variables:
         raise InvalidRequest("{param}: this base's chat template does not support tools; leave them out", param=param)
-    form = detect_format(template.source)
+    form = detect_format(template.tool_source)
     if form is None:
         raise InvalidRequest(
             "{param}: this base's chat template writes tool calls in a format that this server cannot parse",

@@ -144,28 +144,40 @@ _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Ar
 
 
 class ChatTemplate:
-    """Compile a chat template. `special` maps bos_token, eos_token... to their text.
+    """Compile a chat template.
+
+    Args:
+        special: bos_token, eos_token... -> their text.
+        tool_template: the template of conversations with tools, where it is another.
+        files: what refusals of the two begin with.
 
     Raises:
-        CorruptModel: the template is not valid Jinja.
+        CorruptModel: a template is not valid Jinja.
     """
 
-    def __init__(self, template: str, special: Mapping[str, str] | None = None) -> None:
-        self.source = template
+    def __init__(
+        self,
+        template: str,
+        special: Mapping[str, str] | None = None,
+        tool_template: str | None = None,
+        files: tuple[str, str] = ("", ""),
+    ) -> None:
+        self.source, self.tool_source = template, template if tool_template is None else tool_template
         self._special = dict(special or {})
         self._guards: dict[int, tuple[Tokenizer, PromptGuard]] = {}
-        environment = _environment()
-        try:
-            self._template = environment.from_string(template)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-        except jinja2.TemplateSyntaxError as e:
-            raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
+        self._template, variables = _compiled(template, files[0])
+        self._tool_template, more = self._template, frozenset[str]()
+        if tool_template is not None:
+            self._tool_template, more = _compiled(tool_template, files[1])
+        self.variables = variables | more
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
         """Compile the checkpoint's template; return None if it has none."""
-        with naming_file(source.file):
-            return None if source.chat_template is None else cls(source.chat_template, source.special)
+        if source.chat_template is None:
+            return None
+        files = source.file or source.template_file, source.file or source.tool_template_file
+        return cls(source.chat_template, source.special, source.tool_template, files)
 
     def checked_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check a client's template variables: the template must read them, and the server must not own them.
@@ -196,8 +208,9 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, **self._special, **kwargs}
         plain = [_plain(message) for message in messages]
+        template = self._template if variables["tools"] is None else self._tool_template
         try:
-            return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
+            return template.render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
         except RecursionError:
             raise _refused("nested too deeply") from None
         except _TEMPLATE_FAULTS as e:
@@ -253,7 +266,10 @@ class ChatTemplate:
     def _guard(self, tokenizer: Tokenizer) -> PromptGuard:
         known = self._guards.get(id(tokenizer))
         if known is None:
-            known = self._guards[id(tokenizer)] = (tokenizer, PromptGuard(tokenizer.added_tokens, self.source))
+            known = self._guards[id(tokenizer)] = (
+                tokenizer,
+                PromptGuard(tokenizer.added_tokens, self.source + self.tool_source),
+            )
         return known[1]
 
 
@@ -321,6 +337,17 @@ def _tojson(
     """Serialise as transformers' filter does, without HTML escapes; the guard's marks stay unescaped even in ASCII."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+
+
+def _compiled(template: str, file: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """Return a template and the variables that it reads."""
+    environment = _environment()
+    try:
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        return environment.from_string(template), frozenset(variables)
+    except jinja2.TemplateSyntaxError as e:
+        with naming_file(file):
+            raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -54,14 +54,23 @@ class TokenizerSource:
     bos_token_id: int | None = None
     add_bos: bool = False
     add_eos: bool = False
-    # bos_token, eos_token... -> their text, for templates.
+    # bos_token, eos_token... -> their text, for templates. Those that the vocabulary lacks are added in this order.
     special: dict[str, str] = field(default_factory=dict)
     # Texts of special tokens that have no name.
     extra_special: tuple[str, ...] = ()
+    # Text -> flags (lstrip, rstrip...) of special tokens that the vocabulary may lack.
+    special_flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    # Whether a text begins with a blank, where tokenizer.json must agree; None: tokenizer.json alone says.
+    adds_prefix_space: bool | None = None
     # Tokens that files beside tokenizer.json declare, or whose flags they change.
     added: tuple[AddedToken, ...] = ()
     # What refusals begin with: the file, where it is not one of a folder, which they name themselves.
     file: str = ""
+    # The chat template of conversations with tools, where it is another.
+    tool_template: str | None = None
+    # Files of the folder that have the chat templates.
+    template_file: str = ""
+    tool_template_file: str = ""
 
     @property
     def all_special(self) -> frozenset[str]:
@@ -275,20 +284,45 @@ def _as_library(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> tokenizers.Tokenizer:
-    """Add the tokens that files beside tokenizer.json declare, with their flags, and those of the vocabulary that they
-    name as special.
+    """Add the tokens that files beside tokenizer.json declare, with their flags, and those that they name as special,
+    with new ids if the vocabulary lacks them, as transformers does.
 
     Raises:
         CorruptModel: a token would not have the id that it is declared with.
+        UnsupportedModel: the files differ in whether texts begin with a blank.
     """
+    _check_prefix_space(backend, source)
     backend.add_tokens([_as_library(token) for token in sorted(source.added, key=lambda token: token.id)])
     for token in source.added:
         if backend.token_to_id(token.content) != token.id:
             raise CorruptModel(f"tokenizer_config.json: {show(token.content)} is not token {token.id} here")
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = sorted(text for text in source.all_special - added if backend.token_to_id(text) is not None)
-    backend.add_special_tokens(named)
+    named = dict.fromkeys(text for text in (*source.special.values(), *source.extra_special) if text not in added)
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(text, **{"normalized": False, **source.special_flags.get(text, {}), "special": True})
+            for text in named
+        ]
+    )
     return backend
+
+
+def _check_prefix_space(backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
+    parts = [
+        json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
+    ]
+    steps = [step for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))]
+    adds = any(
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        or (step["type"] == "ByteLevel" and step.get("add_prefix_space"))
+        for step in steps
+    )
+    if source.adds_prefix_space not in (None, adds):
+        raise UnsupportedModel(
+            f"tokenizer_config.json: add_prefix_space {source.adds_prefix_space} is not what tokenizer.json does; save "
+            "the tokenizer anew, so that both say the same"
+        )
 
 
 def _with_flags(backend: tokenizers.Tokenizer, special: frozenset[str]) -> tokenizers.Tokenizer:

@@ -229,11 +229,18 @@ def read_spec(folder: Path) -> ModelSpec:
     return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))))
 
 
+_STANDARD_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""The names of special tokens that transformers adds first, in this order, where the vocabulary lacks them."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+_AS_IN_TOKENIZER_JSON = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of tokenizers that transformers builds from tokenizer.json alone; others read add_prefix_space, too."""
+
+
 def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
     """Return what describes the tokenizer in a directory.
 
     Raises:
-        UnsupportedModel, CorruptModel: tokenizer.json is missing, or a file is damaged.
+        UnsupportedModel, CorruptModel: tokenizer.json is missing, a file is damaged, or a setting is not supported.
     """
     vocabulary = folder / "tokenizer.json"
     if not vocabulary.is_file():
@@ -241,17 +248,35 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
     config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
     # As in transformers, the older file counts only without added_tokens_decoder, and then more.
     older = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json", missing_ok=True)
-    special = _special_tokens(config) | _special_tokens(older)
-    extra = tuple(dict.fromkeys((*_extra_special(config), *_extra_special(older))))
+    if config.get("split_special_tokens"):
+        raise UnsupportedModel("tokenizer_config.json: split_special_tokens is not supported, only false")
+    named, listed = _special_tokens(config) | _special_tokens(older), (*_extra_special(config), *_extra_special(older))
+    order = dict.fromkeys(key for key in (*_STANDARD_TOKENS, *named) if key in named)
+    special = {key: _token_text(named[key]) for key in order}
+    extra = tuple(dict.fromkeys(map(_token_text, listed)))
+    templates = _chat_templates(folder, config)
+    template, template_file = templates.get("default", (None, ""))
+    tool_template, tool_template_file = templates.get("tool_use", (None, ""))
     return TokenizerSource(
         vocabulary=TokenizerJson(_read_text(vocabulary)),
-        chat_template=_chat_template(folder, config),
+        chat_template=template,
+        tool_template=tool_template,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         special=special,
         extra_special=extra,
+        special_flags={_token_text(token): _flags(token) for token in (*listed, *named.values())},
+        adds_prefix_space=_adds_prefix_space(config),
         added=tuple(_declared_tokens(folder, config, frozenset((*special.values(), *extra)))),
+        template_file=template_file,
+        tool_template_file=tool_template_file,
     )
+
+
+def _adds_prefix_space(config: dict[str, Any]) -> bool | None:
+    """Return the setting; None where transformers does not read it."""
+    value = config.get("add_prefix_space")
+    return None if config.get("tokenizer_class") in _AS_IN_TOKENIZER_JSON or value is None else bool(value)
 
 
 def _declared_tokens(folder: Path, config: dict[str, Any], special: frozenset[str]) -> Iterator[AddedToken]:
@@ -275,37 +300,49 @@ def _declared_tokens(folder: Path, config: dict[str, Any], special: frozenset[st
         yield AddedToken(int(number), text, normalized=normalized, **flags)
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return chat_template.jinja, else the template of tokenizer_config.json, which may be a list of named ones."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return name -> (template, its file): of files of their own, else of tokenizer_config.json, where one may be a
+    list of named ones. As in transformers, "default" is for conversations, and "tool_use" for those with tools.
+    """
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").is_file():
+        files["default"] = default
+    if files:
+        return {name: (_read_text(path), path.relative_to(folder).as_posix()) for name, path in files.items()}
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    named = found if isinstance(found, dict) else {"default": found}
+    return {name: (text, "tokenizer_config.json") for name, text in named.items() if isinstance(text, str)}
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens' texts by name: of keys such as eos_token, and of a table extra_special_tokens."""
+def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the special tokens by name: of keys such as eos_token, and of a table extra_special_tokens."""
     extra = config.get("extra_special_tokens")
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
-    return {key: text for key, value in named.items() if (text := _token_text(value)) is not None}
+    return {key: value for key, value in named.items() if _is_token(value)}
 
 
-def _extra_special(config: dict[str, Any]) -> list[str]:
-    """Return the texts of special tokens without a name; additional_special_tokens is an older key of them."""
+def _extra_special(config: dict[str, Any]) -> list[Any]:
+    """Return special tokens without a name; additional_special_tokens is an older key of them."""
     listed = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    texts = map(_token_text, listed if isinstance(listed, list) else [])
-    return [text for text in texts if text is not None]
+    return [value for value in listed if _is_token(value)] if isinstance(listed, list) else []
 
 
-def _token_text(value: Any) -> str | None:
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _token_text(value: Any) -> str:
     """Return the text of a token: the value, or `content` of a table."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    text: str = value["content"] if isinstance(value, dict) else value
+    return text
+
+
+def _flags(value: Any) -> dict[str, bool]:
+    """Return the flags of a token that is a table."""
+    return {name: bool(value[name]) for name in _FLAGS if name in value} if isinstance(value, dict) else {}
 
 
 def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:

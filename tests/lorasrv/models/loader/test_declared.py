@@ -150,6 +150,103 @@ def test_a_named_token_is_special_whatever_tokenizer_json_says(
     assert added_tokens(own, ours) == []
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_named_tokens_that_the_vocabulary_lacks_get_the_ids_of_transformers(
+    make: Callable[..., Path], file: str
+) -> None:
+    mask = {"__type": "AddedToken", **_added("<mask>", special=True, lstrip=True)}
+    if file == "special_tokens_map.json":
+        del mask["__type"]
+    listed = {"mask_token": mask, "image_token": "<image>", "pad_token": "[PAD]"}
+    make(file="tokenizer_config.json", extra_special_tokens=["<b>", "<a>"])
+    folder = make(file=file, **listed)
+    ours, theirs = read_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    text = "hi [PAD]there <mask> <a><b> <image>"
+    ids = ours.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert (dict(ours.named_tokens), ours.vocab_size) == (theirs.special_tokens_map, len(theirs))
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert {i for i in ids if i in ours.special_ids} == {
+        theirs.convert_tokens_to_ids(t) for t in theirs.all_special_tokens
+    } & {*ids}
+
+
+def test_settings_of_a_tokenizer_that_tokenizer_json_contradicts(make: Callable[..., Path]) -> None:
+    """Classes of transformers that build a tokenizer by themselves follow them; else tokenizer.json alone counts."""
+    folder = make(file="tokenizer_config.json", add_prefix_space=True, tokenizer_class="PreTrainedTokenizerFast")
+    ours, theirs = read_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert ours.encode("hello x") == theirs("hello x")["input_ids"]
+    make(file="tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    assert AutoTokenizer.from_pretrained(folder)("hello x")["input_ids"] != ours.encode("hello x")
+    with pytest.raises(UnsupportedModel, match=r"^tokenizer_config\.json: add_prefix_space True is not what tokenizer"):
+        read_tokenizer(str(folder))
+    make(file="tokenizer_config.json", add_prefix_space=False)
+    assert read_tokenizer(str(folder)).encode("hello x") == ours.encode("hello x")
+    make(file="tokenizer_config.json", split_special_tokens=True)
+    assert AutoTokenizer.from_pretrained(folder)(END)["input_ids"] != ours.encode(END)
+    with pytest.raises(UnsupportedModel, match="split_special_tokens is not supported, only false"):
+        read_tokenizer(str(folder))
+
+
+TURN = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}]
+NAMED = {
+    "default": "D{{ messages[0].content }}",
+    "tool_use": "T{{ messages[0].content }}{{ tools | length }}",
+    "rag": "R",
+}
+
+
+@pytest.mark.parametrize("where", ["folder", "list", "both"])
+def test_named_templates_are_those_of_transformers(make: Callable[..., Path], where: str) -> None:
+    """Files of their own win over tokenizer_config.json, and the one for tools is for conversations with tools."""
+    folder = make()
+    others = {name: text.replace("{", "?{", 1) for name, text in NAMED.items()}
+    listed = [{"name": name, "template": text} for name, text in (NAMED if where == "list" else others).items()]
+    make(file="tokenizer_config.json", chat_template=[] if where == "folder" else listed)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if where != "list":
+        (folder / "additional_chat_templates").mkdir()
+        for name, text in NAMED.items():
+            (folder / f"additional_chat_templates/{name}.jinja").write_text(text)
+    ours, theirs = _template(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours is not None
+    for tools, said in ((None, "Dhi"), (TOOLS, "Thi1")):
+        assert ours.render(TURN, tools=tools) == said
+        assert theirs.apply_chat_template(TURN, tools=tools, tokenize=False) == said
+    assert "tools" in ours.variables
+
+
+def test_named_templates_without_one_for_conversations_are_none(make: Callable[..., Path]) -> None:
+    folder = make(file="tokenizer_config.json", chat_template="{{ messages[0].content }}")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text("R")
+    assert _template(folder) is None
+    with pytest.raises(ValueError, match="no default"):
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(TURN)
+
+
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/tool_use.jinja"]
+)
+def test_a_broken_template_names_its_file(make: Callable[..., Path], file: str) -> None:
+    folder = make()
+    if file == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        make(file=file, chat_template="a\n{% if %}")
+    else:
+        (folder / "chat_template.jinja").write_text("fine")
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("a\n{% if %}")
+    with pytest.raises(CorruptModel, match=rf"^{file}: the chat template is not valid Jinja: .* in line 2"):
+        _template(folder)
+
+
+def _template(folder: Path) -> ChatTemplate | None:
+    return ChatTemplate.from_source(hf_tokenizer_source(folder, read_spec(folder)))
+
+
 def test_a_named_token_of_a_gguf_file_is_special(make: Callable[..., Path]) -> None:
     meta = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "<end>"], "tokenizer.ggml.merges": []}
     meta |= {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.token_type": [1, 1, 4]}
