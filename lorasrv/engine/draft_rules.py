@@ -49,6 +49,8 @@ class DraftRules:
         """
         if not speculation.max_draft:
             return None
+        if not self.drafters:
+            return "speculation off"
         if beams is not None:
             return "beam search"
         if policy is not None and not policy.may_draft:
