@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t]+|//[^\n]*) | (?P<line>\n) | (?P<text>"(?:\\.|[^"\\\n])*"i? | /(?![/*])(?:\\.|[^/\\\n])+/[a-z]*)
@@ -187,12 +188,17 @@ class _Walk:
         if ref != "#" and not ref.startswith("#/"):
             return True
         found: Any = self._root
-        for name in ref[1:].split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
+        for name in pointer_names(ref):
             if not isinstance(found, Mapping) or name not in found:
                 return True
             found = found[name]
         return found
+
+
+def pointer_names(ref: str) -> list[str]:
+    """Return the names that the JSON pointer behind a reference's `#` consists of; none of other references."""
+    names = unquote(ref.partition("#")[2]).split("/")[1:]
+    return [name.replace("~1", "/").replace("~0", "~") for name in names]
 
 
 def _needed(schema: Mapping[str, Any]) -> list[Any]:

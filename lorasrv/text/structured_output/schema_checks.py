@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
-from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, repetitions
+from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, pointer_names, repetitions
 
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name."""
@@ -20,10 +20,18 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
     """Check a schema of checked depth, with all that are in it.
 
     Raises:
-        InvalidRequest: a pattern is too large, a number is not exact in a float, or more properties are wanted than are
-            named as required.
+        InvalidRequest: a pattern is too large, a number is not exact in a float, more properties are wanted than are
+            named as required, or a reference points into literal data, in which nothing was checked.
     """
+    bases = [schema, *(part for part in _schemas(schema) if "$id" in part)]
     for part in _schemas(schema):
+        ref = part.get("$ref")
+        if isinstance(ref, str) and any(_is_in_data(base, ref) for base in bases):
+            raise InvalidRequest(
+                f"{{param}}: $ref {ref[:60]!r} points into const, enum, default or examples, which are no schemas; put "
+                "it into $defs",
+                param=param,
+            )
         named = part.get("patternProperties")
         for pattern in (part.get("pattern"), *(named if isinstance(named, Mapping) else ())):
             if isinstance(pattern, str):
@@ -59,6 +67,21 @@ def _check_min_properties(schema: Mapping[str, Any], param: str) -> None:
             f"{{param}}: minProperties {least} is enforced for properties in `required` alone, which are {len(names)}",
             param=param,
         )
+
+
+def _is_in_data(base: Any, ref: str) -> bool:
+    """Return whether a reference's pointer, followed from a schema, passes a keyword of literal data."""
+    at, are_names = base, False
+    for name in pointer_names(ref):
+        if isinstance(at, list):
+            at = at[int(name)] if name.isdecimal() and int(name) < len(at) else None
+            continue
+        if not isinstance(at, Mapping) or name not in at:
+            return False
+        if not are_names and name in DATA:
+            return True
+        at, are_names = at[name], not are_names and name in NAMED_SCHEMAS
+    return False
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:

@@ -179,6 +179,7 @@ ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": 
 ENDLESS_LIST = {"type": "array", "minItems": 1, "items": {"$ref": "#"}}
 LENIENT = {"uniqueItems": True, "x-guidance": {"lenient": True}}
 CHAIN = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000))
+DATA_SCHEMA = {"const": {"type": "string"}, "enum": [{"items": {"type": "string"}}]}
 REPEATED = "(a{0,500}){0,500}"
 FIELDS = {
     "guided_json": source.json_of,
@@ -210,6 +211,19 @@ FIELDS = {
         ("guided_json", {"type": "integer", "minimum": 1e20}, "1e+20 cannot"),
         ("guided_json", {"type": "object", "required": ["a"], "minProperties": 2}, "minProperties 2"),
         ("guided_json", {"type": "object", "minProperties": 1.0}, "minProperties 1.0"),
+        *(
+            (
+                "guided_json",
+                {"properties": {"a": {"$id": "http://a/b", **DATA_SCHEMA}, "b": {"$ref": ref}}},
+                f"'{ref}' points",
+            )
+            for ref in (
+                "#/properties/a/const",
+                "#/properties/a/enum/0/items",
+                "#/properties/%61/c%6Fnst",
+                "http://a/b#/const",
+            )
+        ),
         ("guided_json", {"type": ["object"], **{k: v for k, v in ENDLESS.items() if k != "type"}}, "requires itself"),
         ("guided_json", {"type": "object", "required": ["n"], "additionalProperties": {"$ref": "#"}}, "itself"),
         ("guided_json", {"oneOf": [{"pattern": "^a{1,3}$"}, {"pattern": "^b{1,3}$"}]}, "use anyOf"),
@@ -253,9 +267,10 @@ def test_refusals_name_the_field_and_say_why(builtin_compiling: Compiling, field
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
         {"enum": ["x"], "default": {"pattern": REPEATED}, "examples": [2**60]},
         {"const": {"pattern": REPEATED}},
+        {"$defs": {"const": {"type": "string"}}, "$ref": "#/$defs/const"},
         {"type": "object", "required": ["a", "b"], "minProperties": 2, "properties": {"a": {"maximum": 2**53}}},
     ],
-    ids=["anchor", "uniqueItems", "annotations", "data", "bounds"],
+    ids=["anchor", "uniqueItems", "annotations", "data", "name", "bounds"],
 )
 def test_schemas_that_demand_nothing_impossible(builtin_compiling: Compiling, given: Any) -> None:
     builtin_compiling.compile(FIELDS["guided_json"](given, "guided_json"))
