@@ -155,7 +155,7 @@ class PromptEcho:
         detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)
         pieces, offsets, length = [], [], 0
         for token in prompt:
-            offsets.append(length)
+            offsets.append(length + detokenizer.num_owed(token))
             pieces.append(detokenizer.push(token))
             length += len(pieces[-1])
         return cls("".join(pieces) + detokenizer.flush(), prompt, offsets)

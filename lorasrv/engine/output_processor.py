@@ -44,7 +44,8 @@ class OutputProcessor:
         texts, offsets = list[str](), list[int]()
         for number, token in enumerate(tokens, 1):
             is_last = number == len(tokens)
-            offsets.append(self._num_chars)
+            if output.logprobs:
+                offsets.append(self._num_chars + self._detokenizer.num_owed(token))
             self._num_generated += 1
             is_stop = is_last and output.stop_token_id is not None
             text = "" if is_stop and not self._keep_stop else self._detokenizer.push(token)
@@ -137,6 +138,6 @@ class OutputProcessor:
             retry_after_s=output.retry_after_s,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
-            text_offsets=tuple(offsets) if output.logprobs else (),
+            text_offsets=tuple(offsets),
             token_texts=tuple(texts) if output.logprobs else (),
         )

@@ -29,6 +29,13 @@ class Detokenizer:
         """Return the remaining text; an unfinished character becomes U+FFFD."""
         return self._stream.flush()
 
+    def num_owed(self, token_id: int) -> int:
+        """Return how many characters of earlier tokens are still to be returned before those of the next token.
+
+        Where bytes turn out to be no text, it was too small for the tokens among them, and then grows.
+        """
+        return self._stream.num_owed(None if token_id in self._skipped else self._tokenizer.token(token_id))
+
 
 def token_id_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Return the bytes of a token, possibly part of a character; b"" outside the vocabulary.
@@ -53,6 +60,8 @@ class _Stream(Protocol):
 
     def flush(self) -> str: ...
 
+    def num_owed(self, token: str | None) -> int: ...
+
 
 def _stream(decoding: Decoding) -> _Stream:
     if decoding.kind == "byte_level":
@@ -71,6 +80,13 @@ class _ByteLevelStream:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def num_owed(self, token: str | None) -> int:
+        unfinished, _ = self._utf8.getstate()
+        if not unfinished or not token:
+            return 0
+        # What does not continue the character leaves one U+FFFD of it.
+        return 0 if _token_bytes(token)[0] & 0xC0 == 0x80 else 1
 
 
 @lru_cache(1 << 16)
@@ -116,17 +132,41 @@ class _ByteFallbackStream:
     def flush(self) -> str:
         run = bytes(self._run)
         self._run.clear()
-        try:
-            text = run.decode()
-        except UnicodeDecodeError:
-            text = "\ufffd" * len(run)
-        return self._stripped(text)
+        return self._stripped(_run_text(run))
+
+    def num_owed(self, token: str | None) -> int:
+        byte = None if token is None else _fallback_byte(token)
+        run = bytes(self._run)
+        if token is not None and byte is None:
+            text = _run_text(run)
+        else:
+            text = _characters_before(run, b"" if byte is None else bytes([byte]))
+        return len(text) - int(self._strip_next and text.startswith(" "))
 
     def _stripped(self, text: str) -> str:
         if not self._strip_next or not text:
             return text
         self._strip_next = False
         return text.removeprefix(" ")
+
+
+def _run_text(run: bytes) -> str:
+    """Return the text of a run of bytes that has ended."""
+    try:
+        return run.decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)
+
+
+def _characters_before(run: bytes, more: bytes) -> str:
+    """Return the whole characters of a run of bytes that goes on with `more`, as long as it may become text."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    try:
+        text = utf8.decode(run)
+        utf8.decode(more)
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)
+    return text
 
 
 def _fallback_byte(token: str) -> int | None:

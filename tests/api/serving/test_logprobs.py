@@ -13,9 +13,10 @@ import torch
 from answers import events
 from server import server
 from spelled_engine import tiny_tokenizer
+from tiny_tokenizers import sentencepiece
 
 from api.serving import logprobs as logprobs_module
-from api.serving.logprobs import LogprobsFormatter, PlacedToken, ShownTokens
+from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens
 from lorasrv.outputs import FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 
 CLOSE = 2e-4
@@ -144,6 +145,12 @@ def test_offsets_point_at_the_text(served) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
     for name in told:
         assert _merged(chunks, name) == told[name]
+
+
+def test_offsets_of_an_echo_behind_letters_of_several_tokens() -> None:
+    tokenizer = sentencepiece("a.", strips=False)
+    ids = [tokenizer.token_id(token) for token in ("<0xC3>", "<0xA9>", "<0xC3>", "<0xA9>", "a", ".")]
+    assert PromptEcho.of([token for token in ids if token is not None], tokenizer).offsets == [0, 0, 1, 1, 2, 3]
 
 
 def test_echo_alone(served) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mispredict import expect_short_answers
 from tiny_engine import offline_engine
+from tiny_tokenizers import sentencepiece
 
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import InvalidRequest
@@ -17,7 +18,7 @@ from lorasrv.llm import LLM
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestTiming, TokenLogprobs
 from lorasrv.sampling.logprobs import likeliest, token_logprobs
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.detokenizer import Detokenizer, _byte_alphabet
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker import model_runner
 
@@ -219,3 +220,42 @@ def test_offsets_are_where_each_token_begins_also_while_text_is_held_back(builti
         told += output.text
     assert told == text
     assert offsets == [len(builtin_tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
+
+
+def offsets_of(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], str]:
+    processor = OutputProcessor(1, SamplingParams(logprobs=0), Detokenizer(tokenizer))
+    offsets, told = list[int](), ""
+    for number, token in enumerate(ids, 1):
+        end = FinishReason.LENGTH if number == len(ids) else None
+        one = TokenLogprobs(token, -1.0)
+        output = processor.process(EngineOutput(RequestId("r"), (token,), end, RequestTiming(), logprobs=(one,)))
+        offsets += output.text_offsets
+        told += output.text
+    return offsets, told
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize(
+    ("raw", "offsets"),
+    [
+        ("🦜a".encode(), [0, 0, 0, 0, 1]),
+        ("a🦜é.".encode(), [0, 1, 1, 1, 1, 2, 2, 3]),
+        (b"\xf0\x9fa.", {"byte_level": [0, 0, 1, 2], "byte_fallback": [0, 0, 2, 3]}),
+        (b"a\xc3", [0, 1]),
+    ],
+)
+def test_offsets_behind_letters_of_several_tokens(
+    builtin_tokenizer: Tokenizer, kind: str, raw: bytes, offsets: Any
+) -> None:
+    """Whichever tokens the letters take: a token begins where its text does, and no offset is below one before it."""
+    if kind == "byte_fallback":
+        tokenizer = sentencepiece("a.", strips=False)
+        ids = [tokenizer.token_id(chr(byte) if byte < 128 else f"<0x{byte:02X}>") for byte in raw]
+    else:
+        tokenizer, letters = builtin_tokenizer, {byte: char for char, byte in _byte_alphabet().items()}
+        ids = [tokenizer.token_id(letters[byte]) for byte in raw]
+    known = [token for token in ids if token is not None]
+    assert len(known) == len(raw)
+    found, text = offsets_of(tokenizer, known)
+    assert found == (offsets if isinstance(offsets, list) else offsets[kind])
+    assert text == tokenizer.decode(known)
