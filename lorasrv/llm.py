@@ -211,6 +211,8 @@ class LLM:
                 # After an interrupt, no request may be left for the next call.
                 for message in messages:
                     self.engine.abort(message.request_id)
+                # Only a server's ledger keeps what each adapter cost: it would grow with every adapter.
+                self.engine.step_stats.take()
         return [answers[m.request_id].completion() for m in messages]
 
     def beam_search(

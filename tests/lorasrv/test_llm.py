@@ -44,6 +44,15 @@ def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: 
         llm.engine.check_integrity()
 
 
+def test_what_calls_cost_is_not_kept(model: Path, adapter_dirs: dict[str, Path]) -> None:
+    """Nobody takes it: it would grow with every adapter."""
+    with offline_engine(model, adapter_dirs) as llm:
+        for adapter in (None, "one", "two"):
+            assert llm.generate([PROMPT], GREEDY, [adapter])[0].token_ids
+            spent = llm.engine.step_stats.take()
+            assert (spent.seconds, spent.moved) == ({}, {})
+
+
 @pytest.mark.parametrize("place", ["_load", "_copy", "_plan"])
 def test_ctrl_c_waits_until_the_accounts_are_whole(
     model: Path, adapter_dirs: dict[str, Path], alone, place: str, monkeypatch: pytest.MonkeyPatch
