@@ -80,6 +80,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     # Texts that are not written, as far as tokens spell them in the usual way.
     bad_words: tuple[str, ...] = ()
+    # No n-gram of so many tokens comes twice, those of the prompt included; 0: off.
+    no_repeat_ngram_size: int = 0
     min_tokens: int = 0
     # True: with the server's own watermark.
     watermark: bool | Watermark = False
@@ -111,7 +113,7 @@ class SamplingParams:
             _check(stop != "", "stop", "must not contain an empty string")
             _check(len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES, "stop", f"strings: {MAX_STOP_BYTES} bytes")
         _check_logit_fields(self)
-        bans = self.allowed_token_ids is not None or bool(self.bad_words)
+        bans = self.allowed_token_ids is not None or bool(self.bad_words) or self.no_repeat_ngram_size > 0
         biased = bool(self.logit_bias) or self.watermark is not False or self.fsd_alpha > 0.0
         changes = self.has_penalties or biased or bans
         object.__setattr__(self, "changes_logits", changes)
@@ -134,7 +136,10 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
-_INTEGERS = ("max_tokens", "top_k", "seed", "min_tokens", "fsd_ngram", "logprobs", "prompt_logprobs")
+_INTEGERS = (
+    *("max_tokens", "top_k", "seed", "min_tokens", "no_repeat_ngram_size", "fsd_ngram"),
+    *("logprobs", "prompt_logprobs"),
+)
 _NUMBERS = (
     *("temperature", "top_p", "min_p", "typical_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "fsd_alpha"),
@@ -184,6 +189,8 @@ def _check_logit_fields(p: SamplingParams) -> None:
 
 
 def _check_bans(p: SamplingParams) -> None:
+    is_size = 0 <= p.no_repeat_ngram_size <= MAX_COUNT
+    _check(is_size, "no_repeat_ngram_size", f"must be between 0 (off) and {MAX_COUNT}")
     _check(len(p.bad_words) <= MAX_BAD_WORDS, "bad_words", f"must have at most {MAX_BAD_WORDS} texts")
     for word in p.bad_words:
         _check(word.strip() != "", "bad_words", "must not contain an empty text")

@@ -35,6 +35,7 @@ _AS_GIVEN = (
     "frequency_penalty",
     "repetition_penalty",
     "typical_p",
+    "no_repeat_ngram_size",
     "min_tokens",
     "watermark",
     "fsd_alpha",
@@ -69,6 +70,7 @@ class DrawingFields(Body):
     )
     allowed_token_ids: Annotated[Items[int], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    no_repeat_ngram_size: int | None = None
     min_tokens: int | None = None
     watermark: bool | None = None
     fsd_alpha: float | None = None

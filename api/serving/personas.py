@@ -302,6 +302,7 @@ def _apply_to_parameters(
         "stop_token_ids": tuple(defaults.stop_token_ids or ()),
         "logit_bias": bias_of_tokens(defaults.logit_bias),
         "bad_words": tuple(defaults.bad_words or ()),
+        "no_repeat_ngram_size": defaults.no_repeat_ngram_size,
         "allowed_token_ids": tuple(defaults.allowed_token_ids or ()) if is_free else None,
         "min_tokens": defaults.min_tokens if is_free else None,
     }

@@ -61,10 +61,12 @@ def _followers(history: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.in
     """Return the tokens that followed earlier occurrences of the last `length` tokens."""
     if length == 0:
         return history
-    found = np.ones(len(history) - length, dtype=np.bool_)
-    for back in range(1, length + 1):
-        found &= history[length - back : len(history) - back] == history[-back]
-    return history[length:][found]
+    last = np.flatnonzero(history[length - 1 : -1] == history[-1]) + length - 1
+    for back in range(2, length + 1):
+        if not len(last):
+            break
+        last = last[history[last - back + 1] == history[-back]]
+    return history[last + 1]
 
 
 class SamplingMetadata(NamedTuple):
@@ -191,8 +193,8 @@ def _mark(logits: Tensor, row: SamplingMetadata) -> None:
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
-    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens`, and bad words, if
-    nothing else is.
+    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens`, and bad words and
+    repeated n-grams, if nothing else is.
     """
     may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
     if row.params.allowed_token_ids is not None:
@@ -200,7 +202,8 @@ def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
         may[list(row.params.allowed_token_ids)] = True
     if row.is_early:
         may = _without(row.params.end_token_ids, may, vocab_size)
-    return _without(_ends_of_bad_words(row), may, vocab_size)
+    may = _without(_ends_of_bad_words(row), may, vocab_size)
+    return _without(_ends_of_ngrams(row), may, vocab_size)
 
 
 def _without(tokens: Sequence[int], may: Mask | None, vocab_size: int) -> Mask | None:
@@ -219,6 +222,15 @@ def _ends_of_bad_words(row: SamplingMetadata) -> list[int]:
         for *before, last in row.params.bad_word_ids
         if len(before) <= len(said) and list(said[len(said) - len(before) :]) == before
     ]
+
+
+def _ends_of_ngrams(row: SamplingMetadata) -> list[int]:
+    """Return the tokens that would complete an n-gram for a second time, as in transformers."""
+    size = row.params.no_repeat_ngram_size
+    if not 0 < size <= len(row.history):
+        return []
+    followers: list[int] = _followers(np.array(row.history, dtype=np.int64), size - 1).tolist()
+    return followers
 
 
 def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:

@@ -59,6 +59,7 @@ def _sampling(rng: random.Random) -> SamplingParams:
     own = random.Random(fields["seed"])
     fields["allowed_token_ids"] = tuple(range(5, 90)) if own.random() < 0.1 else None
     fields["bad_words"] = own.choice([("a",), ("e", "the")]) if own.random() < 0.2 else ()
+    fields["no_repeat_ngram_size"] = own.choice([1, 2, 4]) if own.random() < 0.15 else 0
     fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"])
     return SamplingParams(**fields)
 

@@ -72,7 +72,7 @@ OPENAI: list[Row] = [
     # Fields of others' servers that would change the answer.
     *wrong("penalty_alpha", 0.6),
     *wrong("num_beams", 4),
-    *wrong("no_repeat_ngram_size", 3),
+    *wrong("no_repeat_ngram_size", -1, 2**31, "3", True, 1.5),
     *wrong("do_sample", False),
     *wrong("stop_sequences", ["x"]),
     *wrong("return_full_text", True),

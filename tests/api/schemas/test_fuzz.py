@@ -161,6 +161,7 @@ OPENAI = SAMPLING | {
     "min_tokens": st.integers(0, 3),
     "allowed_token_ids": st.lists(IDS, max_size=3),
     "bad_words": st.lists(WORDS, max_size=3),
+    "no_repeat_ngram_size": st.integers(0, 3),
     "fsd_alpha": share(),
     "fsd_ngram": st.integers(1, 4),
     "stop_token_ids": st.lists(IDS, max_size=3),

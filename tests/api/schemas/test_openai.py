@@ -21,13 +21,13 @@ FIELDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("route", ["chat", "complete"])
 def test_every_field_reaches_the_engine(server, engine, route: str) -> None:
-    bans = {"allowed_token_ids": [3, 5], "bad_words": ["no"]}
+    bans = {"allowed_token_ids": [3, 5], "bad_words": ["no"], "no_repeat_ngram_size": 3}
     response = getattr(server, route)(**FIELDS, **bans, temperature=0, logit_bias={"7": -100, "42": 3.5}, max_tokens=9)
     assert response.status_code == 200
     sampling = engine.added[0].sampling
     assert {name: getattr(sampling, name) for name in FIELDS} == FIELDS
     assert sampling.logit_bias == ((7, -100.0), (42, 3.5))
-    assert (sampling.allowed_token_ids, sampling.bad_words) == ((3, 5), ("no",))
+    assert (sampling.allowed_token_ids, sampling.bad_words, sampling.no_repeat_ngram_size) == ((3, 5), ("no",), 3)
 
 
 def test_text_that_goes_on_with_the_prompt_keeps_its_blank(server, engine) -> None:

@@ -71,6 +71,7 @@ GENERATION: dict[str, Any] = {
     "logit_bias": {"7": 1},
     "allowed_token_ids": [5],
     "bad_words": ["x"],
+    "no_repeat_ngram_size": 3,
     "min_tokens": 1,
     "watermark": True,
     "fsd_alpha": 0.5,

@@ -153,6 +153,19 @@ class TestAllowedAndBad:
         want = processor(torch.tensor([answer], dtype=torch.long), _logits())
         assert torch.equal(_one(row), want[0])
 
+    @pytest.mark.parametrize("size", range(1, 8))
+    @pytest.mark.parametrize("answer", [[], [5], [5, 7], ANSWER, [5, 9, 60], [3, 5, 5, 9, 3, 5, 5], [5] * 9])
+    def test_repeated_ngrams_are_those_of_transformers(self, size: int, answer: list[int]) -> None:
+        logits = _logits()
+        ids = torch.tensor([[*PROMPT, *answer]])
+        want = oracle.NoRepeatNGramLogitsProcessor(size)(ids, logits.clone())
+        assert torch.equal(_one(_row(answer, no_repeat_ngram_size=size), logits), want[0])
+
+    def test_repeated_ngrams_give_way_if_nothing_else_is_allowed(self) -> None:
+        row = _row([3], Only(frozenset({5})), no_repeat_ngram_size=2)
+        assert _support(_one(row)) == {5}
+        assert _support(_one(_row([3], Only(frozenset({5, 8})), no_repeat_ngram_size=2))) == {8}
+
     def test_bad_words_give_way_if_nothing_else_is_allowed(self) -> None:
         words = {"bad_words": ("x",), "bad_word_ids": ((3,), (9,))}
         assert _support(_one(_row(allowed_token_ids=(3, 7), **words))) == {7}
@@ -274,6 +287,7 @@ def _rows() -> st.SearchStrategy[SamplingMetadata]:
             "presence_penalty": penalty,
             "frequency_penalty": penalty,
             "repetition_penalty": st.floats(0.25, 4.0, width=32),
+            "no_repeat_ngram_size": st.integers(0, 4),
             "typical_p": st.sampled_from([0.2, 0.9, 1.0]),
             "top_p": st.sampled_from([0.5, 1.0]),
             "logit_bias": bias.map(lambda bias: tuple(bias.items())),
