@@ -105,6 +105,9 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    # Keep the last tokens of the prompt, so many, or with -1 as many as fit.
+    truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

@@ -111,10 +111,11 @@ def _prompt(
         _format_of(template, "tools")
     messages = [message.plain() for message in body.messages]
     may_drop = body.context_overflow == "drop_oldest"
+    num_contexts = MAX_CONTEXTS if may_drop or body.truncate_prompt_tokens is not None else 1
 
     # Check the template's output, as it may leave out part of the messages.
     def check(texts: Sequence[str]) -> None:
-        check_could_fit(texts, tokenizer, engine.max_model_len * (MAX_CONTEXTS if may_drop else 1))
+        check_could_fit(texts, tokenizer, engine.max_model_len * num_contexts)
 
     encode = partial(template.encode, tokenizer=tokenizer, check=check)
     whole = partial(encode, **variables, **body.prompt_end(body.messages[-1]))

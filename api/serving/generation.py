@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
@@ -26,16 +26,14 @@ from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
 from api.serving.model_resolver import ResolvedModel, resolve_target
 from api.serving.openai_responses import ChatFormat, CompletionFormat, ProtocolFormat, ResponseBuilder
+from api.serving.overflow import room_for_prompt
+from api.serving.prompts import check_lengths, last_tokens, num_kept, token_ids
 from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
-from lorasrv.errors import ContextLengthExceeded
 from lorasrv.request import OnCold, persona_salt
 from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.text.structured_output.grammar import Grammar
-from lorasrv.text.tokenizer import Tokenizer, check_could_fit
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.text.tokenizer import Tokenizer
 
 
 class Writer(Protocol):
@@ -308,9 +306,15 @@ async def _plan(
 ) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
     tokenizer = target.own_tokenizer or engine.tokenizer
-    sampling = body.sampling(vocab_size_of(engine, target.own_tokenizer))
-    echo = partial(_echoes, prompts, engine, tokenizer)
+    sampling, longest = body.sampling(vocab_size_of(engine, target.own_tokenizer)), engine.max_model_len
+    if (kept := body.truncate_prompt_tokens) is not None:
+        count = num_kept(kept, room_for_prompt(longest, sampling.max_tokens), longest)
+        prompts = await services.in_thread(prompts, partial(last_tokens, prompts, count, tokenizer, longest), caller)
+    echo = partial(_echoes, prompts, tokenizer, longest)
     echoes = await services.in_thread(prompts, echo, caller) if body.echoes else []
+    prompts = [echo.token_ids for echo in echoes] or prompts
+    if body.return_token_ids:
+        prompts = await services.in_thread(prompts, partial(token_ids, prompts, tokenizer, longest), caller)
     builder = ResponseBuilder(
         answer_id=f"{id_prefix}{secrets.token_hex(12)}",
         target=target,
@@ -323,11 +327,14 @@ async def _plan(
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
         dropped_turns=dropped_turns,
+        prompt_ids=[list(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        if body.return_token_ids
+        else None,
     )
     return GenerationPlan(
         builder if write is None else write(builder),
         builder.answer_id,
-        [echo.token_ids for echo in echoes] or prompts,
+        prompts,
         sampling,
         body.num_tried,
         grammar,
@@ -384,15 +391,10 @@ def _logprobs_formatter(body: GenerationBody, tokenizer: Tokenizer) -> LogprobsF
     return LogprobsFormatter(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
 
-def _echoes(prompts: Sequence[Prompt], engine: "AsyncEngine", tokenizer: Tokenizer) -> list[PromptEcho]:
+def _echoes(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_model_len: int) -> list[PromptEcho]:
     """Prepare prompts for output.
 
-    Raises: ContextLengthExceeded: a prompt is too long, judged before tokenizing it.
+    Raises: ContextLengthExceeded: a prompt is too long, judged before tokenizing any.
     """
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            check_could_fit([prompt], tokenizer, engine.max_model_len)
-        elif len(prompt) > engine.max_model_len:
-            why = f"the context has {engine.max_model_len} tokens, but the prompt has {len(prompt)}"
-            raise ContextLengthExceeded(why, param="prompt")
+    check_lengths(prompts, tokenizer, max_model_len)
     return [PromptEcho.of(prompt, tokenizer) for prompt in prompts]

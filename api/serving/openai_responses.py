@@ -35,6 +35,8 @@ class ProtocolFormat(Protocol):
     chunk_object: str
     # Whether the chunks of a text depend on what it says.
     is_parsed: bool
+    # Whether the prompt's token ids are a choice's; else they are the response's.
+    has_prompt_in_choices: bool
 
     def first_delta(self) -> Json | None:
         """Return the content of the first chunk, before any text; None if there is none."""
@@ -73,6 +75,7 @@ class _PlainText(ABC):
 class ChatFormat(_PlainText):
     """Format messages and deltas."""
 
+    has_prompt_in_choices = False
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -97,6 +100,7 @@ class ChatFormat(_PlainText):
 class CompletionFormat(_PlainText):
     """Format bare text."""
 
+    has_prompt_in_choices = True
     whole_object = chunk_object = "text_completion"
 
     def first_delta(self) -> Json | None:
@@ -133,13 +137,15 @@ class ResponseBuilder:
     echoes: Sequence[PromptEcho] = ()
     # Turns that were dropped from the conversation; None: none may be.
     dropped_turns: int | None = None
+    # Token ids of the prompts, if those of prompts and answers are returned.
+    prompt_ids: Sequence[list[int]] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_resumable(self) -> bool:
         """Return whether a stream says nothing of its tokens but their text."""
-        return self.logprobs_formatter is None and not self.echoes
+        return self.logprobs_formatter is None and not self.echoes and self.prompt_ids is None
 
     def continuing(self, answer_id: str, created_s: int) -> "ResponseBuilder":
         """Return a builder that goes on with a stream of another replica."""
@@ -163,6 +169,8 @@ class ResponseBuilder:
             # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
             wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
         body = self.envelope(self.protocol_format.whole_object, wholes)
+        if self.prompt_ids is not None and not self.protocol_format.has_prompt_in_choices:
+            body["prompt_token_ids"] = self.prompt_ids[0]
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
     def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
@@ -193,6 +201,10 @@ class ResponseBuilder:
         choice = self.choice(number, content, own[-1], tokens)
         if self.prompt_top is not None and self.logprobs_formatter is not None:
             choice["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
+        if self.prompt_ids is not None:
+            choice["token_ids"] = [token for output in own for token in output.token_ids]
+            if self.protocol_format.has_prompt_in_choices:
+                choice["prompt_token_ids"] = self.prompt_ids[index // width]
         return choice
 
     def event_writer(self, choices: ChoiceStream) -> "ChunkEvents":
@@ -290,11 +302,16 @@ class ChunkEvents:
         self._format = builder.protocol_format
         self._opened: dict[int, ShownTokens] = {}
         self._waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
+        # Token ids that no chunk has told yet, where they are told.
+        self._untold: defaultdict[int, list[int]] = defaultdict(list)
+        # Choices whose prompt has been told.
+        self._with_prompt: set[int] = set()
         # What chunks have in common, up to their choice: encoded once, not for every token.
         self._head = compact_line(builder.envelope(self._format.chunk_object, [])).removesuffix("]}")
         # What is in front of a text and behind it, by choice, where only the text differs from chunk to chunk.
         self._around: dict[int, tuple[str, str]] = {}
-        self._is_plain = not (self._format.is_parsed or builder.usage_in_chunks or builder.logprobs_formatter)
+        tells_more = builder.usage_in_chunks or builder.logprobs_formatter or builder.prompt_ids is not None
+        self._is_plain = not (self._format.is_parsed or tells_more)
 
     def write(self, index: int, output: RequestOutput) -> bytes:
         """Return the events of an output; b"" if it shows nothing."""
@@ -305,12 +322,15 @@ class ChunkEvents:
         if index not in self._opened:
             events += self._open(index, output)
         tokens = self._opened[index].take(output) if self._builder.top is not None else ()
+        self._untold[index] += output.token_ids if self._builder.prompt_ids is not None else ()
         if output.finished or output.text or self._builder.usage_in_chunks:
             self._waiting[index] += tokens
             pieces = self._format.deltas(index, output)
             for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
                 ended = output if output.finished and not left else None
                 choice = self._builder.choice(index, piece, ended, self._waiting.pop(index, ()))
+                if self._builder.prompt_ids is not None:
+                    choice |= {"token_ids": self._untold.pop(index, []), **self._prompt_ids(index, in_choice=True)}
                 events.append(event_of(self._chunk(choice)))
             events += [self._choices.mark()] if pieces else []
         return b"".join(events)
@@ -337,16 +357,29 @@ class ChunkEvents:
             self._around[index] = before, behind
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if builder.top is not None else ()
-            return [event_of(self._chunk(builder.choice(index, self._format.delta(echo.text), None, tokens)))]
-        opening = self._format.first_delta()
-        return [] if opening is None else [event_of(self._chunk(builder.choice(index, opening)))]
+            choice = builder.choice(index, self._format.delta(echo.text), None, tokens)
+            return [event_of(self._chunk(choice | self._prompt_ids(index, in_choice=True)))]
+        if (opening := self._format.first_delta()) is None:
+            return []
+        return [event_of(self._chunk(builder.choice(index, opening), self._prompt_ids(index, in_choice=False)))]
 
-    def _chunk(self, choice: Json) -> str:
-        usage = ""
+    def _prompt_ids(self, index: int, *, in_choice: bool) -> Json:
+        """Return what the first chunk of a choice, or that choice in it, says of its prompt."""
+        if (
+            self._builder.prompt_ids is None
+            or self._format.has_prompt_in_choices != in_choice
+            or index in self._with_prompt
+        ):
+            return {}
+        self._with_prompt.add(index)
+        return {"prompt_token_ids": self._builder.prompt_ids[index // self._choices.width]}
+
+    def _chunk(self, choice: Json, more: Json | None = None) -> str:
+        usage = f",{compact_line(more)[1:-1]}" if more else ""
         if self._builder.usage_in_chunks:
-            usage = f',"usage":{compact_line(self._builder.usage(self._choices))}'
+            usage += f',"usage":{compact_line(self._builder.usage(self._choices))}'
         elif self._builder.include_usage:
-            usage = ',"usage":null'
+            usage += ',"usage":null'
         return f"{self._head}{compact_line(choice)}]{usage}}}"
 
 

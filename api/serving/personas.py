@@ -280,6 +280,11 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
         applied = replace(applied, is_whole=applied.is_whole and says_none)
         if applied.is_hidden and body.prompt_logprobs is not None:
             raise InvalidRequest("{param} would show the persona's hidden prompt", param="prompt_logprobs")
+        if applied.is_hidden and body.return_token_ids:
+            raise InvalidRequest("{param} would show the persona's hidden prompt", param="return_token_ids")
+        if applied.prompt_key and body.truncate_prompt_tokens is not None:
+            why = "{param} would cut off the persona's prompt; leave it out"
+            raise InvalidRequest(why, param="truncate_prompt_tokens")
     merged = body.model_copy(update=update | ({"messages": list(applied.messages)} if applied.messages else {}))
     _keep_lengths_apart(body, merged, update)
     return merged, replace(applied, applied=(*applied.applied, *update), messages=())

@@ -72,6 +72,8 @@ OPENAI: list[Row] = [
     # Fields of others' servers that would change the answer.
     *wrong("penalty_alpha", 0.6),
     *wrong("num_beams", 4),
+    *wrong("truncate_prompt_tokens", 0, -2, 2**31, "3", True, 1.5),
+    *wrong("return_token_ids", 1, "yes"),
     *wrong("no_repeat_ngram_size", -1, 2**31, "3", True, 1.5),
     *wrong("do_sample", False),
     *wrong("stop_sequences", ["x"]),

@@ -33,6 +33,9 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
         (CHAT, {"messages": [USER], **fields})
         for fields in (
             {"prompt_logprobs": 3},
+            {"return_token_ids": True},
+            {"return_token_ids": True, "stream": True},
+            {"truncate_prompt_tokens": 9},
             {"prompt_logprobs": 0, "return_tokens_as_token_ids": True},
             {"logprobs": True, "top_logprobs": 20},
             {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},

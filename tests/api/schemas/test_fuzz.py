@@ -162,6 +162,8 @@ OPENAI = SAMPLING | {
     "allowed_token_ids": st.lists(IDS, max_size=3),
     "bad_words": st.lists(WORDS, max_size=3),
     "no_repeat_ngram_size": st.integers(0, 3),
+    "return_token_ids": st.booleans(),
+    "truncate_prompt_tokens": st.sampled_from([-1, 1, 5]),
     "fsd_alpha": share(),
     "fsd_ngram": st.integers(1, 4),
     "stop_token_ids": st.lists(IDS, max_size=3),

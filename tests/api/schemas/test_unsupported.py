@@ -82,6 +82,8 @@ GENERATION: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
     "ignore_eos": True,
+    "return_token_ids": True,
+    "truncate_prompt_tokens": 1,
     "n": 2,
     "best_of": 2,
     "use_beam_search": True,
