@@ -51,13 +51,19 @@ def _module_of(path: Path) -> str:
 
 
 MODULES = {_module_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text("utf-8")) for module, path in MODULES.items()}
 
 
-def _imports() -> Mapping[str, set[str]]:
+@pytest.fixture(scope="module")
+def trees() -> Mapping[str, ast.Module]:
+    """Module -> its syntax tree. Parsed for the tests that read it: every worker that runs tests imports this file."""
+    return {module: ast.parse(path.read_text("utf-8")) for module, path in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(trees: Mapping[str, ast.Module]) -> Mapping[str, set[str]]:
     """Module -> modules of ours that it imports, at any level of nesting and for type checking too."""
     found: dict[str, set[str]] = {}
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         targets = found[module] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -66,9 +72,6 @@ def _imports() -> Mapping[str, set[str]]:
                 targets |= {alias.name for alias in node.names}
         targets &= MODULES.keys() - {module}
     return found
-
-
-IMPORTS = _imports()
 
 
 def _room_of(module: str) -> str:
@@ -134,22 +137,22 @@ def test_files_are_one_concept_long() -> None:
     assert {module: lines for module, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
-def test_no_two_classes_of_a_package_share_a_name() -> None:
+def test_no_two_classes_of_a_package_share_a_name(trees: Mapping[str, ast.Module]) -> None:
     names: dict[tuple[str, str], list[str]] = {}
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 names.setdefault((module.split(".")[0], node.name), []).append(module)
     assert {name: modules for (_, name), modules in names.items() if len(modules) > 1} == {}
 
 
-def test_no_circle_of_files() -> None:
-    assert _circles(IMPORTS) == []
+def test_no_circle_of_files(imports: Mapping[str, set[str]]) -> None:
+    assert _circles(imports) == []
 
 
-def test_no_circle_of_rooms() -> None:
+def test_no_circle_of_rooms(imports: Mapping[str, set[str]]) -> None:
     rooms: dict[str, set[str]] = {}
-    for module, targets in IMPORTS.items():
+    for module, targets in imports.items():
         # `from lorasrv import __version__` reads the package itself, which imports nothing.
         rooms.setdefault(_room_of(module), set()).update(_room_of(t) for t in targets if t not in PACKAGES)
     for room, others in rooms.items():
@@ -157,7 +160,7 @@ def test_no_circle_of_rooms() -> None:
     assert _circles(rooms) == []
 
 
-def test_no_import_points_upward() -> None:
+def test_no_import_points_upward(imports: Mapping[str, set[str]]) -> None:
     """Holds function-level and type-checking imports to the layers, and every room and file to have a layer."""
     upward = []
     for container, layers in _layers():
@@ -165,7 +168,7 @@ def test_no_import_points_upward() -> None:
         if container:
             here = {_room_of(module) for module in MODULES if module.startswith(f"{container}.")}
             assert here == floor.keys(), f"rooms and files of {container} without a layer, or layers of nothing"
-        for module, targets in IMPORTS.items():
+        for module, targets in imports.items():
             for target in targets:
                 source, goal = (_room_of(m) if container else m.split(".")[0] for m in (module, target))
                 if source in floor and goal in floor and source != goal and floor[source] >= floor[goal]:
@@ -173,10 +176,10 @@ def test_no_import_points_upward() -> None:
     assert upward == []
 
 
-def test_no_call_is_wired_upward_by_assignment() -> None:
+def test_no_call_is_wired_upward_by_assignment(trees: Mapping[str, ast.Module]) -> None:
     """No method is stored into another object's attribute from outside: imports would not show that call."""
     wired = []
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         methods = {
             item.name
             for node in ast.walk(tree)
@@ -200,14 +203,14 @@ def test_no_call_is_wired_upward_by_assignment() -> None:
     assert wired == []
 
 
-def test_every_module_says_what_it_is() -> None:
-    assert [module for module, tree in TREES.items() if ast.get_docstring(tree) is None] == []
+def test_every_module_says_what_it_is(trees: Mapping[str, ast.Module]) -> None:
+    assert [module for module, tree in trees.items() if ast.get_docstring(tree) is None] == []
 
 
-def test_no_pickle_in_the_packages() -> None:
+def test_no_pickle_in_the_packages(trees: Mapping[str, ast.Module]) -> None:
     named = {
         (module, alias.name)
-        for module, tree in TREES.items()
+        for module, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
@@ -234,10 +237,10 @@ def test_every_room_is_in_the_map() -> None:
     assert [room.name for room in rooms if f"`{room.name}/`" not in text] == []
 
 
-def test_docstrings_begin_with_their_subject() -> None:
+def test_docstrings_begin_with_their_subject(trees: Mapping[str, ast.Module]) -> None:
     """A public docstring stands alone: no pronoun for its first word."""
     bad = []
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
                 text = ast.get_docstring(node)
