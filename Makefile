@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-long test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
+.PHONY: setup demo test test-long test-compiled test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -32,15 +32,20 @@ setup: $(VENV)/.developed
 demo: $(VENV)/.served
 	@$(BIN)/lorasrv demo
 
-# Whole systems come last and one at a time: they use every core, and two would wait for each other's threads.
+# Whole systems come last and one at a time: they use every core, and two would wait for each other's threads. MARKS says
+# which tests: CI runs those of test-long in the same processes.
+MARKS ?= not long and not exhaustive and not cluster
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/e2e
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" --ignore tests/e2e
+	$(BIN)/python -m pytest -m "$(MARKS)" tests/e2e
 
 # What takes too long for everyday use: exactness through every backend, kernels compiled for absent GPUs, storms, floods.
-test-long: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long and not exhaustive" --ignore tests/e2e
-	$(BIN)/python -m pytest -m "long and not exhaustive" tests/e2e
+test-long:
+	$(MAKE) test MARKS="long and not exhaustive"
+
+# Of test-long what compiles kernels for absent GPUs, which one core does for minutes.
+test-compiled: setup
+	$(BIN)/python -m pytest -m "compiled and not exhaustive" tests/sgmv_kernels/triton_ops
 
 # Replicas under Ray: kills, updates, ports, what is left at the end. Installs Ray, half a gigabyte. KILLS=20 kills more
 # often; KILL_SECONDS bounds that.
