@@ -85,37 +85,41 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 @cache
-def after(tokens: tuple[int, ...], sampling: SamplingParams, is_drafter: bool) -> Floats:
+def after(tokens: tuple[int, ...], unseeded: SamplingParams, is_drafter: bool) -> Floats:
     """What a model says behind token 0 and others; a seed changes nothing of it."""
-    row = SamplingMetadata(sampling, len(tokens) - 1, tokens)
+    row = SamplingMetadata(unseeded, len(tokens) - 1, tokens)
     return distribution((NEXT_Q if is_drafter else NEXT_P)[tokens[-1]], row)
 
 
-def chain(seed: int, sampling: SamplingParams, is_drafter: bool = True) -> tuple[list[int], list[Floats]]:
+def seeded(seed: int, unseeded: SamplingParams) -> SamplingParams:
+    return replace(unseeded, seed=seed + (1 << 40))
+
+
+def chain(seed: int, unseeded: SamplingParams, is_drafter: bool = True) -> tuple[list[int], list[Floats]]:
     """Two tokens drawn from a model after token 0."""
     rng, tokens, dists = np.random.default_rng(seed), [0], []
     for _ in range(2):
-        dists.append(after(tuple(tokens), replace(sampling, seed=0), is_drafter))
+        dists.append(after(tuple(tokens), unseeded, is_drafter))
         tokens.append(int(rng.choice(VOCAB, p=dists[-1])))
     return tokens[1:], dists
 
 
-def verified(seed: int, sampling: SamplingParams, is_drafter: bool = True) -> tuple[int, ...]:
-    tokens, dists = chain(seed, sampling, is_drafter)
+def verified(seed: int, unseeded: SamplingParams, is_drafter: bool = True) -> tuple[int, ...]:
+    tokens, dists = chain(seed, unseeded, is_drafter)
     share = ScheduledRequest(
-        RequestId("r"), (0, *tokens), 0, (0,), None, True, sampling, 0, (0,), drafts=PlannedDrafts(tuple(tokens)),
-        by_rejection=True,
+        RequestId("r"), (0, *tokens), 0, (0,), None, True, seeded(seed, unseeded), 0, (0,), by_rejection=True,
+        drafts=PlannedDrafts(tuple(tokens)),
     )  # fmt: skip
     said = choose_tokens(NEXT_P[[0, *tokens]], [share], lambda _, at: dists[at])
     return said[RequestId("r")]
 
 
-def verified_tree(seed: int, sampling: SamplingParams, chosen: tuple[int, int], survival: float) -> tuple[int, ...]:
+def verified_tree(seed: int, unseeded: SamplingParams, chosen: tuple[int, int], survival: float) -> tuple[int, ...]:
     """The same with a chain that was chosen, likelier than the drawn one or not; both as a tree."""
-    tokens, dists = chain(seed, sampling)
+    tokens, dists = chain(seed, unseeded)
     tree = Proposal.merged([Chain("drawn", tokens, (0.5, 0.4)), Chain("chosen", chosen, (survival, survival - 0.1))])
     share = ScheduledRequest(
-        RequestId("r"), (0, *tree.token_ids), 0, (0,), None, True, sampling, 0, (0,), by_rejection=True,
+        RequestId("r"), (0, *tree.token_ids), 0, (0,), None, True, seeded(seed, unseeded), 0, (0,), by_rejection=True,
         drafts=PlannedDrafts(tree.token_ids, tree.drafters, parents=tree.parents),
     )  # fmt: skip
     depths = depths_of(tree.parents)
@@ -127,10 +131,10 @@ def verified_tree(seed: int, sampling: SamplingParams, chosen: tuple[int, int], 
     return said[RequestId("r")]
 
 
-def joint(sampling: SamplingParams) -> Floats:
+def joint(unseeded: SamplingParams) -> Floats:
     """Of the first two tokens, as plain decoding draws them."""
-    then = [after((0, one), sampling, is_drafter=False) for one in range(VOCAB)]
-    return after((0,), sampling, is_drafter=False)[:, None] * np.array(then)
+    then = [after((0, one), unseeded, is_drafter=False) for one in range(VOCAB)]
+    return after((0,), unseeded, is_drafter=False)[:, None] * np.array(then)
 
 
 @pytest.mark.slow
@@ -154,27 +158,26 @@ def test_trees_of_drawn_and_chosen_tokens_too(fields: dict[str, Any], survival: 
     """Recursive rejection: whichever is tried first, also where both have the same token."""
     likely = int(NEXT_Q[0].argmax())
     chosen = likely, int(NEXT_Q[likely].argmin())
-    is_as_without(fields, lambda seed, sampling: verified_tree(seed, sampling, chosen, survival))
+    is_as_without(fields, lambda seed, unseeded: verified_tree(seed, unseeded, chosen, survival))
 
 
 def is_as_without(fields: dict[str, Any], said_of: Callable[[int, SamplingParams], tuple[int, ...]]) -> None:
-    counts, num_accepted = np.zeros((VOCAB, VOCAB)), 0
+    counts, num_accepted, unseeded = np.zeros((VOCAB, VOCAB)), 0, SamplingParams(seed=0, **fields)
     for seed in range(4000):
-        sampling = SamplingParams(seed=seed + (1 << 40), **fields)
-        said = said_of(seed, sampling)
+        said = said_of(seed, unseeded)
         num_accepted += len(said) - 1
         if len(said) == 1:
             # The next step draws the second token without drafts.
             rng = np.random.default_rng(seed + (1 << 50))
-            probs = after((0, said[0]), replace(sampling, seed=0), is_drafter=False)
+            probs = after((0, said[0]), unseeded, is_drafter=False)
             said = (*said, int(rng.choice(VOCAB, p=probs)))
         counts[said[:2]] += 1
-    assert abs(deviation(counts, joint(SamplingParams(seed=0, **fields)))) < 4
+    assert abs(deviation(counts, joint(unseeded))) < 4
     assert num_accepted > 300
 
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    unseeded = SamplingParams(seed=0, temperature=1.3)
     for seed in range(200):
-        sampling = SamplingParams(seed=seed, temperature=1.3)
-        tokens, _ = chain(seed, sampling, is_drafter=False)
-        assert verified(seed, sampling, is_drafter=False)[:2] == tuple(tokens)
+        tokens, _ = chain(seed, unseeded, is_drafter=False)
+        assert verified(seed, unseeded, is_drafter=False)[:2] == tuple(tokens)
