@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,33 +33,44 @@ def _stored(cache: Path) -> Path:
     return kernel
 
 
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
+    """What the first process of a machine leaves on disk, and what it printed and logged."""
+    cache = tmp_path_factory.mktemp("first")
+    return cache, _run(NORM, cache)
+
+
+@pytest.fixture
+def filled(first_run: tuple[Path, tuple[str, str]], tmp_path: Path) -> Path:
+    """A copy of that for one test, which may damage it."""
+    return shutil.copytree(first_run[0], tmp_path / "filled")
+
+
 @pytest.mark.long
-def test_no_start_imports_numba(tmp_path: Path) -> None:
-    (first, compiled), (second, loaded) = (_run(NORM, tmp_path) for _ in range(2))
+def test_no_start_imports_numba(first_run: tuple[Path, tuple[str, str]], filled: Path) -> None:
+    (first, compiled), (second, loaded) = first_run[1], _run(NORM, filled)
     assert (first, "pointwise.norm is missing: compiling 1 kernels" in compiled) == ("numba False", True)
     assert (second, "compiling" in loaded) == ("numba False", False)
-    assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+    assert _stored(filled).parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1] + b"x", pytest.param(lambda data: data[:100], marks=pytest.mark.exhaustive)]
 )
-def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
-    _run(NORM, tmp_path)
-    stored = _stored(tmp_path)
+def test_a_damaged_file_is_compiled_anew(filled: Path, damage) -> None:
+    stored = _stored(filled)
     whole = stored.read_bytes()
     stored.write_bytes(damage(whole))
-    out, log = _run(NORM, tmp_path)
+    out, log = _run(NORM, filled)
     assert (out, "compiling" in log) == ("numba False", True)
     assert len(stored.read_bytes()) == len(whole)
 
 
 @pytest.mark.long
-def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
-    _run(NORM, tmp_path)
-    _stored(tmp_path).parent.chmod(0o770)
-    out, log = _run(NORM, tmp_path)
+def test_a_folder_that_others_may_write_is_not_trusted(filled: Path) -> None:
+    _stored(filled).parent.chmod(0o770)
+    out, log = _run(NORM, filled)
     assert (out, "open to other users" in log) == ("numba True", True)
 
 
