@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-long test-compiled test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
+.PHONY: setup demo test test-parts test-systems test-long test-aside test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -35,17 +35,21 @@ demo: $(VENV)/.served
 # Whole systems come last and one at a time: they use every core, and two would wait for each other's threads. MARKS says
 # which tests: CI runs those of test-long in the same processes.
 MARKS ?= not long and not exhaustive and not cluster
-test: setup
+test: test-parts test-systems
+
+test-parts: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" --ignore tests/e2e
+
+test-systems: setup
 	$(BIN)/python -m pytest -m "$(MARKS)" tests/e2e
 
 # What takes too long for everyday use: exactness through every backend, kernels compiled for absent GPUs, storms, floods.
 test-long:
 	$(MAKE) test MARKS="long and not exhaustive"
 
-# Of test-long what compiles kernels for absent GPUs, which one core does for minutes.
-test-compiled: setup
-	$(BIN)/python -m pytest -m "compiled and not exhaustive" tests/sgmv_kernels/triton_ops
+# Of all these what one core computes for minutes, kernels that are compiled above all.
+test-aside: setup
+	$(BIN)/python -m pytest -m "aside and not exhaustive" --ignore tests/e2e
 
 # Replicas under Ray: kills, updates, ports, what is left at the end. Installs Ray, half a gigabyte. KILLS=20 kills more
 # often; KILL_SECONDS bounds that.

@@ -308,6 +308,7 @@ def some_codes(form: tuple[int, torch.dtype | None] | str) -> GroupQuantizedWeig
     return random_packed(levels, group, 40, 256, dtype=dtype, ordered=levels == INT8_LEVELS)
 
 
+@pytest.mark.aside
 @pytest.mark.parametrize(
     "form",
     [

@@ -179,6 +179,7 @@ FEW_REPLAYS = [1, 0, 0, 0]
 
 # A number on the border of two codes may get the other one. Rows that pad a bucket hold no numbers.
 @pytest.mark.long
+@pytest.mark.aside
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("kv_format", "step_of_a_code", "steps", "replays"),

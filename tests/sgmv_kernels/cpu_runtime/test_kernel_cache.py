@@ -162,6 +162,7 @@ for levels in (INT4_LEVELS, Q3H_LEVELS):
 
 
 @pytest.mark.long
+@pytest.mark.aside
 def test_kernels_compiled_by_different_processes_do_not_meet(tmp_path: Path) -> None:
     """Their inner functions may have the same names: Numba numbers them by process."""
     for entry in ("q3h", "int4"):

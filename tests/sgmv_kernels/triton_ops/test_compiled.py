@@ -36,7 +36,7 @@ from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 from sgmv_kernels.triton_ops import slots as slots_triton
 from sgmv_kernels.triton_ops.weight_packing import RUN
 
-pytestmark = pytest.mark.compiled
+pytestmark = pytest.mark.aside
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Shared memory that a block may have."""
