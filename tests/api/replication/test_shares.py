@@ -31,6 +31,8 @@ from lorasrv.config import NO_SHARE, Limits, LimitShare
 from lorasrv.outputs import RequestId
 from lorasrv.request import RequestStatus
 
+pytestmark = pytest.mark.aside
+
 RUNNING, RATE = 5, 40.0
 LIMITS = {"max_running": RUNNING, "tokens_per_s": RATE}
 PROMPT, CHUNK = 3, 16

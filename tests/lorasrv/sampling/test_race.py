@@ -11,6 +11,8 @@ import torch
 from lorasrv.sampling import race as module
 from lorasrv.sampling.race import Floats, race, race_keys, race_together
 
+pytestmark = pytest.mark.aside
+
 DRAWS = 20_000
 KEYS = race_keys([(7, count) for count in range(DRAWS)])
 MIX = np.random.default_rng(3)

@@ -22,6 +22,8 @@ from lorasrv.scheduler_output import PlannedDrafts, ScheduledRequest
 from lorasrv.speculation.proposal import Chain, Proposal
 from sgmv_kernels.metadata.draft_trees import depths_of
 
+pytestmark = pytest.mark.aside
+
 VOCAB, DRAWS = 12, 12_000
 MIX = np.random.default_rng(5)
 P, Q = MIX.dirichlet(np.ones(VOCAB)), MIX.dirichlet(np.ones(VOCAB))
