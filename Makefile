@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-parts test-systems test-long test-aside test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
+.PHONY: setup setup-cluster demo test test-parts test-systems test-long test-aside test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -27,18 +27,26 @@ $(VENV)/.developed: $(VENV)/.served
 	$(PIP) -q -e ".[dev]"
 	@touch $@
 
+$(VENV)/.clustered: $(VENV)/.developed
+	$(PIP) -q -e ".[cluster]"
+	@touch $@
+
 setup: $(VENV)/.developed
+
+setup-cluster: $(VENV)/.clustered
 
 demo: $(VENV)/.served
 	@$(BIN)/lorasrv demo
 
 # Whole systems come last and one at a time: they use every core, and two would wait for each other's threads. MARKS says
-# which tests: CI runs those of test-long in the same processes.
+# which tests, PARTS which of those that are no whole systems: CI runs those of test-long in the same processes, as each
+# takes half a minute to import and collect all tests.
 MARKS ?= not long and not exhaustive and not cluster
+PARTS ?= $(MARKS)
 test: test-parts test-systems
 
 test-parts: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" --ignore tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(PARTS)" --ignore tests/e2e
 
 test-systems: setup
 	$(BIN)/python -m pytest -m "$(MARKS)" tests/e2e
@@ -53,8 +61,7 @@ test-aside: setup
 
 # Replicas under Ray: kills, updates, ports, what is left at the end. Installs Ray, half a gigabyte. KILLS=20 kills more
 # often; KILL_SECONDS bounds that.
-test-cluster: setup
-	$(PIP) -q -e ".[cluster]"
+test-cluster: setup-cluster
 	$(BIN)/python -m pytest -m "cluster and not exhaustive" tests/api/cluster
 
 # Every storage operation killed, refused and unplugged; then a real server killed at random moments, COUNT times: the sum
