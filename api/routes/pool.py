@@ -60,8 +60,9 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
         records = view.records()
         asked = [(name, account) for name, account in asked if name in records]
         totals = [account for _, account in asked]
-    hottest = asked[:MOST_HOT]
-    keys = {account.key for _, account in hottest if account.key is not None}
+    # An account is live: while tiers are asked for, another request may change its key.
+    hottest = [(adapter_id, account, account.key) for adapter_id, account in asked[:MOST_HOT]]
+    keys = {key for _, _, key in hottest if key is not None}
     tiers = dict(zip(keys, await asyncio.gather(*map(services.engine.tier, keys)), strict=True))
     return {
         "requests": sum(account.requests for account in totals),
@@ -70,13 +71,13 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
         "hottest": [
             {
                 "id": adapter_id or services.base_name,
-                "digest": account.key and f"sha256:{account.key}",
-                "tier": account.key and tiers[account.key],
+                "digest": key and f"sha256:{key}",
+                "tier": key and tiers[key],
                 "requests": account.requests,
                 "tokens": account.tokens,
                 "tokens_per_s": round(traffic.rate(account), 2),
             }
-            for adapter_id, account in hottest
+            for adapter_id, account, key in hottest
         ],
     }
 

@@ -156,6 +156,18 @@ class TestMap:
             assert sum(body[f"pages_{part}"] for part in ("free", "kv", "prefix", "adapters")) == body["pages_total"]
             assert sum(adapter["pages"] for adapter in body["adapters"]) == body["pages_adapters"]
 
+    def test_traffic_that_goes_to_another_version_meanwhile(self, server, engine, keys, monkeypatch) -> None:
+        server.complete(model="mia@1").raise_for_status()
+        account = dict(engine.request_stats.hottest(9))["mia"]
+
+        async def tier(_: AdapterKey) -> AdapterTier:
+            account.key = keys[1]
+            return AdapterTier.HOST
+
+        monkeypatch.setattr(engine, "tier", tier)
+        (hot,) = server.http.get("/v1/pool").raise_for_status().json()["traffic"]["hottest"]
+        assert (hot["id"], hot["digest"], hot["tier"]) == ("mia", f"sha256:{keys[0]}", "host")
+
     def test_a_dead_engine(self, server, engine) -> None:
         engine.ask_error = EngineDead("the engine died")
         assert server.http.get("/v1/pool").status_code == 503
