@@ -226,6 +226,17 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
     _check(banned < vocab_size, "logit_bias", "bans every token; leave at least one above -100")
 
 
+def check_constrained(p: SamplingParams) -> None:
+    """Check that a grammar alone decides what is written, and where the answer ends.
+
+    Raises:
+        InvalidRequest: a field decides it, too; `param` names the field.
+    """
+    for name in ("ignore_eos", "min_tokens"):
+        _check(not getattr(p, name), name, "contradicts a grammar, which says where the answer ends")
+    _check(p.allowed_token_ids is None, "allowed_token_ids", "does not go with a grammar, which says what is allowed")
+
+
 def _check(holds: bool, param: str, rule: str) -> None:
     if not holds:
         raise InvalidRequest(f"{{param}} {rule}", param=param)

@@ -295,6 +295,10 @@ class ChatBody(ToolFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
+    def has_grammar(self) -> bool:
+        return super().has_grammar or self.constrains_calls
+
+    @property
     def top_shown(self) -> int | None:
         if not self.logprobs and self.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")

@@ -36,6 +36,11 @@ class ResponseFormat(Body):
     schema_: JsonSchema | None = Field(None, alias="schema")
     value: JsonSchema | None = None
 
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether it is more than plain text."""
+        return self.type != "text"
+
     def grammar(self, param: str) -> Grammar | None:
         """Build the grammar; None for plain text.
 
@@ -82,6 +87,12 @@ class StructuredOutputs(KnownBody):
     grammar: str | None = None
     json_object: bool | None = None
 
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether there is a constraint."""
+        given = self.json_, self.regex, self.choice, self.grammar
+        return self.json_object is True or any(one is not None for one in given)
+
 
 class GuidedFields(Body):
     """Define vLLM's structured output fields."""
@@ -97,6 +108,13 @@ class StructuredFields(GuidedFields):
     """Define the structured output fields of chats and completions."""
 
     response_format: ResponseFormat | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        formats = self.response_format, self.structured_outputs
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        return any(one is not None and one.has_grammar for one in formats) or any(one is not None for one in guided)
 
     def grammar(self) -> Grammar | None:
         """Build the grammar of the answer, None without one. Call in a thread.

@@ -182,6 +182,12 @@ class ToolFields(PromptEndFields):
     def forces_call(self) -> bool:
         return self.uses_tools and self.tool_choice not in (None, "auto")
 
+    @property
+    def constrains_calls(self) -> bool:
+        """Return whether a grammar holds calls to the tools: `tool_choice` forces one, or a tool is strict."""
+        is_forced = self.tool_choice not in (None, "none", "auto")
+        return is_forced or (self.uses_tools and any(_is_strict(tool) for tool in self.tools or ()))
+
     def offered_tools(self) -> list[Tool]:
         """Return the tools that may be called: all of them, or the one that is named.
 
@@ -212,6 +218,11 @@ def _function(number: int, tool: dict[str, Any]) -> Function:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise InvalidRequest(f"tools[{number}].{where}: {problem['msg']}", param="tools") from None
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and function.get("strict") is True
 
 
 def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:

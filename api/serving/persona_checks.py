@@ -20,11 +20,11 @@ from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, un
 from api.schemas.speculation import speculation_params
 from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.model_list import digest_text
-from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
+from api.serving.personas import FORM_FIELDS, PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
-from lorasrv.sampling_params import check_token_ids
+from lorasrv.sampling_params import check_constrained, check_token_ids
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -105,6 +105,7 @@ class _Check:
             speculation_params(defaults.speculation, None, has_salt=False)
         self._answer(defaults)
         self._prompt(defaults)
+        self._room(defaults)
         return defaults
 
     def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:
@@ -178,18 +179,23 @@ class _Check:
     def _sampling(self, defaults: Defaults) -> None:
         """Check ranges as those of requests: each field alone, then all together."""
         given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
+        form = {name: getattr(defaults, name) for name in FORM_FIELDS}
+        has_grammar = ChatBody.model_validate({"messages": [_TURN]}).model_copy(update=form).has_grammar
         before = len(self.problems)
         for name, value in given.items():
             alone = {name: value, "temperature": 0.0} if name.startswith("fsd_") else {name: value}
             with self.faults_of(name):
-                self._sample(alone)
+                self._sample(alone, has_grammar)
         if len(self.problems) == before:
             with self.faults_of(None):
-                self._sample(given)
+                self._sample(given, has_grammar)
 
-    def _sample(self, fields: Mapping[str, Any]) -> None:
+    def _sample(self, fields: Mapping[str, Any], has_grammar: bool) -> None:
         vocab_size = vocab_size_of(self._engine, self._own)
-        check_token_ids(GenerationBody(**fields).sampling(vocab_size), vocab_size)
+        sampling = GenerationBody(**fields).sampling(vocab_size)
+        check_token_ids(sampling, vocab_size)
+        if has_grammar:
+            check_constrained(sampling)
 
     def _answer(self, defaults: Defaults) -> None:
         """Check the form of the answer."""
@@ -202,9 +208,6 @@ class _Check:
                 return
         if defaults.tools:
             self.problems.add(INVALID, "tools", "tools and response_format exclude each other")
-        for name in ("min_tokens", "ignore_eos"):
-            if getattr(defaults, name):
-                self.problems.add(INVALID, name, "contradicts response_format, which says where the answer ends")
 
     def _prompt(self, defaults: Defaults) -> None:
         """Render the prompt as a request would."""
@@ -229,3 +232,11 @@ class _Check:
                     f"the prompt has {self.prompt_tokens} tokens with one short turn; {most}, a quarter of the "
                     "context, are the most",
                 )
+
+    def _room(self, defaults: Defaults) -> None:
+        """Check that the context has room for the answer beside the prompt, of which at least one token is there."""
+        context, prompt = self._engine.max_model_len, self.prompt_tokens or 1
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(defaults, name) or 0) > context - prompt:
+                why = f"is more than the context of {context} tokens has room for: the shortest prompt has {prompt}"
+                self.problems.add(INVALID, name, why)

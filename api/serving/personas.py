@@ -41,6 +41,8 @@ _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
+FORM_FIELDS = (*_TOOLS, "response_format")
+"""Fields that decide the form of the answer."""
 PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 """Fields that the prompt depends on."""
 # Names of TGI, where they differ.

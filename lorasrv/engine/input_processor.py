@@ -26,6 +26,7 @@ from lorasrv.sampling_params import (
     SamplingParams,
     TextOptions,
     Watermark,
+    check_constrained,
     check_token_ids,
 )
 from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
@@ -167,7 +168,7 @@ class InputProcessor:
         """
         _check_order(priority, timeout_s)
         if constraint is not None:
-            _check_constrained(sampling)
+            check_constrained(sampling)
         stored = self._stored(adapter)
         words = self._words(adapter, stored.vocab_size)
         _check_on_cold(on_cold, words)
@@ -423,15 +424,3 @@ def _check_order(priority: int, timeout_s: float | None) -> None:
         raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
     if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
-
-
-def _check_constrained(sampling: SamplingParams) -> None:
-    """Check that only the grammar decides where the answer ends."""
-    if sampling.ignore_eos:
-        raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="ignore_eos")
-    if sampling.min_tokens:
-        raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="min_tokens")
-    if sampling.allowed_token_ids is not None:
-        raise InvalidRequest(
-            "{param} does not go with a grammar, which says what is allowed", param="allowed_token_ids"
-        )

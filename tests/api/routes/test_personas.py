@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 from callers import with_callers
-from fake_engine import VOCAB
+from fake_engine import CONTEXT, VOCAB
 from spelled_engine import tiny_tokenizer
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
@@ -21,6 +21,7 @@ from lorasrv.text.tool_parsers.parsers import OPEN
 
 SECRET = "Say plover."
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+STRICT = {"type": "function", "function": {"name": "clock", "strict": True}}
 STORED = {"system": SECRET, "temperature": 0.5, "stop": ["END"], "max_tokens": 7}
 CALLERS = {
     "ann": Caller("ann", frozenset({Scope.UPLOAD, Scope.INFER})),
@@ -415,6 +416,12 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"examples": [[{"role": "user", "content": "y"}, {"role": "system", "content": "x"}]]}, ["examples[0][1].role"]),
     ({"response_format": {"type": "json_schema"}, "seed": 2**70}, ["response_format", "seed"]),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, ["ignore_eos"]),
+    (
+        {"response_format": {"type": "json_object"}, "min_tokens": 2, "allowed_token_ids": [5]},
+        ["min_tokens", "allowed_token_ids"],
+    ),
+    ({"max_tokens": CONTEXT}, ["max_tokens"]),
+    ({"system": "Be brief.", "min_tokens": CONTEXT - 10}, ["min_tokens"]),
     ({"speculation": {"drafters": ["magic"]}}, ["speculation.drafters"]),
     ({"greetings": [""] * 3, "name": ""}, ["greetings[0]", "name"]),
     ({"tools": [{"type": "function"}]}, ["tools"]),
@@ -431,6 +438,18 @@ def test_every_fault_is_in_one_answer(server, defaults: dict[str, Any], fields: 
     told = " ".join(f"{problem['field']} {problem['message']}" for problem in details)
     assert [field for field in fields if field not in told] == []
     assert server.http.get("/v1/adapters/muse").status_code == 404
+
+
+@pytest.mark.parametrize("calls", [{"tool_choice": "required", "tools": [CLOCK]}, {"tools": [STRICT]}])
+def test_what_contradicts_forced_or_strict_calls(server, engine, calls: dict[str, Any]) -> None:
+    engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+    engine.tokenizer = tiny_tokenizer()
+    free = {"min_tokens": 2, "ignore_eos": True, "allowed_token_ids": [5]}
+    refused = post(server, "muse", defaults={**calls, **free})
+    assert refused.status_code == 422
+    told = refused.json()["error"]["message"]
+    assert [name for name in free if name not in told] == []
+    assert post(server, "muse", defaults={**calls, "tool_choice": "none", **free}).status_code == 201
 
 
 def test_dates_and_users_that_stand_early_are_told(server) -> None:
