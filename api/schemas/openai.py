@@ -126,6 +126,16 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
+    def is_constrained(self) -> bool:
+        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        return self.has_grammar
+
+    @property
+    def excludes_grammar(self) -> bool:
+        """Return whether a field is set that does not go with a grammar."""
+        return bool(self.min_tokens or self.ignore_eos) or self.allowed_token_ids is not None
+
+    @property
     def beams(self) -> BeamOptions | None:
         """Build the beam search options; None without beam search.
 
@@ -295,8 +305,8 @@ class ChatBody(ToolFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
-    def has_grammar(self) -> bool:
-        return super().has_grammar or self.constrains_calls
+    def is_constrained(self) -> bool:
+        return super().is_constrained or self.constrains_calls
 
     @property
     def top_shown(self) -> int | None:

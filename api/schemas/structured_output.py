@@ -111,7 +111,7 @@ class StructuredFields(GuidedFields):
 
     @property
     def has_grammar(self) -> bool:
-        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        """Return whether one of the fields is more than plain text."""
         formats = self.response_format, self.structured_outputs
         guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         return any(one is not None and one.has_grammar for one in formats) or any(one is not None for one in guided)

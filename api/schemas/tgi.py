@@ -90,6 +90,16 @@ class Parameters(RequestFields, KnownBody):
         return bool(self.do_sample) or self.temperature not in (None, 1.0) or any(filters)
 
     @property
+    def is_constrained(self) -> bool:
+        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        return any(one is not None and one.has_grammar for one in (self.grammar, self.response_format))
+
+    @property
+    def excludes_grammar(self) -> bool:
+        """Return whether a field is set that does not go with a grammar."""
+        return bool(self.ignore_eos_token)
+
+    @property
     def num_likeliest(self) -> int:
         """Return how many of the likeliest tokens to report at each position."""
         return max(self.top_n_tokens or 0, self.return_k_alternatives or 0)

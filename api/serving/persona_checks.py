@@ -180,21 +180,21 @@ class _Check:
         """Check ranges as those of requests: each field alone, then all together."""
         given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
         form = {name: getattr(defaults, name) for name in FORM_FIELDS}
-        has_grammar = ChatBody.model_validate({"messages": [_TURN]}).model_copy(update=form).has_grammar
+        is_constrained = ChatBody.model_validate({"messages": [_TURN]}).model_copy(update=form).is_constrained
         before = len(self.problems)
         for name, value in given.items():
             alone = {name: value, "temperature": 0.0} if name.startswith("fsd_") else {name: value}
             with self.faults_of(name):
-                self._sample(alone, has_grammar)
+                self._sample(alone, is_constrained)
         if len(self.problems) == before:
             with self.faults_of(None):
-                self._sample(given, has_grammar)
+                self._sample(given, is_constrained)
 
-    def _sample(self, fields: Mapping[str, Any], has_grammar: bool) -> None:
+    def _sample(self, fields: Mapping[str, Any], is_constrained: bool) -> None:
         vocab_size = vocab_size_of(self._engine, self._own)
         sampling = GenerationBody(**fields).sampling(vocab_size)
         check_token_ids(sampling, vocab_size)
-        if has_grammar:
+        if is_constrained:
             check_constrained(sampling)
 
     def _answer(self, defaults: Defaults) -> None:

@@ -25,7 +25,6 @@ from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
 from api.schemas.personas import USER, Defaults, user_name
 from api.schemas.request_fields import RequestFields
-from api.schemas.structured_output import StructuredFields
 from api.schemas.tgi import Parameters
 from api.schemas.tools import Message
 from api.serving.model_list import digest_text
@@ -38,6 +37,7 @@ Json = dict[str, Any]
 _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
+_WITHOUT_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
@@ -266,11 +266,11 @@ def part_is_gone(name: str) -> ApiError:
 
 
 def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any, AppliedPersona]:
-    defaults = stored.defaults
-    update = _sampling(body, defaults)
+    is_chat = isinstance(body, ChatBody)
+    defaults, form = _without_contradictions(body, stored.defaults, _form(body, stored.defaults) if is_chat else {})
+    update = _sampling(body, defaults) | form
     applied = AppliedPersona(stored.ref)
-    if isinstance(body, ChatBody):
-        update |= _shape(body, defaults)
+    if is_chat:
         for name in ("chat_template_kwargs", "speculation", "context_overflow"):
             if getattr(body, name) is None and getattr(defaults, name) is not None:
                 update[name] = getattr(defaults, name)
@@ -295,23 +295,21 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
 def _apply_to_parameters(
     parameters: Parameters, stored: StoredPersona, turn: str | None, may_read: bool
 ) -> tuple[Any, AppliedPersona]:
-    defaults = stored.defaults
     applied, variables = AppliedPersona(stored.ref), dict[str, Any]()
-    update = _tgi_sampling(parameters, defaults)
-    is_free = parameters.grammar is None and parameters.response_format is None
+    form = {} if turn is None else _tgi_form(parameters, stored.defaults)
+    defaults, form = _without_contradictions(parameters, stored.defaults, form)
+    update = _tgi_sampling(parameters, defaults) | form
     if turn is not None:
         variables = defaults.chat_template_kwargs or {}
         applied = _told(stored, [message("user", turn)], None, [variables], bool(variables), may_read)
-        if is_free and defaults.response_format is not None:
-            update["response_format"] = defaults.response_format
         _check_shows_nothing(parameters, applied)
     tokens = {
         "stop_token_ids": tuple(defaults.stop_token_ids or ()),
         "logit_bias": bias_of_tokens(defaults.logit_bias),
         "bad_words": tuple(defaults.bad_words or ()),
         "no_repeat_ngram_size": defaults.no_repeat_ngram_size,
-        "allowed_token_ids": tuple(defaults.allowed_token_ids or ()) if is_free else None,
-        "min_tokens": defaults.min_tokens if is_free else None,
+        "allowed_token_ids": tuple(defaults.allowed_token_ids or ()),
+        "min_tokens": defaults.min_tokens,
     }
     given = {name: value for name, value in tokens.items() if value}
     names = [name for name in (*_SAMPLING, "response_format") if _TGI_NAMES.get(name, name) in update] + list(given)
@@ -336,8 +334,6 @@ def _sampling(body: GenerationBody, defaults: Defaults) -> Json:
     if body.temperature is not None or body.fsd_alpha is not None:
         # FSD is deterministic: the one excludes the other.
         said |= {"temperature", "fsd_alpha", "fsd_ngram"}
-    if any(getattr(body, name) is not None for name in StructuredFields.model_fields):
-        said |= {"min_tokens", "ignore_eos", "allowed_token_ids"}
     if body.use_beam_search:
         own = {name: value for name, value in own.items() if name in _WITH_BEAMS}
     update = {name: value for name, value in own.items() if name not in said}
@@ -378,13 +374,35 @@ def _keep_lengths_apart(body: GenerationBody, merged: GenerationBody, update: Js
         del update[name]
 
 
-def _shape(body: ChatBody, defaults: Defaults) -> Json:
+def _without_contradictions(
+    fields: GenerationBody | Parameters, defaults: Defaults, form: Json
+) -> tuple[Defaults, Json]:
+    """Leave out defaults of which the request says the contrary: a grammar, or what does not go with one.
+
+    Args:
+        form: defaults that decide the form of the answer, of which a grammar may be made.
+    """
+    if not fields.model_copy(update=form).is_constrained:
+        return defaults, form
+    if fields.is_constrained or not fields.excludes_grammar:
+        return defaults.model_copy(update=dict.fromkeys(_WITHOUT_GRAMMAR)), form
+    form = {name: value for name, value in form.items() if name not in ("response_format", "tool_choice")}
+    # Tools may be offered freely, unless one is strict.
+    return defaults, {} if fields.model_copy(update=form).is_constrained else form
+
+
+def _form(body: ChatBody, defaults: Defaults) -> Json:
     """Return the fields that decide the form of the answer: a grammar excludes tools."""
-    if body.use_beam_search or any(getattr(body, name) is not None for name in StructuredFields.model_fields):
+    if body.use_beam_search or body.has_grammar:
         return {}
     names = [name for name in _TOOLS if getattr(body, name) is None] if body.tools is None else []
-    names += [] if body.tools else ["response_format"]
+    names += [] if body.tools or body.response_format is not None else ["response_format"]
     return {name: value for name in names if (value := getattr(defaults, name)) is not None}
+
+
+def _tgi_form(parameters: Parameters, defaults: Defaults) -> Json:
+    is_said = parameters.grammar is not None or parameters.response_format is not None
+    return {} if is_said or defaults.response_format is None else {"response_format": defaults.response_format}
 
 
 def _told(

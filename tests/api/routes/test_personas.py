@@ -22,6 +22,9 @@ from lorasrv.text.tool_parsers.parsers import OPEN
 SECRET = "Say plover."
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 STRICT = {"type": "function", "function": {"name": "clock", "strict": True}}
+JSON = {"type": "json_object"}
+FREE = {"allowed_token_ids": [5], "min_tokens": 1, "ignore_eos": True}
+"""What does not go with a grammar, in the order of the fields."""
 STORED = {"system": SECRET, "temperature": 0.5, "stop": ["END"], "max_tokens": 7}
 CALLERS = {
     "ann": Caller("ann", frozenset({Scope.UPLOAD, Scope.INFER})),
@@ -177,6 +180,51 @@ class TestPrecedence:
         assert engine.added[-1].constraint is None
         assert persona(server.chat(model="muse", guided_regex="a+"))["applied"] == []
 
+    @pytest.mark.parametrize(
+        ("stored", "request_", "applied"),
+        [
+            # What the persona has beside its grammar is left out for a grammar of the request, whatever asks for it.
+            (FREE, {"response_format": JSON}, []),
+            (FREE, {"response_format": {"type": "text"}}, list(FREE)),
+            (FREE, {"tools": [CLOCK], "tool_choice": "required"}, []),
+            (FREE, {"tools": [STRICT]}, []),
+            (FREE, {"tools": [CLOCK]}, list(FREE)),
+            ({**FREE, "tools": [STRICT], "tool_choice": "none"}, {"tool_choice": "auto"}, ["tools"]),
+            # And a grammar of the persona for what the request says.
+            ({"response_format": JSON}, {"min_tokens": 2}, []),
+            ({"response_format": JSON}, {"ignore_eos": True}, []),
+            ({"response_format": JSON}, {"allowed_token_ids": [6]}, []),
+            ({"response_format": JSON}, {"ignore_eos": False, "min_tokens": 0}, ["response_format"]),
+            ({"tools": [CLOCK], "tool_choice": "required"}, {"min_tokens": 2}, ["tools"]),
+            ({"tools": [STRICT]}, {"min_tokens": 2}, []),
+            # The request's own contradiction is the request's fault.
+            ({"response_format": JSON, "seed": 1}, {"min_tokens": 2, "guided_regex": "a"}, None),
+            ({"tools": [CLOCK]}, {"min_tokens": 2, "tool_choice": "required"}, None),
+        ],
+    )
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+    def test_a_grammar_and_what_does_not_go_with_one(
+        self, server, engine, path: str, stored: dict[str, Any], request_: dict[str, Any], applied: list[str] | None
+    ) -> None:
+        engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+        engine.tokenizer = tiny_tokenizer()
+        post(server, "muse", defaults=stored).raise_for_status()
+        body = {"model": "muse", "messages": [{"role": "user", "content": "hi"}], **request_}
+        if path == "/v1/responses":
+            body["input"] = body.pop("messages")
+            body = {name: value for name, value in body.items() if name not in ("response_format", "tools")}
+            if "response_format" in request_:
+                body["text"] = {"format": request_["response_format"]}
+            if "tools" in request_:
+                body["tools"] = [{"type": "function", **tool["function"]} for tool in request_["tools"]]
+        answer = server.http.post(path, json=body)
+        asked = engine.added[-1]
+        if applied is not None:
+            assert persona(answer)["applied"] == applied
+        is_free = not asked.sampling.min_tokens and not asked.sampling.ignore_eos
+        is_free = is_free and asked.sampling.allowed_token_ids is None
+        assert (asked.constraint is None or is_free) is (applied is not None)
+
     def test_speculation(self, server, engine) -> None:
         post(server, "muse", defaults={"speculation": {"max_draft": 3}}).raise_for_status()
         assert persona(server.chat(model="muse"))["applied"] == ["speculation"]
@@ -270,6 +318,25 @@ class TestTgi:
         assert (told["applied"][0], prompt(engine)) == ("system", f"system:{SECRET}\nuser:hi")
         assert self.generate(server, apply_chat_template=True, truncate=3).status_code == 422
         assert persona(self.generate(server, use_defaults=False))["applied"] == []
+
+    @pytest.mark.parametrize(
+        ("stored", "parameters", "applied"),
+        [
+            (FREE, {"grammar": {"type": "regex", "value": "a"}}, []),
+            (FREE, {"response_format": {"type": "text"}}, ["ignore_eos", "allowed_token_ids", "min_tokens"]),
+            ({"response_format": JSON}, {"ignore_eos_token": True}, []),
+            ({"response_format": JSON}, {}, ["response_format"]),
+        ],
+    )
+    def test_a_grammar_and_what_does_not_go_with_one(
+        self, server, engine, stored: dict[str, Any], parameters: dict[str, Any], applied: list[str]
+    ) -> None:
+        engine.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()), special_ids=frozenset())
+        post(server, "muse", defaults=stored).raise_for_status()
+        assert persona(self.generate(server, apply_chat_template=True, **parameters))["applied"] == applied
+        asked = engine.added[-1]
+        assert (asked.constraint is None) is ("ignore_eos" in applied or "ignore_eos_token" in parameters)
+        assert asked.sampling.ignore_eos is (asked.constraint is None)
 
 
 class TestReaders:
