@@ -47,6 +47,11 @@ class BaseShapes:
     tied: bool = False
 
     @property
+    def vocab_size(self) -> int:
+        """Return how many tokens the base has; 0 if its embedding is unknown."""
+        return self.ends[self.embedding][0] if self.embedding in self.ends else 0
+
+    @property
     def hidden_size(self) -> int:
         """Return the numbers of a hidden state: what a layer's first module reads; 0 without modules."""
         return next(iter(self.modules.values()), (0, 0))[0]

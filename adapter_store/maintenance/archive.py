@@ -24,6 +24,7 @@ from adapter_store.maintenance.archive_format import (
     ArchivedUpload,
     read_manifest_json,
 )
+from adapter_store.maintenance.archived_sums import ArchivedPart, check_sums
 from adapter_store.maintenance.offline_store import OfflineStore, Progress
 from adapter_store.registry.base_identity import BaseIdentity, stored_base
 from adapter_store.registry.index import Upload
@@ -167,7 +168,7 @@ def import_store(
     max_lora_rank: int,
     progress: Progress = lambda done, total: None,
     check_limits: Callable[[Mapping[str, float]], object] = dict,
-    check_defaults: Callable[[str], object] = len,
+    check_defaults: Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]] = lambda defaults, config: (),
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
 
@@ -181,7 +182,8 @@ def import_store(
         max_lora_rank: highest rank accepted.
         progress: called with the bytes of weights done and in total.
         check_limits: raises ValueError or TypeError for invalid limits of an id.
-        check_defaults: raises ValueError for invalid defaults of a version, as JSON.
+        check_defaults: raises ValueError for invalid defaults of a version; gets them as JSON, and the config of its
+            weights, {} without any. Returns what a stored sum consists of.
 
     Raises:
         InvalidArchive: it is not an archive, is damaged, was made for another base, or holds ids that the store has
@@ -195,7 +197,8 @@ def import_store(
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
     _check_limits(archive, check_limits)
-    _check_defaults(archive, check_defaults)
+    sums = _check_defaults(archive, check_defaults)
+    check_sums(archive, sums, store.index.records(), store.index.last_versions())
     with ExitStack() as undo:
         _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
         uploads = _validate_uploads(archive, store, base, max_lora_rank)
@@ -246,12 +249,18 @@ def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], objec
             raise InvalidArchive(f"the archive has invalid limits for {record.adapter_id!r}: {error}") from None
 
 
-def _check_defaults(archive: Archive, check: Callable[[str], object]) -> None:
-    for (adapter_id, version), defaults in archive.defaults.items():
+def _check_defaults(
+    archive: Archive, check: Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]]
+) -> dict[tuple[AdapterId, int], Sequence[ArchivedPart]]:
+    """Return the parts of what is a sum."""
+    parts = {}
+    for at, defaults in archive.defaults.items():
+        upload = archive.uploads.get(at)
         try:
-            check(defaults)
+            parts[at] = check(defaults, {} if upload is None else upload.config)
         except ValueError as error:
-            raise InvalidArchive(f"the archive has invalid defaults for {adapter_id}@{version}: {error}") from None
+            raise InvalidArchive(f"the archive has invalid defaults for {at[0]}@{at[1]}: {error}") from None
+    return parts
 
 
 def _import_blobs(

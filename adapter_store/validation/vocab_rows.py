@@ -69,7 +69,7 @@ class _Tensors:
     @property
     def vocab_size(self) -> int:
         """Return how many tokens the base has."""
-        return self.base.ends[self.embedding][0]
+        return self.base.vocab_size
 
     @property
     def shares_ids(self) -> bool:

@@ -1,31 +1,25 @@
 """Check a persona's defaults before they are stored: as a request would use them, with every fault in one answer."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
-from adapter_store.errors import AdapterNotFound, InvalidAlias, NotComposable, ProblemList, show
+from adapter_store.errors import AdapterNotFound, InvalidAlias, NotComposable, show
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
-from api.errors import field_name
 from api.schemas.composition import PinnedAdapter
-from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
-from api.schemas.personas import MAX_DEFAULTS_BYTES, USER, Defaults, to_text, unknown_placeholders
-from api.schemas.speculation import speculation_params
+from api.schemas.openai import ChatBody
+from api.schemas.personas import USER, Defaults, to_text
 from api.serving.chat import plan_chat, vocab_size_of
+from api.serving.field_checks import INVALID, TURN, FieldChecks
 from api.serving.model_list import digest_text
-from api.serving.personas import FORM_FIELDS, PROMPT_FIELDS, StoredPersona, apply_to_body
+from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
-from lorasrv.errors import InvalidRequest
-from lorasrv.sampling_params import check_constrained, check_token_ids
-from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,8 +27,6 @@ if TYPE_CHECKING:
 
 CONTEXT_SHARE = 4
 """A persona's prompt may take one part in so many of the context."""
-INVALID = "invalid_defaults"
-_TURN = {"role": "user", "content": "Hello"}
 _DATE = re.compile(r"\b(?:19|20)\d\d-\d\d?-\d\d?\b|\b\d\d?\.\d\d?\.(?:19|20)\d\d\b")
 
 
@@ -85,25 +77,21 @@ def _pinned(component: Component) -> dict[str, Any]:
     }
 
 
-class _Check:
-    """Collect the faults of one persona's defaults."""
+class _Check(FieldChecks):
+    """Collect the faults of one persona's defaults, as a request to this engine would meet them."""
 
     def __init__(self, engine: "AsyncEngine", own: Tokenizer | None) -> None:
+        super().__init__(vocab_size_of(engine, own))
         self._engine, self._own = engine, own
-        self.problems = ProblemList()
-        self.grammars: list[Grammar] = []
         self.warnings: list[str] = []
         self.prompt_tokens: int | None = None
 
     def fields(self, given: Mapping[str, Any]) -> Defaults:
         """Check everything but whether grammars compile and adapters have a sum; return the fields that are valid."""
-        defaults = self._parsed(given)
-        self._size(given)
-        self._texts(defaults)
-        self._sampling(defaults)
-        with self.faults_of("speculation"):
-            speculation_params(defaults.speculation, None, has_salt=False)
-        self._answer(defaults)
+        defaults = super().fields(given)
+        self._control_tokens(defaults)
+        if defaults.system_prompt is not None:
+            self._early(defaults.system_prompt.text)
         self._prompt(defaults)
         self._room(defaults)
         return defaults
@@ -133,40 +121,11 @@ class _Check:
                 self.problems.add(INVALID, "adapters", f"{name}: {error}")
         return found
 
-    @contextmanager
-    def faults_of(self, field: str | None) -> Iterator[None]:
-        """Note what is wrong with a field, and go on."""
-        try:
-            yield
-        except InvalidRequest as error:
-            self.problems.add(INVALID, error.param or field or "", str(error))
-
-    def _parsed(self, given: Mapping[str, Any]) -> Defaults:
-        """Return the fields that are valid by themselves."""
-        try:
-            return Defaults.model_validate(dict(given))
-        except ValidationError as error:
-            found = error.errors(include_url=False, include_input=False, include_context=False)
-        for problem in found:
-            field = field_name(("defaults", *problem["loc"])) or show(str(problem["loc"][0]))
-            self.problems.add(INVALID, field, problem["msg"])
-        wrong = {problem["loc"][0] for problem in found if problem["loc"]}
-        return Defaults.model_validate({name: value for name, value in given.items() if name not in wrong})
-
-    def _size(self, given: Mapping[str, Any]) -> None:
-        nbytes = len(to_text(given).encode("utf-8", "replace"))
-        if nbytes > MAX_DEFAULTS_BYTES:
-            self.problems.add(INVALID, "", f"the defaults have {nbytes} bytes; {MAX_DEFAULTS_BYTES} are the most")
-
-    def _texts(self, defaults: Defaults) -> None:
+    def _control_tokens(self, defaults: Defaults) -> None:
         template, tokenizer = self._engine.chat_template, self._own or self._engine.tokenizer
         for place, text in defaults.texts():
-            if unknown := unknown_placeholders(text):
-                self.problems.add(INVALID, place, f"{show(unknown[0])} is not {{{{char}}}} or {{{{user}}}}")
             if template is not None and (tokens := template.control_tokens(text, tokenizer)):
                 self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token, not a text")
-        if defaults.system_prompt is not None:
-            self._early(defaults.system_prompt.text)
 
     def _early(self, text: str) -> None:
         """Warn of what changes early in the prompt: only what stands before it is the same for all requests."""
@@ -175,39 +134,6 @@ class _Check:
             self.warnings.append(f"{USER} stands early in system: what follows is computed for each user again")
         if (date := _DATE.search(text)) is not None and date.start() < half:
             self.warnings.append(f"the date {date[0]} stands early in system: changing it changes all that follows")
-
-    def _sampling(self, defaults: Defaults) -> None:
-        """Check ranges as those of requests: each field alone, then all together."""
-        given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
-        form = {name: getattr(defaults, name) for name in FORM_FIELDS}
-        is_constrained = ChatBody.model_validate({"messages": [_TURN]}).model_copy(update=form).is_constrained
-        before = len(self.problems)
-        for name, value in given.items():
-            alone = {name: value, "temperature": 0.0} if name.startswith("fsd_") else {name: value}
-            with self.faults_of(name):
-                self._sample(alone, is_constrained)
-        if len(self.problems) == before:
-            with self.faults_of(None):
-                self._sample(given, is_constrained)
-
-    def _sample(self, fields: Mapping[str, Any], is_constrained: bool) -> None:
-        vocab_size = vocab_size_of(self._engine, self._own)
-        sampling = GenerationBody(**fields).sampling(vocab_size)
-        check_token_ids(sampling, vocab_size)
-        if is_constrained:
-            check_constrained(sampling)
-
-    def _answer(self, defaults: Defaults) -> None:
-        """Check the form of the answer."""
-        if defaults.response_format is None:
-            return
-        with self.faults_of("response_format"):
-            grammar = defaults.response_format.grammar("response_format")
-            self.grammars += [] if grammar is None else [grammar]
-            if grammar is None:
-                return
-        if defaults.tools:
-            self.problems.add(INVALID, "tools", "tools and response_format exclude each other")
 
     def _prompt(self, defaults: Defaults) -> None:
         """Render the prompt as a request would."""
@@ -218,7 +144,7 @@ class _Check:
         if self._engine.chat_template is None:
             self.problems.add(INVALID, "system", "this base has no chat template: only sampling fields and stops apply")
             return
-        asked = ChatBody.model_validate({"messages": [_TURN]})
+        asked = ChatBody.model_validate({"messages": [TURN]})
         with self.faults_of("system"):
             body, _ = apply_to_body(asked, stored, may_read=True)
             plan = plan_chat(body, self._engine, own_tokenizer=self._own)

@@ -38,10 +38,10 @@ _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _WITHOUT_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids")
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
-FORM_FIELDS = (*_TOOLS, "response_format")
+FORM_FIELDS = (*TOOL_FIELDS, "response_format")
 """Fields that decide the form of the answer."""
 PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 """Fields that the prompt depends on."""
@@ -395,7 +395,7 @@ def _form(body: ChatBody, defaults: Defaults) -> Json:
     """Return the fields that decide the form of the answer: a grammar excludes tools."""
     if body.use_beam_search or body.has_grammar:
         return {}
-    names = [name for name in _TOOLS if getattr(body, name) is None] if body.tools is None else []
+    names = [name for name in TOOL_FIELDS if getattr(body, name) is None] if body.tools is None else []
     names += [] if body.tools or body.response_format is not None else ["response_format"]
     return {name: value for name in names if (value := getattr(defaults, name)) is not None}
 

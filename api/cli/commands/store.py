@@ -1,14 +1,19 @@
 """Clean up, check, export and import an adapter store that no server uses (store gc, fsck, export, import)."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from adapter_store.errors import ProblemList
+from adapter_store.formats.adapter_config import read_added_tokens
+from adapter_store.spec import BaseShapes
 from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
 from api.cli.common.options import JsonOption, duration
@@ -17,8 +22,11 @@ from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_d
 
 if TYPE_CHECKING:
     from adapter_store.maintenance.archive import ArchiveSummary
+    from adapter_store.maintenance.archived_sums import ArchivedPart
     from adapter_store.maintenance.offline_store import Finding, OfflineStore
 
+MANY_TOKENS = 2**31
+"""Taken for the tokens of a base whose embedding is unknown."""
 ARCHIVE_NAME = "lorasrv-store.tar"
 StoreOption = Annotated[
     Path | None,
@@ -103,7 +111,7 @@ def import_(
                 max_lora_rank,
                 lambda done, total: step("importing", done, total),
                 _check_limits,
-                _check_defaults,
+                partial(_check_defaults, base),
             )
     _print_moved("imported", moved, path, as_json)
 
@@ -113,11 +121,21 @@ def _check_limits(limits: Mapping[str, Any]) -> None:
     Limits(**limits)
 
 
-def _check_defaults(defaults: str) -> None:
-    """Check that a server would apply these defaults, but for what only its base can tell."""
-    from api.schemas.personas import Defaults
+def _check_defaults(base: BaseShapes, text: str, config: Mapping[str, object]) -> list["ArchivedPart"]:
+    """Check defaults as at their upload, but for what takes a tokenizer or a chat template; return the parts of a sum.
 
-    Defaults.from_text(defaults)
+    Raises:
+        ValueError: they are wrong.
+    """
+    from adapter_store.maintenance.archived_sums import ArchivedPart
+    from api.serving.field_checks import FieldChecks
+
+    own = read_added_tokens(config, ProblemList())
+    checks = FieldChecks(max([base.vocab_size or MANY_TOKENS, *(token.id + 1 for token in own)]))
+    defaults = checks.fields(json.loads(text))
+    if len(checks.problems):
+        raise ValueError("; ".join(f"{problem.field}: {problem.message}" for problem in checks.problems.problems()))
+    return [ArchivedPart(part.id, part.digest, part.weight) for part in defaults.adapters or ()]
 
 
 def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":

@@ -1,6 +1,5 @@
 import errno
 import io
-import json
 import shutil
 import tarfile
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from following import NearOrigin, catch_up
 from sqlite_watch import is_possible
 from store_disk import DiskWatch
 from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, blobs, build, digest_of, flip, put
+from whole_archives import manifest_of, opened, rebuilt
 
 from adapter_store.errors import (
     AdapterCorrupt,
@@ -30,10 +30,6 @@ from adapter_store.store import AdapterStore
 KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
 
 
-def opened(data: bytes) -> tarfile.TarFile:
-    return tarfile.open(fileobj=io.BytesIO(data))
-
-
 def exported(root: Path) -> bytes:
     file = io.BytesIO()
     with OfflineStore(root) as closed:
@@ -41,29 +37,9 @@ def exported(root: Path) -> bytes:
     return file.getvalue()
 
 
-def manifest_of(data: bytes) -> dict[str, Any]:
-    with opened(data) as tar:
-        return json.load(tar.extractfile("lorasrv-store.json"))  # type: ignore[arg-type,no-any-return]
-
-
 def first_version(manifest: dict[str, Any]) -> dict[str, Any]:
     version: dict[str, Any] = manifest["adapters"]["mia"]["versions"]["1"]
     return version
-
-
-def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The archive with another manifest, as Python's tarfile writes it."""
-    manifest = manifest_of(data)
-    change(manifest)
-    out = io.BytesIO()
-    with opened(data) as old, tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as new:
-        for member in old.getmembers():
-            content = old.extractfile(member).read()  # type: ignore[union-attr]
-            if member.name == "lorasrv-store.json":
-                content = json.dumps(manifest).encode()
-            member.size = len(content)
-            new.addfile(member, io.BytesIO(content))
-    return out.getvalue()
 
 
 class TestArchive:

@@ -3,12 +3,15 @@
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from answers import failed
+from tiny_adapter import HIDDEN
+from whole_archives import rebuilt
 
 from adapter_store.store import AdapterStore
 
@@ -22,6 +25,18 @@ def filled(server, store: AdapterStore, make_adapter, tmp_path: Path, monkeypatc
     store.add_blob(make_adapter("3", seed=3) / "adapter_model.safetensors")
     store.close()
     return tmp_path / "store"
+
+
+@pytest.fixture
+def own_defaults(server, filled: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with a persona and a stored sum, of a base of 9 tokens."""
+    base = replace(store.base, ends={"head": (HIDDEN, 9), "embed": (9, HIDDEN)}, embedding="embed")
+    monkeypatch.setattr("api.cli.commands.store.shapes_of", lambda model: base)
+    with AdapterStore(filled, store.base) as opened:
+        opened.register_defaults("zoe", '{"seed":1}', opened.resolve("zoe"), principal="ann")
+        part = {"id": "mia@1", "weight": 0.5, "digest": f"sha256:{opened.resolve('mia').key}"}
+        opened.register_defaults("night", json.dumps({"adapters": [part]}), None, principal="ann")
+    return filled
 
 
 @pytest.fixture
@@ -83,6 +98,39 @@ class TestMoving:
         assert json.loads(cli("store", "fsck", "--store", new, "--json").out)["ok"]
         twice = cli("store", "import", tmp_path, "--store", new)
         assert (twice.code, "mia, zoe already" in twice.err) == (1, True)
+
+    @pytest.mark.parametrize(
+        ("adapter_id", "change", "says"),
+        [
+            ("zoe", {"temperature": -5}, "zoe@2: temperature: temperature must be between 0 and 100"),
+            ("zoe", {"bogus": 1}, "zoe@2: bogus: Extra inputs"),
+            ("zoe", {"system": "To {{name}}."}, "zoe@2: system: '{{name}}' is not"),
+            ("zoe", {"logit_bias": {"9": 1}}, "zoe@2: logit_bias: logit_bias must contain token ids in [0, 9)"),
+            ("zoe", {"stop_token_ids": [9]}, "zoe@2: stop_token_ids: stop_token_ids must lie in [0, 9)"),
+            (
+                "zoe",
+                {"response_format": {"type": "json_object"}, "ignore_eos": True},
+                "zoe@2: ignore_eos: ignore_eos contradicts",
+            ),
+            ("zoe", {"tools": [{"type": "function"}]}, "zoe@2: tools: tools[0].function"),
+            ("zoe", {"adapters": [{"id": "mia@1", "digest": None}]}, "zoe@2 of the archive has weights of its own"),
+            ("night", {"adapters": [{"id": "ann@1", "digest": "0" * 64}]}, "'ann@1', which neither the archive nor"),
+            ("night", {"adapters": [{"id": "mia@1", "digest": "0" * 64}]}, "'mia@1', which is not the content"),
+        ],
+    )
+    def test_defaults_are_checked_as_at_an_upload(
+        self, run, cli, own_defaults: Path, tmp_path: Path, adapter_id: str, change: dict[str, Any], says: str
+    ) -> None:
+        run("export", tmp_path / "a.tar")
+
+        def altered(manifest: dict[str, Any]) -> None:
+            versions = manifest["adapters"][adapter_id]["versions"]
+            versions[max(versions)]["defaults"].update(change)
+
+        (tmp_path / "b.tar").write_bytes(rebuilt((tmp_path / "a.tar").read_bytes(), altered))
+        new = ("--store", tmp_path / "new")
+        failed(cli("store", "import", tmp_path / "b.tar", *new), 1, says)
+        assert cli("store", "import", tmp_path / "a.tar", *new).code == 0
 
     def test_a_failed_export_leaves_nothing(self, run, filled: Path, tmp_path: Path) -> None:
         damage(filled)
