@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from cachetools import LRUCache
@@ -424,28 +425,25 @@ def _told(
     """
     defaults, ref = stored.defaults, stored.ref
     user = user_name(user) if stored.names_user else ""
-    system, own_system = defaults.system_prompt, [m for m in given if m.role in ("system", "developer")]
+    system, own_system = defaults.system_prompt, list(filter(_is_system, given))
     if own_system and defaults.is_locked:
         raise InvalidRequest("this persona's system prompt is locked; send no system message", param="messages")
     if own_system and system is not None and system.mode == "default":
         system = None
-    told, rest, applied = [], list(given), []
+    leading = list(takewhile(_is_system, given))
+    told, rest, applied = list(leading), given[len(leading) :], []
     if system is not None:
-        text = defaults.filled(system.text, ref.adapter_id, user)
-        if rest and rest[0].role in ("system", "developer"):
-            # One message, as many templates take no second.
-            text = f"{text}\n\n{rest.pop(0).plain()['content']}"
-        told.append(message("system", text))
+        texts = [defaults.filled(system.text, ref.adapter_id, user), *(m.plain()["content"] for m in leading)]
+        # One message, as many templates take no second.
+        told = [message("system", "\n\n".join(texts))]
         applied.append("system")
-    elif rest and rest[0].role in ("system", "developer"):
-        told.append(rest.pop(0))
     for dialogue in defaults.examples or ():
         told += [message(turn.role, defaults.filled(turn.content, ref.adapter_id, user)) for turn in dialogue]
     if defaults.examples:
         applied.append("examples")
     if not applied and not has_own:
         return AppliedPersona(ref)
-    before = "" if system is not None or not own_system else own_system[0].plain()["content"]
+    before = [] if system is not None else [m.plain()["content"] for m in own_system]
     facts = json.dumps([ref.persona, applied, user, before, *variables], sort_keys=True)
     key = hashlib.sha256(facts.encode()).hexdigest()
     if not applied:
@@ -461,6 +459,10 @@ def _told(
         len(messages) - len(given),
         is_whole=not own_system,
     )
+
+
+def _is_system(message: Message) -> bool:
+    return message.role in ("system", "developer")
 
 
 def message(role: str, content: str) -> Message:

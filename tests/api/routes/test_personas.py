@@ -250,6 +250,22 @@ class TestSystemPrompt:
         assert persona(server.chat(model="muse", messages=self.OWN))
         assert prompt(engine) == told
 
+    def test_several(self, server, engine) -> None:
+        """All that lead are one message behind `prepend`; they stay before the examples otherwise."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        further = {"role": "developer", "content": [{"type": "text", "text": "And mine."}]}
+        later = {"role": "system", "content": "Later."}
+        messages = [self.OWN[0], further, self.OWN[1], later, *turns, self.OWN[1]]
+        rest = "user:hi\nsystem:Later.\nuser:a\nassistant:b\nuser:hi"
+        for mode, told in (
+            ("default", "system:Mine.\nsystem:And mine.\nuser:a\nassistant:b"),
+            ("prepend", f"system:{SECRET}\n\nMine.\n\nAnd mine.\nuser:a\nassistant:b"),
+        ):
+            stored = {"system": {"text": SECRET, "mode": mode}, "examples": [turns]}
+            post(server, "muse", defaults=stored).raise_for_status()
+            server.chat(model="muse", messages=messages).raise_for_status()
+            assert prompt(engine) == f"{told}\n{rest}"
+
     def test_lock(self, server, engine) -> None:
         post(server, "muse", defaults={"system": {"text": SECRET, "mode": "lock"}}).raise_for_status()
         for role in ("system", "developer"):
@@ -463,7 +479,8 @@ def test_errors_number_the_clients_messages(server) -> None:
     stored = {"system": {"text": SECRET, "mode": "prepend"}, "examples": [pair]}
     post(server, "muse", defaults=stored).raise_for_status()
     result, system = {"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "system", "content": "y"}
-    for messages, number in (([result], 0), ([system, result], 1), ([pair[0], system, result], 2)):
+    asked = (([result], 0), ([system, result], 1), ([system, system, result], 2), ([pair[0], system, result], 2))
+    for messages, number in asked:
         refused = server.chat(model="muse", messages=messages).json()["error"]
         assert refused["param"] == f"messages[{number}].role"
 
