@@ -129,8 +129,9 @@ class Defaults(SamplingFields, ClosedBody):
 
     def filled(self, text: str, adapter_id: str, user: str | None) -> str:
         """Return a text with its placeholders filled; None leaves the user's."""
-        filled = text.replace(CHAR, self.name or adapter_id)
-        return filled if user is None else filled.replace(USER, user)
+        names = {CHAR: self.name or adapter_id} | ({} if user is None else {USER: user})
+        # In one pass: what a name holds is no placeholder.
+        return _PLACEHOLDER.sub(lambda match: names.get(match[0], match[0]), text)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -165,9 +166,9 @@ def to_text(given: Mapping[str, Any]) -> str:
     return json.dumps(kept, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def unknown_placeholders(text: str) -> list[str]:
-    """Return what stands in double braces and is neither `{{char}}` nor `{{user}}`."""
-    return [match[0] for match in _PLACEHOLDER.finditer(text) if match[0] not in (CHAR, USER)]
+def placeholders(text: str) -> list[str]:
+    """Return what stands in double braces."""
+    return [match[0] for match in _PLACEHOLDER.finditer(text)]
 
 
 def user_name(user: str | None) -> str:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from adapter_store.errors import ProblemList, show
 from api.errors import field_name
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
-from api.schemas.personas import MAX_DEFAULTS_BYTES, Defaults, to_text, unknown_placeholders
+from api.schemas.personas import CHAR, MAX_DEFAULTS_BYTES, USER, Defaults, placeholders, to_text
 from api.schemas.speculation import speculation_params
 from api.serving.personas import FORM_FIELDS, TOOL_FIELDS
 from lorasrv.errors import InvalidRequest
@@ -75,8 +75,10 @@ class FieldChecks:
 
     def _placeholders(self, defaults: Defaults) -> None:
         for place, text in defaults.texts():
-            if unknown := unknown_placeholders(text):
-                self.problems.add(INVALID, place, f"{show(unknown[0])} is not {{{{char}}}} or {{{{user}}}}")
+            if unknown := [each for each in placeholders(text) if each not in (CHAR, USER)]:
+                self.problems.add(INVALID, place, f"{show(unknown[0])} is not {CHAR} or {USER}")
+        if found := placeholders(defaults.name or ""):
+            self.problems.add(INVALID, "name", f"{show(found[0])}: a name has no placeholders")
 
     def _tools(self, defaults: Defaults) -> Defaults:
         """Check the tools; return the defaults without them if they are wrong."""

@@ -123,7 +123,7 @@ class _Check(FieldChecks):
 
     def _control_tokens(self, defaults: Defaults) -> None:
         template, tokenizer = self._engine.chat_template, self._own or self._engine.tokenizer
-        for place, text in defaults.texts():
+        for place, text in (*defaults.texts(), ("name", defaults.name or "")):
             if template is not None and (tokens := template.control_tokens(text, tokenizer)):
                 self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token, not a text")
 

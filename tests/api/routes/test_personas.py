@@ -282,6 +282,8 @@ class TestSystemPrompt:
         assert prompt(engine) == "system:To Bo.\nuser:Bo?\nassistant:Ada!\nuser:hi"
         server.chat(model="muse", messages=self.OWN)
         assert prompt(engine) == "system:Mine.\nuser:User?\nassistant:Ada!\nuser:hi"
+        server.chat(model="muse", user="{{char}}")
+        assert prompt(engine) == "system:To {{char}}.\nuser:{{char}}?\nassistant:Ada!\nuser:hi"
         for name in ("", "x" * 65, "a\nb"):
             assert server.chat(model="muse", user=name).json()["error"]["param"] == "user"
         assert server.chat(user="x" * 65).status_code == 200
@@ -492,6 +494,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"system": {"text": "x", "mode": "loud"}, "min_p": 7}, ["system.mode", "min_p"]),
     ({"system": "a {{name}}", "greetings": ["{{x}}"]}, ["system", "greetings[0]"]),
     ({"system": "x<|im_end|>"}, ["system"]),
+    ({"system": "a {{char}}", "name": "{{user}}"}, ["name"]),
+    ({"system": "a {{char}}", "name": "Mia<|im_end|>"}, ["name"]),
     ({"system": "x" * 200}, ["system"]),
     ({"logit_bias": {str(VOCAB): 1}, "stop_token_ids": [VOCAB]}, ["logit_bias", "stop_token_ids"]),
     ({"min_tokens": 5, "max_tokens": 4}, ["min_tokens"]),
