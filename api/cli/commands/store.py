@@ -109,7 +109,7 @@ def import_(
                 file,
                 base,
                 max_lora_rank,
-                lambda done, total: step("importing", done, total),
+                lambda done, total: step("reading weights", done, total),
                 _check_limits,
                 partial(_check_defaults, base),
             )

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,14 @@ class TestMoving:
         monkeypatch.setattr("adapter_store.maintenance.archive.export_store", full)
         failed(run("export", tmp_path / "a.tar"), 1, f"No space left on device: {tmp_path / 'a.tar'}")
         assert not list(tmp_path.glob("a.tar*"))
+
+    def test_what_follows_the_weights_is_refused_without_saying_done(self, run, cli, tmp_path: Path) -> None:
+        run("export", tmp_path / "a.tar")
+        with tarfile.open(tmp_path / "a.tar", "a") as tar:
+            tar.addfile(tarfile.TarInfo("evil"))
+        done = cli("store", "import", tmp_path / "a.tar", "--store", tmp_path / "new")
+        failed(done, 1, "member 'evil' of the archive")
+        assert "import" not in done.err.partition("lorasrv:")[0]
 
     def test_what_is_no_archive(self, cli, tmp_path: Path) -> None:
         (tmp_path / "x.tar").write_bytes(b"x" * 2000)
