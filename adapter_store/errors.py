@@ -112,14 +112,18 @@ class AdapterNotFound(AdapterError, LookupError):
 
 
 class VersionNotFound(AdapterNotFound):
-    """Report a version number that the id does not have. `versions` lists the existing ones."""
+    """Report a version number that the id does not have. `versions` lists the existing ones.
 
-    def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...]) -> None:
+    `param` is the field of a change that asked for it, None if the reference did.
+    """
+
+    def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...], param: str | None = None) -> None:
         super().__init__(f"{adapter_id}@{version}")
         shown = ", ".join(map(str, versions[-SHOWN_VERSIONS:]))
         dots = "…, " if len(versions) > SHOWN_VERSIONS else ""
         self.args = (f"adapter {adapter_id!r} has no version {version}; it has {dots}{shown}",)
         self.versions = versions
+        self.param = param
 
 
 class InvalidAdapterId(AdapterError, ValueError):
@@ -168,10 +172,10 @@ class AdapterChanged(AdapterError):
 class VersionInUse(AdapterError):
     """Report a version that cannot be deleted because an alias points to it. Nothing changed."""
 
-    def __init__(self, adapter_id: str, aliases: tuple[str, ...]) -> None:
+    def __init__(self, reference: str, adapter_id: str, aliases: tuple[str, ...]) -> None:
         names = ", ".join(f"{adapter_id}:{alias}" for alias in aliases)
         super().__init__(
-            f"{adapter_id} cannot be deleted while aliases point to it ({names}); move or remove them first, or delete "
+            f"{reference} cannot be deleted while aliases point to it ({names}); move or remove them first, or delete "
             "with force, which removes them"
         )
         self.aliases = aliases

@@ -455,7 +455,7 @@ class AdapterStore:
             versions = frozenset(v.version for v in selected)
             aliases = record.aliases_of(versions)
             if aliases and not force:
-                raise VersionInUse(record.adapter_id, aliases)
+                raise VersionInUse(reference, record.adapter_id, aliases)
             left, unnamed = self._index.delete_versions(record, versions)
             self._names.replace(record.adapter_id, left)
             self.snapshots.remove_versions(record.adapter_id, versions)

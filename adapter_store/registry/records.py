@@ -119,12 +119,14 @@ class Change:
         Raises:
             VersionNotFound: the id has no such version.
         """
-        wanted = [] if self.version is None else [self.version]
+        wanted = [] if self.version is None else [("version", self.version)]
         for alias, target in self.aliases.items():
-            wanted += check_shares(alias, target) if target is not None else ()
-        for version in wanted:
+            shares = check_shares(alias, target) if target is not None else ()
+            wanted += [(f"aliases.{alias}", version) for version in shares]
+        for param, version in wanted:
             if record.version(version) is None:
-                raise VersionNotFound(record.adapter_id, version, tuple(v.version for v in record.versions))
+                there = tuple(v.version for v in record.versions)
+                raise VersionNotFound(record.adapter_id, version, there, param)
 
 
 @dataclass(frozen=True, slots=True)

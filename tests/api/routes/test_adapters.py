@@ -270,6 +270,7 @@ class TestDelete:
             response = delete(server, reference)
             assert (coded(response), response.headers["x-should-retry"]) == ((409, "version_in_use"), "false")
             assert (error_of(response)["param"], "mia:prod" in error_of(response)["message"]) == ("force", True)
+            assert error_of(response)["message"].startswith(f"{reference.partition('?')[0]} cannot be deleted")
         assert coded(delete(server, "mia:prod?force=true")) == (400, "invalid_alias")
         assert show(server)["aliases"] == {"prod": 1}
         done = delete(server, "mia@1?force=true").json()
@@ -304,9 +305,13 @@ class TestAliases:
         assert (body["version"], body["alias"], show(server)["aliases"]) == (4, "prod", {"prod": 4})
 
     def test_unknown_versions(self, server) -> None:
-        for body in ({"version": 9}, {"aliases": {"prod": 9}}, {"version": 1, "aliases": {"prod": 9}}):
+        for body, param in (
+            ({"version": 9}, "version"),
+            ({"aliases": {"prod": 9}}, "aliases.prod"),
+            ({"version": 1, "aliases": {"old": 2, "prod": {"1": 0.5, "9": 0.5}}}, "aliases.prod"),
+        ):
             response = server.patch(**body)
-            assert coded(response) == (404, "version_not_found")
+            assert (coded(response), error_of(response)["param"]) == ((404, "version_not_found"), param)
             assert "it has 1, 2, 3" in error_of(response)["message"]
         assert (show(server)["version"], show(server)["aliases"]) == (3, {})
 
