@@ -125,6 +125,10 @@ class FakeTemplate:
     source = ""
     variables: frozenset[str] = frozenset()
 
+    @property
+    def tool_source(self) -> str:
+        return self.source
+
     def checked_variables(self, given: dict[str, Any]) -> dict[str, Any]:
         return given
 
