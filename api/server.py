@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
+from api import early_stop
 from api.app import create_app
 from api.asgi.draining_server import DrainingServer
 from api.asgi.protocol import allow_open_files
@@ -154,7 +155,7 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain (`api/asgi/draining.py`); a second signal shortens that.
 
-    Both signals also end a server that is still loading.
+    Both signals also end a server that is still loading, and the process with it (`api/early_stop.py`).
 
     Args:
         computes: whether it has an engine; without one it keeps a store for the servers that follow it.
@@ -170,21 +171,17 @@ def run(
     settings.check_alone()
     check_guarded(settings)
     faults = FaultInjector(settings.faults())
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with bind(settings.host, settings.port) as listener:
-            serve_on(
-                listener,
-                settings,
-                faults,
-                progress,
-                lambda running: on_ready(running.ready),
-                started,
-                computes=computes,
-            )
-    except KeyboardInterrupt:
-        return
+    early_stop.end_at_signals()
+    with bind(settings.host, settings.port) as listener:
+        serve_on(
+            listener,
+            settings,
+            faults,
+            progress,
+            lambda running: on_ready(running.ready),
+            started,
+            computes=computes,
+        )
 
 
 def check_guarded(settings: ServerSettings) -> None:
@@ -256,7 +253,9 @@ def serve_on(
         # Compiling takes longest at a first start, and needs nothing of what follows.
         compiling_early = opened.enter_context(ExitStack())
         common, further = _cpu_kernels(settings.engine_config()) if computes else ((), ())
-        compiling_early.enter_context(compiling(common))
+        compilation = compiling_early.enter_context(compiling(common))
+        if compilation is not None:
+            compiling_early.enter_context(early_stop.closing(compilation.end))
         from api.replication.store_engine import StoreEngine
         from lorasrv.engine.async_engine import AsyncEngine
         from lorasrv.models.loader.locate import read_tokenizer
@@ -293,6 +292,7 @@ def serve_on(
             gc.enable()
             release_freed()
             ready = _ready(settings, engine, listener, time.monotonic() - started)
+            early_stop.started()
             on_running(Running(ready, app.state.services, lambda: server.handle_exit(signal.SIGTERM, None)))
 
         watchdog = Watchdog(engine, settings.watchdog_s)
@@ -397,6 +397,10 @@ class _EngineServer(DrainingServer):
         if self.started:
             self._watchdog.start()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        early_stop.handle(sig, frame)
+        super().handle_exit(sig, frame)
+
     def on_drain(self) -> None:
         if self._pausing is None:
             # Batches would not finish in time; they continue at the next start.
@@ -420,8 +424,3 @@ def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.soc
         pages=snapshot.pages_total,
         seconds=round(seconds, 2),
     )
-
-
-def _interrupt(_: int, __: FrameType | None) -> None:
-    # While it serves, uvicorn has its own handlers; after its shutdown it raises the signal again, for this handler.
-    raise KeyboardInterrupt

@@ -17,7 +17,7 @@ MAX_FILES = 12
 MAX_LINES = 600
 TORCH_FREE_IMPORTS = (
     "adapter_store.store",
-    "api.cli.main",
+    "api.cli.program",
     "lorasrv.distributed.rank_spec",
     "lorasrv.memory.memory_manager",
     "lorasrv.metrics.request_stats",

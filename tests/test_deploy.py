@@ -22,7 +22,7 @@ from typer.main import get_command
 
 import api.routes
 from api.cli.common.settings_options import given_settings
-from api.cli.main import app
+from api.cli.program import app
 from api.config.settings import SPELLINGS
 from api.config.sources import Sources
 

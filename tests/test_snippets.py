@@ -22,7 +22,7 @@ from server import server
 from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
 from typer.main import get_command
 
-from api.cli.main import app
+from api.cli.program import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -22,7 +22,8 @@ LAST_WORDS_S = 2
 class DrainingServer(uvicorn.Server):
     """Extend uvicorn: report readiness, and drain before shutdown.
 
-    In the main thread SIGINT and SIGTERM begin to drain; from any other, `handle_exit` does.
+    In the main thread SIGINT and SIGTERM begin to drain; from any other, `handle_exit` does. Unlike uvicorn's server,
+    this one does not raise them again after its shutdown: `run` returns.
 
     Args:
         draining: of the application, whose middleware refuses requests by it.
@@ -62,8 +63,6 @@ class DrainingServer(uvicorn.Server):
             self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn raises them again after its shutdown, for the handlers that were installed before.
-        self._captured_signals.append(sig)
         draining = self._draining
         if draining.is_over:
             self.force_exit = self.should_exit = True

@@ -71,6 +71,7 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
         LorasrvError, AdapterError: model, options or store are not usable.
         ReplicasFailed: no replica starts.
         CannotListen: the address cannot be bound.
+        KeyboardInterrupt: SIGINT, before it is ready.
         OSError.
     """
     started = time.monotonic()
@@ -80,6 +81,13 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     settings = settings.with_cluster_secret()
+    is_ready = False
+
+    def tell() -> None:
+        nonlocal is_ready
+        is_ready = True
+        _tell(out, on_ready, ready)
+
     try:
         with (
             bind(settings.host, settings.port) as listener,
@@ -96,10 +104,13 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
                 Edge(watch, registry, settings.read_cluster_secret()),
                 watch,
                 listener,
-                lambda: _tell(out, on_ready, ready),
+                tell,
             )
-    except KeyboardInterrupt:
+    except _Terminated:
         return
+    except KeyboardInterrupt:
+        if not is_ready:
+            raise
 
 
 def check_options(settings: ServerSettings) -> None:
@@ -369,5 +380,10 @@ class _RayLines(io.TextIOBase):
         return len(text)
 
 
-def _interrupt(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Terminated(KeyboardInterrupt):
+    """Signal SIGTERM."""
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    # Unlike one server alone: Ray's processes and files have to be removed.
+    raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt

@@ -80,6 +80,11 @@ class Compilation:
         """Return how many kernels are missing, and why."""
         return len(missing(self.kernels, self.directory)), self._why()
 
+    def end(self) -> None:
+        """Kill the process and its workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def _why(self) -> str:
         if (code := self.process.poll()) is None:
             return f"no other has compiled one for {STALLED_S:.0f} s"
@@ -118,12 +123,11 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
             logger.warning("no process can be started to compile kernels: %s", error)
             yield None
             return
+        compilation = Compilation(absent, directory, process, errors)
         try:
-            yield Compilation(absent, directory, process, errors)
+            yield compilation
         finally:
-            # The workers, too.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            compilation.end()
             process.wait()
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from tiny_adapter import BASE, SHAPES, tiny_adapter
 from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
 
 from adapter_store.store import AdapterStore
+from api import early_stop
 from api.app import create_app
 from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import bounded
@@ -157,8 +159,11 @@ def as_mlx() -> Callable[[Path], Path]:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., SimpleNamespace]]:
     """Runs the `lorasrv` command in this process: code, out, err."""
+    handlers = {number: signal.getsignal(number) for number in early_stop.EXIT_CODES}
 
     def run(*arguments: object, stdin: str = "") -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["lorasrv", *map(str, arguments)])
@@ -170,7 +175,10 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         assert "Traceback" not in out + err
         return SimpleNamespace(code=int(exit_.value.code or 0), out=out, err=err)
 
-    return run
+    yield run
+    early_stop.started()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

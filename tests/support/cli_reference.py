@@ -9,7 +9,7 @@ import typer
 from page_parts import table
 from typer.main import get_command
 
-from api.cli.main import app
+from api.cli.program import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

@@ -4,6 +4,7 @@ files.
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from api.asgi.json_lines import one_line
+from api.early_stop import closing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,7 +156,7 @@ def _bar(in_bytes: bool) -> Iterator[Steps]:
 
     amount = DownloadColumn() if in_bytes else TextColumn("{task.percentage:>3.0f} %")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
-    with Progress(*columns, console=err()) as bar:
+    with Progress(*columns, console=err()) as bar, closing(_show_cursor):
         tasks: dict[str, Any] = {}
 
         def step(what: str, done: float, total: float) -> None:
@@ -163,6 +165,10 @@ def _bar(in_bytes: bool) -> Iterator[Steps]:
             bar.update(tasks[what], completed=done, total=total)
 
         yield step
+
+
+def _show_cursor() -> None:
+    os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
 
 class _Lines:

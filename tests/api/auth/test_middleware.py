@@ -24,7 +24,7 @@ from api.auth.middleware import AuthMiddleware
 from api.auth.principal import ANYBODY, NOBODY, Caller, KeyLimits, Scope, caller_of
 from api.auth.scopes import NEEDS, REPLICATE, needed, needs_no_key
 from api.cli.common.options import client_key
-from api.cli.main import app as command_line
+from api.cli.program import app as command_line
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ROUTES = [

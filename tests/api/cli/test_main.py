@@ -205,7 +205,7 @@ class TestExitCodes:
 
 def test_help_and_client_commands_import_neither_torch_nor_the_server() -> None:
     heavy = {"torch", "numpy", "fastapi", "uvicorn", "pydantic"}
-    script = f"import sys, api.cli.main, api.client; print({heavy} & set(sys.modules))"
+    script = f"import sys, api.cli.program, api.client; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
 

@@ -1,6 +1,5 @@
 """Real `lorasrv serve` processes: what the tests of one have in common."""
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +18,12 @@ def flags(model: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture
-def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run a command that would serve, but is refused, in this process: another one takes seconds to import all."""
 
     def serves(*_: object) -> None:
         raise AssertionError(NOT_REFUSED)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")  # else a start sets it, for all that this process starts later
     monkeypatch.setattr("api.server.create_app", serves)
 
@@ -36,9 +34,7 @@ def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
         assert NOT_REFUSED not in done.err
         return done
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import GREEDY, offline_engine
 from typer.testing import CliRunner
 
-from api.cli.main import app
+from api.cli.program import app
 from lorasrv.config import ModelOptions
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
 from lorasrv.models.code_format import LEVELS

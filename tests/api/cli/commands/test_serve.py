@@ -4,10 +4,12 @@ The engine of the processes is the fake one.
 """
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,10 @@ import httpx2
 import pytest
 from answers import failed
 
-from tests.support.served import serve
+from api import early_stop
+from tests.support.served import ROOT, serve
 
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture(autouse=True)
-def _own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`serve` in this process leaves pytest's signal handlers alone."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 WRONG_OPTIONS = {
@@ -175,13 +172,44 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
     ]
 
 
-@pytest.mark.long
-def test_stopped_while_loading(start: Start) -> None:
-    process = start("--model", "slow")
-    while "75 %" not in process.stderr.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 0
+HELD = """
+import sys
+class Held:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("held", file=sys.stderr, flush=True)
+            try:
+                sys.stdin.read()
+            except BaseException:
+                raise SystemError("as an extension module reports it") from None
+sys.meta_path.insert(0, Held())
+from {command} import main
+main()
+"""
+MOMENTS = {
+    "the command is imported": ("api.cli.main", "typer"),
+    "the server is imported": ("api.cli.main", "uvicorn"),
+    "its start imports": ("api.cli.main", "torch"),
+    "uvicorn has handlers of its own": ("fake_serve", "uvicorn.lifespan.on"),
+}
+"""Of a start: the command, and the module whose import waits then."""
+
+
+@pytest.mark.parametrize("how", early_stop.EXIT_CODES)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_before_it_is_ready(tmp_path: Path, moment: str, how: signal.Signals) -> None:
+    command, module = MOMENTS[moment]
+    script = HELD.format(command=command, module=module)
+    options = ("serve", "--port", "0", "--kernels", "torch", "--store", str(tmp_path / "store"))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    path = os.pathsep.join([*map(str, (ROOT, ROOT / "tests" / "support"))])
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "-P", "-c", script, *options], env=env, **pipes) as process:
+        while "held" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.send_signal(how)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (early_stop.EXIT_CODES[how], "", "")
 
 
 def test_an_address_taken_while_loading(start: Start) -> None:

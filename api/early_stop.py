@@ -1,0 +1,52 @@
+"""End a server that is still starting, at SIGINT or SIGTERM.
+
+The handler ends the process by itself. An exception that a handler raises surfaces wherever the main thread is: an
+extension module makes another error of it, and a destructor drops it. Imports nothing that takes time.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
+_closers: list[Callable[[], None]] = []
+_starting = False
+
+
+def end_at_signals() -> None:
+    """Let both signals end the process from now on, until `started`; for the main thread."""
+    global _starting
+    _starting = True
+    for number in EXIT_CODES:
+        signal.signal(number, handle)
+
+
+def started() -> None:
+    """Leave signals to the server, which closes by itself: those that come while it does change nothing."""
+    global _starting
+    _starting = False
+
+
+@contextmanager
+def closing(close: Callable[[], None]) -> Iterator[None]:
+    """Have `close` called if the process ends within the block, before whatever was registered earlier.
+
+    The main thread may hold any lock then, so `close` must take none.
+    """
+    _closers.append(close)
+    try:
+        yield
+    finally:
+        _closers.remove(close)
+
+
+def handle(number: int, _: FrameType | None) -> None:
+    """End the process if the server is starting."""
+    if not _starting:
+        return
+    for close in reversed(_closers):
+        with suppress(Exception):
+            close()
+    os._exit(EXIT_CODES[signal.Signals(number)])
