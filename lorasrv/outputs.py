@@ -20,6 +20,8 @@ from lorasrv.errors import (
 from lorasrv.kv_policy import KvPolicy
 
 RequestId = NewType("RequestId", str)
+CLIENT = "client"
+"""Why a request has ended whose client left; else it is the name of an error."""
 T = TypeVar("T")
 
 

@@ -30,7 +30,7 @@ class RequestInfo:
 
     Attributes:
         answers: finished engine requests, in the order of their ends.
-        broken: whether something failed after the response had begun.
+        broken: whether something failed after the response had begun. A stream whose answer fails keeps its status.
         began_s, began_ns: start, monotonic and Unix time.
         received, sent: first bytes of both bodies, if they are kept.
     """
@@ -89,6 +89,7 @@ class RequestInfo:
         self._is_over = True
         self.seconds = time.monotonic() - self.began_s
         self.status = self.status or CLIENT_CLOSED_REQUEST
+        self.broken |= self.status < 400 and any(answer.failed for answer in self.answers)
 
 
 CURRENT: ContextVar[RequestInfo | None] = ContextVar("current_request", default=None)

@@ -14,7 +14,6 @@ from api.observability.access_middleware import RequestInfo
 from lorasrv import __version__
 from lorasrv.errors import ConfigError
 from lorasrv.metrics.request_stats import FinishedRequestStats
-from lorasrv.outputs import FinishReason
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -137,5 +136,5 @@ def _of_answers(seen: RequestInfo) -> dict[str, Any]:
         found["lorasrv.adapter.digest"] = f"sha256:{first.adapter_key}"
     if first.tier is not None:
         found["lorasrv.adapter.tier"] = first.tier.value
-    failed = [answer.why for answer in seen.answers if answer.reason is FinishReason.ERROR]
+    failed = [answer.why for answer in seen.answers if answer.failed]
     return found | ({"error.type": failed[0]} if failed else {})

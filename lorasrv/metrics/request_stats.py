@@ -16,7 +16,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.errors import name_of
 from lorasrv.metrics.histogram import Histogram
 from lorasrv.metrics.request_observer import RequestObserver
-from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, refused
+from lorasrv.outputs import CLIENT, AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, refused
 from lorasrv.request import Account, EngineCoreRequest
 
 
@@ -53,6 +53,11 @@ class FinishedRequestStats:
     is_further: bool = False
     # What is charged in the ledger.
     account: Account = ("", None)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether its client was told of an error in place of the rest."""
+        return self.why not in ("", CLIENT)
 
     @property
     def prefill_s(self) -> float:
@@ -180,7 +185,7 @@ class RequestStats(RequestObserver):
         if isinstance(error, Exception):
             self.rejected[name_of(type(error))] += 1
         else:
-            self.aborted["client"] += 1
+            self.aborted[CLIENT] += 1
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
         request = self._open.get(request_id)

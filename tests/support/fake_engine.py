@@ -21,7 +21,15 @@ from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, InvalidRequest, LeaseEnded, LorasrvError
+from lorasrv.errors import (
+    AdapterCold,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    LeaseEnded,
+    LorasrvError,
+    name_of,
+)
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
@@ -179,6 +187,8 @@ class FakeStream(AsyncIterator[RequestOutput]):
         if isinstance(output, Exception):
             # A bug of ours ends no request.
             self._finished = isinstance(output, LorasrvError | AdapterError)
+            if self._finished:
+                self._engine.request_stats.on_finished(self.request_id, name_of(type(output)))
             raise output
         self._finished = output.finished
         self.num_generated_tokens = output.num_generated_tokens

@@ -13,7 +13,7 @@ from fake_engine import HANG
 
 from api.observability import logs
 from api.observability.access_middleware import AccessMiddleware, RequestInfo
-from lorasrv.errors import AdapterLoadFailed
+from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, RequestTimeout, ServerStopping, name_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, RequestStats
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
@@ -139,7 +139,16 @@ class TestRequestLines:
         with server.http.stream("POST", "/v1/completions", json=STREAM):
             pass
         [line] = requests(lines, eventually)
-        assert (line["finish_reason"], line["why"]) == ("abort", "client")
+        assert (line["finish_reason"], line["why"], line["level"]) == ("abort", "client", "info")
+        assert "broken" not in line
+
+    @pytest.mark.parametrize("error", [ServerStopping("over"), RequestTimeout("late"), AdapterDeleted("by force")])
+    def test_a_stream_that_fails_behind_its_first_token(self, server, engine, lines, eventually, error) -> None:
+        engine.breaks(1, error)
+        assert server.http.post("/v1/completions", json=STREAM).status_code == 200
+        [line] = requests(lines, eventually)
+        why = name_of(type(error))
+        assert (line["status"], line["why"], line["broken"], line["level"]) == (200, why, True, "warning")
 
 
 class TestForm:

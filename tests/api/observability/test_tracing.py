@@ -81,6 +81,16 @@ def test_failures_are_ours_only(spans, make_server, engine, eventually) -> None:
     assert not failure.status.is_unset
 
 
+def test_a_stream_that_fails_behind_its_first_token(spans, make_server, engine, eventually) -> None:
+    server = make_server()
+    engine.breaks(1)
+    server.chat(stream=True)
+    eventually(spans.get_finished_spans)
+    whole = named(spans)["POST /v1/chat/completions"]
+    assert (whole.attributes["http.response.status_code"], whole.attributes["error.type"]) == (200, "engine_dead")
+    assert (whole.status.is_ok, whole.status.is_unset) == (False, False)
+
+
 def test_probes_make_none(spans, make_server) -> None:
     server = make_server()
     for path in ("/health", "/metrics", "/v1/adapters"):
