@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from adapter_store import errors as store_errors
 from lorasrv import errors as engine_errors
+from lorasrv.outputs import CLIENT
 
 MAX_SHOWN_PROBLEMS = 3
 INVALID = "invalid_request_error"
@@ -181,6 +182,13 @@ class Failure:
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, dict(self.headers))
+
+
+def cause_of(error: BaseException) -> str:
+    """Return why answers end that are closed for this: the error's name in metrics, or `CLIENT` for a cancellation."""
+    if isinstance(error, ApiError):
+        return error.code
+    return engine_errors.name_of(type(error)) if isinstance(error, Exception) else CLIENT
 
 
 def describe(error: Exception, *, path: str = "") -> Failure:

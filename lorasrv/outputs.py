@@ -260,4 +260,5 @@ class OutputStream(Protocol):
         and the reader gets that error.
         """
 
-    async def aclose(self) -> None: ...
+    async def aclose(self, why: str = CLIENT) -> None:
+        """Abort the request if it has not finished; `why` names the reason, an error's name or `CLIENT`."""

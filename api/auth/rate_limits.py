@@ -22,7 +22,7 @@ from api.auth.principal import Caller, KeyLimits, caller_of
 from api.auth.scopes import is_counted
 from api.errors import describe_at
 from lorasrv.errors import AdapterCold, InvalidRequest, LimitExceeded, RequestTimeout
-from lorasrv.outputs import RequestOutput
+from lorasrv.outputs import CLIENT, RequestOutput
 from lorasrv.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ class CountedStream(AsyncIterator[RequestOutput]):
         # Neither the first output, which has been read here, nor the last one is passed on.
         self._stream.pass_to(take)
 
-    async def aclose(self) -> None:
+    async def aclose(self, why: str = CLIENT) -> None:
         self._end()
-        await self._stream.aclose()
+        await self._stream.aclose(why)
 
     def _end(self, *, refused: bool = False, warmed: bool = False) -> None:
         reservation, self._reservation = self._reservation, None

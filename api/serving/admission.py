@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from api.auth.principal import Caller
 from api.auth.rate_limits import RateLimiter
+from api.errors import cause_of
 from lorasrv.outputs import OutputStream
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ class AdmissionController:
             for prompt in prompts:
                 added = await add(prompt)
                 streams += added if reservation is None else reservation.count(added)
-        except BaseException:
+        except BaseException as error:
             if reservation is not None:
                 reservation.refuse()
             for stream in streams:
-                await stream.aclose()
+                await stream.aclose(cause_of(error))
             raise
         return streams

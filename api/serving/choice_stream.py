@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from api.errors import ApiError
+from api.errors import BROKEN_OFF, ApiError, cause_of
 from lorasrv.errors import EngineDead
-from lorasrv.outputs import FinishReason, OutputStream, RequestOutput
+from lorasrv.outputs import CLIENT, FinishReason, OutputStream, RequestOutput
 
 
 class ChoiceStream:
@@ -47,6 +47,7 @@ class ChoiceStream:
         self.first_token_s: float | None = None
         self._streams = streams
         self._num_unfinished = len(streams)
+        self._closed_for = CLIENT
         self._ahead: deque[tuple[int, RequestOutput]] = deque()
         self._arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
         self._pumps = [
@@ -123,22 +124,23 @@ class ChoiceStream:
             raise
 
     async def aclose(self) -> None:
-        """Abort the unfinished choices."""
+        """Abort the unfinished choices: for the one that failed, or else because the client has left."""
         for pump in self._pumps:
             pump.cancel()
         # Before anything slow is awaited, so that a cancelled close has still aborted every request.
         for stream in self._streams:
-            await stream.aclose()
+            await stream.aclose(self._closed_for)
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _take(self) -> tuple[int, RequestOutput]:
         index, output = (await self._arrived.get()) if self._pumps else (0, await anext(self._streams[0]))
-        if isinstance(output, Exception):
-            raise output
-        if output.finish_reason is FinishReason.ERROR:
+        if isinstance(output, RequestOutput) and output.finish_reason is FinishReason.ERROR:
             # The same request would fail again: tell clients not to retry.
             never = {"x-should-retry": "false"}
-            raise ApiError(500, output.error or "the generation failed", code="generation_failed", headers=never)
+            output = ApiError(500, output.error or "the generation failed", code=BROKEN_OFF, headers=never)
+        if isinstance(output, Exception):
+            self._closed_for = cause_of(output)
+            raise output
         self._num_unfinished -= output.finished
         return index, self._noted(index, output)
 

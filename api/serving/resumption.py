@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from api.asgi.resumption import RESUME, Resumption
-from api.errors import ApiError
+from api.errors import ApiError, cause_of
 from api.serving.admission import AddPrompt, Prompt
 from lorasrv.engine.poison_requests import fingerprint
 from lorasrv.request import EngineCoreRequest, OnCold
@@ -87,9 +87,10 @@ class StreamResumption:
         self._accepted = streams[0].request
         self._digest = _digest(self._engine, self._accepted, self._grammar)
         if self._asked.goes_on and self._digest != self._asked.digest:
+            refused = _refused()
             for stream in streams:
-                await stream.aclose()
-            raise _refused()
+                await stream.aclose(cause_of(refused))
+            raise refused
 
 
 def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None) -> str:

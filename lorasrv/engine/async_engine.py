@@ -53,7 +53,7 @@ from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
 from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver, RequestObservers
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestOutput
+from lorasrv.outputs import CLIENT, AdapterTier, EngineOutput, RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest, FixedPrefix
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
@@ -470,7 +470,7 @@ class AsyncEngine:
         if self._streams.pop(request_id, None) is not None:
             self.observers.on_finished(request_id, why)
 
-    def abort(self, request_id: RequestId, why: str = "client") -> None:
+    def abort(self, request_id: RequestId, why: str = CLIENT) -> None:
         """Have the engine finish a request before its next step. Called by its stream, which has ended for the
         reason `why`."""
         self._finish(request_id, why)

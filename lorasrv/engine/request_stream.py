@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import AdapterLoadFailed, name_of
-from lorasrv.outputs import EngineOutput, RequestId, RequestOutput, refused
+from lorasrv.outputs import CLIENT, EngineOutput, RequestId, RequestOutput, refused
 from lorasrv.request import EngineCoreRequest
 
 MAX_SINGLE = 64
@@ -22,7 +22,7 @@ JOINED_TOKENS = 64
 class StreamOwner(Protocol):
     """Feed streams; implemented by `AsyncEngine`."""
 
-    def abort(self, request_id: RequestId, why: str = "client") -> None:
+    def abort(self, request_id: RequestId, why: str = CLIENT) -> None:
         """Finish the request before the next step, and its stream with it; `why` names the reason."""
 
 
@@ -78,11 +78,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
         self._take = take
 
-    async def aclose(self) -> None:
-        """Abort the request if it has not finished."""
+    async def aclose(self, why: str = CLIENT) -> None:
+        """Abort the request if it has not finished; `why` names the reason."""
         if not self._finished:
             self._end()
-            self._engine.abort(self.request_id)
+            self._engine.abort(self.request_id, why)
             self._wake_reader()
 
     def abort(self, error: Exception) -> None:

@@ -35,7 +35,7 @@ from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
-from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.outputs import CLIENT, AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold
 from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
 from lorasrv.speculation_params import ANY_SPECULATION
@@ -195,11 +195,11 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._engine.request_stats.on_output(self.request_id, output)
         return output
 
-    async def aclose(self) -> None:
+    async def aclose(self, why: str = CLIENT) -> None:
         if not self._finished:
             self._finished = True
             self._engine.aborted.append(self.request_id)
-            self._engine.request_stats.on_finished(self.request_id, "client")
+            self._engine.request_stats.on_finished(self.request_id, why)
 
 
 class NoPages:

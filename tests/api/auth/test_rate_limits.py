@@ -31,6 +31,7 @@ from lorasrv.errors import (
     LimitExceeded,
     RequestTimeout,
 )
+from lorasrv.outputs import CLIENT
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +63,7 @@ class Stream:
     def num_generated_tokens(self) -> int:
         return self._read + self._ahead
 
-    async def aclose(self) -> None:
+    async def aclose(self, why: str = CLIENT) -> None:
         self.closed = True
 
 

@@ -23,7 +23,7 @@ from api.serving.openai_responses import ChatFormat, ChunkEvents, CompletionForm
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.engine.request_stream import RequestStream
-from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
+from lorasrv.outputs import CLIENT, EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 class NoEngine:
     """Aborts nothing."""
 
-    def abort(self, request_id: RequestId, why: str = "client") -> None:
+    def abort(self, request_id: RequestId, why: str = CLIENT) -> None:
         pass
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from answers import events
-from fake_engine import HANG, say
+from fake_engine import CONTEXT, HANG, say
 
 from api.serving.choice_stream import ChoiceStream
 from lorasrv.errors import AdapterLoadFailed
-from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
+from lorasrv.outputs import CLIENT, RequestId, RequestOutput, RequestTiming
 
 pytestmark = pytest.mark.anyio
 TEXTS = ("Hello", "wörld, how are you?", "x")
@@ -70,11 +70,18 @@ class TestWhole:
         response = server.chat(n=3)
         assert (response.status_code, response.json()["error"]["message"]) == (500, "no numbers")
         assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in (0, 1)]
+        assert engine.request_stats.aborted == {"generation_failed": 2}
 
     def test_one_that_fails_fails_the_answer(self, server, engine) -> None:
         engine.breaks(3, choice=1)
         response = server.complete(n=3)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+        assert set(engine.request_stats.aborted) == {"engine_dead"}
+
+    def test_a_prompt_that_is_refused_ends_those_before_it(self, server, engine) -> None:
+        response = server.complete(prompt=["x", "x" * CONTEXT])
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert engine.request_stats.aborted == {"context_length_exceeded": 1}
 
 
 class TestStreamed:
@@ -115,6 +122,7 @@ class TestStreamed:
         assert last["error"]["code"] == "engine_dead"
         assert all("choices" in chunk for chunk in before)
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#1"])
+        assert engine.request_stats.aborted == {"engine_dead": 2}
 
     def test_a_choice_that_ends_with_an_error_is_an_event(self, server, engine) -> None:
         engine.script = say(*TEXTS, error="no numbers", choice=0)
@@ -173,7 +181,7 @@ class Endless:
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
         raise AssertionError("nothing of this stream is written at once")
 
-    async def aclose(self) -> None:
+    async def aclose(self, why: str = CLIENT) -> None:
         self.closed = True
 
 
