@@ -49,8 +49,8 @@ from lorasrv.engine.page_lender import PageLender
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.request_stream import RequestStream
 from lorasrv.engine.step_retry import FaultHook
-from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
-from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver, RequestObservers
+from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping, name_of
+from lorasrv.metrics.request_observer import RequestObserver, RequestObservers
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import CLIENT, AdapterTier, EngineOutput, RequestId, RequestOutput
@@ -520,4 +520,4 @@ class AsyncEngine:
             self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):
             stream.fail(kind(reason))
-            self._finish(stream.request_id, ENGINE_DEAD)
+            self._finish(stream.request_id, name_of(kind))

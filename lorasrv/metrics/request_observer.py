@@ -7,12 +7,13 @@ once, after its last `on_output`, however it ends.
 import logging
 from collections.abc import Sequence
 
+from lorasrv.errors import EngineDead, ServerStopping, name_of
 from lorasrv.outputs import RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest
 
 _LOG = logging.getLogger(__name__)
-ENGINE_DEAD = "engine_dead"
-"""Why a request has finished whose engine has ended before it."""
+ENGINE_ENDED = frozenset({name_of(EngineDead), name_of(ServerStopping)})
+"""Why requests have finished whose engine has ended before them, by itself or because the server stops."""
 
 
 class RequestObserver:

@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver
+from lorasrv.metrics.request_observer import ENGINE_ENDED, RequestObserver
 from lorasrv.metrics.trace import TraceRequest, parse_line
 from lorasrv.outputs import FinishReason, RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest
@@ -86,7 +86,7 @@ class TraceRecorder(RequestObserver):
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         """Record an answer that its client did not wait for, or that failed: it was load all the same. What the end of
         the engine cuts off is left out."""
-        if why == ENGINE_DEAD:
+        if why in ENGINE_ENDED:
             self._open.pop(request_id, None)
         elif request_id in self._open:
             self._end(request_id, FinishReason.ABORT)

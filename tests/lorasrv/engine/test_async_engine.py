@@ -28,6 +28,7 @@ from lorasrv.errors import (
     EngineDead,
     EngineOverloaded,
     InvalidRequest,
+    ServerStopping,
 )
 from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.trace import read_trace
@@ -351,7 +352,10 @@ async def test_requests_are_counted(engine, store) -> None:
 
 
 @pytest.mark.engine(dies=True)
-async def test_observers_are_told_once_of_each_end(engine, store, ends, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "cause"), [(EngineDead, "engine_dead"), (ServerStopping, "server_stopping")])
+async def test_observers_are_told_once_of_each_end(
+    engine, store, ends, monkeypatch: pytest.MonkeyPatch, kind: type[EngineDead], cause: str
+) -> None:
     """However a request ends, and after its last output; one that is not accepted is told once."""
     key = store.resolve("one").key
     whole = await engine.add(PROMPT, GREEDY, request_id="whole")
@@ -374,7 +378,7 @@ async def test_observers_are_told_once_of_each_end(engine, store, ends, monkeypa
     with pytest.raises(InvalidRequest):
         await engine.add([], GREEDY, request_id="refused")
     cut = await engine.add_choices(PROMPT, LONG, 2, request_id="cut")
-    engine.abort_all("over")
+    engine.abort_all("over", kind)
     with pytest.raises(EngineDead):
         await engine.add(PROMPT, GREEDY, request_id="dead")
     for stream in cut:
@@ -385,13 +389,13 @@ async def test_observers_are_told_once_of_each_end(engine, store, ends, monkeypa
         ("left", "client"),
         ("deleted", "adapter_deleted"),
         ("garbled", "runtime_error"),
-        ("cut", "engine_dead"),
-        ("cut", "engine_dead"),
+        ("cut", cause),
+        ("cut", cause),
     ]
     assert ends.accepted == [name for name, _ in ends.finished]
     assert ends.refused == ["InvalidRequest", "EngineDead"]
     assert ends.late == []
-    assert engine.request_stats.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, "engine_dead": 2}
+    assert engine.request_stats.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, cause: 2}
 
 
 class Unwritable(dict[RequestId, RequestStream]):

@@ -120,11 +120,13 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
 
 def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> None:
     with TraceRecorder(tmp_path / "t", Clock()) as recorder:
-        recorder.on_accepted([_message("leaves"), _message("refused")], 1000.0)
+        recorder.on_accepted([_message(name) for name in ("leaves", "refused", "stops")], 1000.0)
         recorder.on_output(RequestId("leaves"), _output("leaves", 4))
         recorder.on_finished(RequestId("leaves"), "client")
         recorder.on_finished(RequestId("leaves"), "client")
         recorder.on_output(RequestId("refused"), _output("refused", 0, FinishReason.REFUSED))
+        recorder.on_output(RequestId("stops"), _output("stops", 4))
+        recorder.on_finished(RequestId("stops"), "server_stopping")
     [line] = read_trace(tmp_path / "t")
     assert (line.finish, line.output_tokens) == ("abort", 4)
 
