@@ -141,10 +141,12 @@ class KeyStore:
         """Create a key and return it with its secret, which is not stored.
 
         Raises:
-            InvalidKey: the name is invalid or in use, or the key would have no permissions.
+            InvalidKey: the name is invalid or in use, or the key would have no permissions or no time.
         """
         _check(name, scopes, adapters)
         key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
+        if key.state(key.created_s) != "active":
+            raise InvalidKey("--expires-in", "the key would have expired already")
         row = (
             *(name, json.dumps(sorted(scopes)), json.dumps(adapters), json.dumps(asdict(limits))),
             *(key.created_s, key.expires_s),

@@ -52,7 +52,7 @@ ReplicaOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON value per line.")]
 UNAUTHORIZED = 401
-_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)?")
+_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 # Its --server is a source of costs, with no default.
 _NO_SERVER = frozenset({"plan"})
@@ -197,7 +197,7 @@ def duration(option: str, text: str) -> float:
     found = _AGE.fullmatch(text)
     if found is None:
         raise CliError(f"{option} {text!r} is not a duration; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
-    return float(found[1]) * _SECONDS[found[2] or "s"]
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def check_png(option: str, png: Path) -> None:

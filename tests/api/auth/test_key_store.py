@@ -276,6 +276,8 @@ class TestCommands:
             (["--stored-bytes", "lots"], "--stored-bytes 'lots' is not a size"),
             (["--stored-bytes", "-1"], "--stored-bytes '-1' is not a size"),
             (["--expires-in", "soon"], "--expires-in 'soon' is not a duration"),
+            (["--expires-in", "5"], "--expires-in '5' is not a duration; expected 90s, 30m, 12h or 7d"),
+            (["--expires-in", "0d"], "--expires-in: the key would have expired already"),
             (["--rpm", "0"], "--rpm"),
         ],
     )
