@@ -19,6 +19,8 @@ class OptionSpec:
     default: str = ""
     # Placeholder of the value; by default from the type and the unit in the name.
     metavar: str = ""
+    # A value, for errors of options whose form the type does not say.
+    example: str = ""
     # Older names, accepted wherever the field's name is.
     aliases: tuple[str, ...] = ()
     # Allowed values, if the type does not list them.

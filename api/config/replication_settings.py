@@ -27,6 +27,7 @@ class ReplicationSettings(BaseModel):
             "Server whose adapters and keys this one follows; it then takes no changes itself",
             default="none",
             metavar="URL",
+            example="http://registry:8000",
         ),
     ] = None
     registry_key: Annotated[

@@ -137,6 +137,7 @@ class ServerSettings(ClusterSettings, EngineSettings):
             "URL to send OpenTelemetry spans to, e.g. http://collector:4318",
             default="none",
             metavar="URL",
+            example="http://collector:4318",
             aliases=("otlp_endpoint",),
         ),
     ] = None

@@ -155,6 +155,8 @@ def expected(name: str) -> str:
     """Describe the values that an option takes."""
     if allowed := choices(name):
         return f"one of {', '.join(allowed)}"
+    if example := OPTIONS[name].example:
+        return f"a {OPTIONS[name].metavar} such as {example}"
     field = ServerSettings.model_fields[name]
     # Pydantic moves metadata of Annotated[...] to the field, but not from `Annotated[...] | None`.
     kinds, bounds = _parts(field.annotation)

@@ -318,6 +318,9 @@ def write(folder: Path, text: str) -> Path:
         ('api_key = "s3 cret"', "{file}: api_key: must be 8 to 512 printable ASCII characters without spaces; "
          "lorasrv key create generates one"),
         ("api_key = 12345678", "{file}: api_key: the given value is not allowed; expected text"),
+        ('otlp_traces_endpoint = "collector:4318"', "{file}: otlp_traces_endpoint: 'collector:4318' is not allowed; "
+         "expected a URL such as http://collector:4318"),
+        ('registry = "up"', "{file}: registry: 'up' is not allowed; expected a URL such as http://registry:8000"),
         ('log_level = "loud"', "{file}: log_level: 'loud' is not allowed; expected one of debug, info, warning, error"),
         ("port = 1\nport = 2", "{file}: cannot overwrite a value (at end of document)"),
         ("port = \nhost = 1", "{file}: invalid value (at line 1, column 8)"),
