@@ -80,7 +80,7 @@ MAX_ACCOUNTS = 8192
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Accumulate the requests and tokens of one adapter id; "" is the base."""
+    """Accumulate the requests that name one adapter id, and the tokens that it answers; "" is the base."""
 
     # The content requested last.
     key: AdapterKey | None = None
@@ -195,7 +195,7 @@ class RequestStats(RequestObserver):
         request.latest = output
         if (new := output.num_generated_tokens - request.tokens) > 0:
             request.tokens += new
-            request.account.add(new, now_s)
+            self._answering(request).add(new, now_s)
             self.total.add(new, now_s)
             if request.first_s is None:
                 self._begun(request, now_s)
@@ -236,6 +236,10 @@ class RequestStats(RequestObserver):
         """Yield (adapter id, has a token) for each unfinished request."""
         for request in self._open.values():
             yield request.adapter_id, request.first_s is not None
+
+    def _answering(self, request: _LiveRequest) -> RequestTotals:
+        """Return the account of what answers a request: the base's, if that does in place of the adapter."""
+        return self._accounts.setdefault("", RequestTotals()) if request.timing.fell_back else request.account
 
     def _begun(self, request: _LiveRequest, now_s: float) -> None:
         request.first_s = now_s

@@ -132,8 +132,9 @@ class _Shown:
     first_token_s: float = 0.0
 
     def add(self, request: FinishedRequestStats) -> None:
+        """Count a request; its tokens and time only if the adapter answered, as in the ledger."""
         self.requests += 1
-        if request.first_token_s is not None:
+        if request.first_token_s is not None and not request.fell_back:
             self.prompt_tokens += request.prompt_tokens
             self.generated_tokens += request.generated_tokens
             self.first_tokens += 1

@@ -1,6 +1,7 @@
 """Counts, fading rates and durations of what is asked, on a clock of the test's."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,14 @@ def test_tokens_of_another_replica_are_counted_there(traffic: RequestStats) -> N
     for tokens in (20, 21, 30):
         traffic.on_output(rid, output(rid, tokens, last=tokens == 30))
     assert (traffic.of("mia").tokens, traffic.total.tokens, ends[0].generated_tokens) == (10, 10, 10)
+
+
+def test_tokens_of_a_fallback_are_the_bases(traffic: RequestStats) -> None:
+    rid = accept(traffic, 0, "mia")
+    traffic.on_output(rid, replace(output(rid, 5), timing=RequestTiming(fell_back=True)))
+    counted = {name: (account.requests, account.tokens) for name, account in traffic.hottest(9)}
+    assert counted == {"": (0, 5), "mia": (1, 0)}
+    assert traffic.total.tokens == 5
 
 
 def test_who_left_is_no_answer(traffic: RequestStats) -> None:

@@ -138,6 +138,11 @@ class TestTopAdapters:
         [first] = [metric for metric in top.collect() if metric.type == "summary"]
         assert {s.labels["adapter"]: s.value for s in first.samples if s.name.endswith("_sum")}["other"] == 1.0
 
+    def test_what_the_base_answers_is_no_answer_of_the_adapter(self, top: TopAdapters) -> None:
+        top.ended(replace(ended("a", 10), fell_back=True))
+        counted = {s.name: s.value for metric in top.collect() for s in metric.samples if s.labels["adapter"] == "a"}
+        assert {name for name, value in counted.items() if value} == {"lorasrv_adapter_requests_total"}
+
     def test_one_that_becomes_busy_takes_a_name_and_nothing_goes_down(self, top: TopAdapters) -> None:
         names = ["a"] * 5 + ["b"] * 2 + ["c"] * 30 + ["b"] * 3 + ["a"] * 2
         before = self.shown(top)
