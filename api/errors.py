@@ -14,12 +14,15 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from adapter_store import errors as store_errors
 from lorasrv import errors as engine_errors
 from lorasrv.outputs import CLIENT
 
 MAX_SHOWN_PROBLEMS = 3
+ERROR_CODE = "lorasrv.error_code"
+"""Key of a request's scope: the code of the error that it was answered with, for its log line."""
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
@@ -174,14 +177,26 @@ class ModelNotFound(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Hold an error response: status, headers and the body in OpenAI's format."""
+    """Hold an error response: status, headers, the body, and the error's code, which not every body has."""
 
     status: int
     body: dict[str, Any]
     headers: Mapping[str, str]
+    code: str | None
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, dict(self.headers))
+        """Return a response that leaves the code in the request's scope, under `ERROR_CODE`."""
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(JSONResponse):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.body, failure.status, dict(failure.headers))
+        self._code = failure.code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ERROR_CODE] = self._code
+        await super().__call__(scope, receive, send)
 
 
 def cause_of(error: BaseException) -> str:
@@ -206,7 +221,7 @@ def describe(error: Exception, *, path: str = "") -> Failure:
     if isinstance(error, store_errors.AdapterInvalid):
         body["error"]["details"] = [problem.to_dict() for problem in error.problems]
         body["error"]["param"] = error.problems[0].field or None
-    return Failure(answer.status, body, _headers(answer, error))
+    return Failure(answer.status, body, _headers(answer, error), answer.code)
 
 
 def answer_for(kind: type[BaseException]) -> Answer:
@@ -246,7 +261,7 @@ def _describe_http(error: HTTPException) -> Failure:
     param = error.param if isinstance(error, ApiError) else None
     kind = INVALID if error.status_code < 500 else SERVER
     body = error_body(str(error.detail), kind, param, code)
-    return Failure(error.status_code, body, dict(error.headers or {}))
+    return Failure(error.status_code, body, dict(error.headers or {}), code)
 
 
 def _describe_validation(error: RequestValidationError) -> Failure:
@@ -255,7 +270,8 @@ def _describe_validation(error: RequestValidationError) -> Failure:
     shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > MAX_SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - MAX_SHOWN_PROBLEMS} more")
-    return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, "invalid_value"), {})
+    code = "invalid_value"
+    return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, code), {}, code)
 
 
 def _location(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
@@ -292,7 +308,7 @@ def describe_tgi(error: Exception) -> Failure:
     failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
     body: dict[str, Any] = {"error": failure.body["error"]["message"], "error_type": kind}
-    return Failure(status, body, failure.headers)
+    return Failure(status, body, failure.headers, failure.code)
 
 
 def _status_and_type(failure: Failure, error: Exception) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.asgi.sse import CHUNKS
 from api.auth.principal import PREFIX, caller_of
+from api.errors import ERROR_CODE
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
 _LOG = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class RequestInfo:
     @property
     def request_id(self) -> str:
         return str(self._scope.get("state", {}).get("request_id", ""))
+
+    @property
+    def error_code(self) -> str:
+        """Return the code of the error that it was answered with; "" if there is none."""
+        return self._scope.get(ERROR_CODE) or ""
 
     @property
     def principal(self) -> str:

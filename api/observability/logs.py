@@ -85,6 +85,9 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
             told[f"adapter_{name}"] = seen.headers[f"x-adapter-{name}"]
     if seen.answers:
         told |= _of_answers(seen.answers)
+    if seen.error_code:
+        # The engine's own reason, where it has accepted the request, says more.
+        told.setdefault("why", seen.error_code)
     if seen.broken:
         told["broken"] = True
     return told

@@ -13,7 +13,7 @@ from fake_engine import HANG
 
 from api.observability import logs
 from api.observability.access_middleware import AccessMiddleware, RequestInfo
-from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, RequestTimeout, ServerStopping, name_of
+from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, EngineOverloaded, RequestTimeout, ServerStopping, name_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, RequestStats
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
@@ -94,6 +94,29 @@ class TestRequestLines:
         assert [(line["route"], line["status"], line["level"]) for line in told] == [
             ("/v1/adapters/{adapter_id}", 404, "info"),
             ("/v1/chat/completions", 503, "warning"),
+        ]
+
+    def test_what_is_refused_before_the_engine_has_a_reason(
+        self, server, engine, dispatcher, lines, eventually
+    ) -> None:
+        server.complete(prompt="")
+        server.complete(max_tokens="many")
+        engine.add_error = EngineOverloaded("full", retry_after_s=1.0)
+        server.complete()
+        server.http.post("/generate", json={"inputs": "x", "parameters": {"adapter_id": "nobody"}})
+        server.http.get("/v1/models", headers={"host": "elsewhere.example"})
+        server.http.delete("/v1/models")
+        dispatcher[0].app.state.services.draining.begin(60)
+        server.complete()
+        told = requests(lines, eventually, 7)
+        assert [(line["status"], line["why"]) for line in told] == [
+            (400, "invalid_value"),
+            (400, "invalid_value"),
+            (429, "server_overloaded"),
+            (404, "model_not_found"),
+            (403, "host_not_allowed"),
+            (405, "method_not_allowed"),
+            (503, "server_stopping"),
         ]
 
     def test_what_is_refused_before_it_has_a_route_is_told_by_its_path(
