@@ -85,6 +85,11 @@ class RequestInfo:
         wanted = name.encode()
         return next((value.decode("latin-1") for key, value in self._scope["headers"] if key == wanted), "")
 
+    @property
+    def prompts(self) -> list[FinishedRequestStats]:
+        """Return the answers that stand for their prompts, which have several: the first choice of each."""
+        return [answer for answer in self.answers if not answer.is_further] or self.answers[:1]
+
     def ended(self, request: FinishedRequestStats) -> None:
         """Add a finished engine request. Ignored after the response: a batch runs on in its context."""
         if not self._is_over and len(self.answers) < MAX_ANSWERS:

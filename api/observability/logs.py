@@ -20,7 +20,6 @@ from structlog.types import EventDict, ExcInfo, Processor
 from api.asgi.json_lines import one_line
 from api.observability.access_middleware import CURRENT, NO_ROUTE, RequestInfo
 from api.replication.headers import CHANGES, LEASE, USAGE
-from lorasrv.metrics.request_stats import FinishedRequestStats
 
 OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", LEASE, CHANGES, USAGE})
@@ -84,7 +83,7 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
         if f"x-adapter-{name}" in seen.headers:
             told[f"adapter_{name}"] = seen.headers[f"x-adapter-{name}"]
     if seen.answers:
-        told |= _of_answers(seen.answers)
+        told |= _of_answers(seen)
     if seen.error_code:
         # The engine's own reason, where it has accepted the request, says more.
         told.setdefault("why", seen.error_code)
@@ -100,9 +99,9 @@ def _place(seen: RequestInfo) -> dict[str, str]:
     return {"path": _CONTROL.sub(_escaped, seen.path)}
 
 
-def _of_answers(answers: list[FinishedRequestStats]) -> dict[str, Any]:
+def _of_answers(seen: RequestInfo) -> dict[str, Any]:
     """Combine all choices: a prompt counts once, times are the longest."""
-    prompts = [answer for answer in answers if not answer.is_further] or answers[:1]
+    answers, prompts = seen.answers, seen.prompts
     told: dict[str, Any] = {
         "prompt_tokens": sum(answer.prompt_tokens for answer in prompts),
         "cached_tokens": sum(answer.cached_tokens for answer in prompts),

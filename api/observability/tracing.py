@@ -125,10 +125,10 @@ def _of_answers(seen: RequestInfo) -> dict[str, Any]:
     found: dict[str, Any] = {
         "gen_ai.operation.name": OPERATIONS.get(seen.route, GENERATION),
         "gen_ai.provider.name": "lorasrv",
-        "gen_ai.usage.input_tokens": sum(answer.prompt_tokens for answer in seen.answers if not answer.is_further),
+        "gen_ai.usage.input_tokens": sum(answer.prompt_tokens for answer in seen.prompts),
         "gen_ai.usage.output_tokens": sum(answer.generated_tokens for answer in seen.answers),
         "gen_ai.response.finish_reasons": [answer.reason.value for answer in seen.answers],
-        "lorasrv.cached_tokens": first.cached_tokens,
+        "lorasrv.cached_tokens": sum(answer.cached_tokens for answer in seen.prompts),
     }
     if first.adapter_id:
         found |= {"gen_ai.request.model": first.adapter_id, "lorasrv.adapter.id": first.adapter_id}

@@ -16,8 +16,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from api.observability import setup as watching  # noqa: E402
+from api.observability.access_middleware import RequestInfo  # noqa: E402
 from api.observability.tracing import LAST_SPANS_S, Tracing, open_tracing  # noqa: E402
 from lorasrv.errors import AdapterLoadFailed, ConfigError  # noqa: E402
+from lorasrv.metrics.request_stats import FinishedRequestStats  # noqa: E402
+from lorasrv.outputs import FinishReason  # noqa: E402
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -89,6 +92,24 @@ def test_a_stream_that_fails_behind_its_first_token(spans, make_server, engine, 
     whole = named(spans)["POST /v1/chat/completions"]
     assert (whole.attributes["http.response.status_code"], whole.attributes["error.type"]) == (200, "engine_dead")
     assert (whole.status.is_ok, whole.status.is_unset) == (False, False)
+
+
+def test_tokens_of_several_prompts_are_sums() -> None:
+    """Of two prompts with two choices each, in the order of their ends."""
+    seen, exporter, provider = (
+        RequestInfo({"method": "POST", "headers": []}),
+        InMemorySpanExporter(),
+        sdk.TracerProvider(),
+    )
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    for prompt, cached, is_further in ((30, 29, True), (50, 32, False), (30, 16, False), (50, 49, True)):
+        told = ("r", "", None, "p", FinishReason.STOP, "", 0.0, 1.0, prompt, cached, 7)
+        seen.ended(FinishedRequestStats(*told, is_further=is_further))
+    Tracing(provider).saw(seen)
+    [span] = exporter.get_finished_spans()
+    used = ("gen_ai.usage.input_tokens", "lorasrv.cached_tokens", "gen_ai.usage.output_tokens")
+    assert [span.attributes[name] for name in used] == [80, 48, 28]
+    provider.shutdown()
 
 
 def test_probes_make_none(spans, make_server) -> None:
