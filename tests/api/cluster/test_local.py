@@ -1,6 +1,8 @@
 """What `serve --replicas` does before and beside Ray: refusals, folders of killed starts, shares of memory, logs."""
 
 import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(local, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--replicas needs Ray, .* pip install 'lorasrv\[cluster\]'$"):
         local.check_options(settings())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C is no start: `lorasrv` ends with its own exit code."""
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+    monkeypatch.setattr(local, "bind", lambda *_: handlers[number](number, None))
+    ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
+    with ends:
+        local.run(settings(store=tmp_path), lambda *_: None, lambda _: None)
 
 
 def test_a_profile_is_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
