@@ -5,15 +5,14 @@ bounded in `api.asgi.body_limits`.
 """
 
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi import strict_json
 from api.asgi.body_limits import parsing_alone
 from api.errors import ApiError
 
@@ -22,7 +21,6 @@ MAX_VALUES = 1 << 20
 """Eight million bytes may be four million empty lists, each of which takes some sixty bytes of memory."""
 # Parsing 256 KiB takes about 3 ms: larger bodies would delay the streams of other clients.
 INLINE_BYTES = 256 << 10
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class JsonRoute(APIRoute):
@@ -72,9 +70,7 @@ def parse_json(data: bytes, name: str = "the body") -> Any:
     """
     _check_number_of_values(data, name)
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = strict_json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise _malformed(f"{name} is not UTF-8") from None
     except RecursionError:
@@ -86,8 +82,6 @@ def parse_json(data: bytes, name: str = "the body") -> Any:
     # A text with few brackets cannot be deep, and counting them is fast; most bodies need no walk.
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         _check_depth(value, name)
-    if _SURROGATE.search(data):
-        _check_text(value, name)
     return value
 
 
@@ -116,35 +110,8 @@ def _check_depth(value: Any, name: str) -> None:
     raise _too_deep(name)
 
 
-def _check_text(value: Any, name: str) -> None:
-    """Refuse lone surrogates, which are not text and fail wherever text is written next."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _malformed(f"{name} holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
-
-
 def _children(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {repeated[:80]!r} appears more than once")
-    return result
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"number {text[:40]} is too large")
-    return value
 
 
 def _malformed(message: str) -> ApiError:

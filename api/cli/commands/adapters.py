@@ -24,7 +24,7 @@ from api.cli.common.formatting import (
     target_text,
     verdict_line,
 )
-from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
 from api.cli.personas.files import persona_lines, registered_lines, valid_defaults
 from lorasrv.config import BUILTIN_MODEL, size
@@ -64,7 +64,9 @@ def _when(unix_s: int | None) -> str:
     return "never" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.", autocompletion=complete_adapter_ids)]
+IdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="Adapter id.", autocompletion=complete_adapter_ids, callback=adapter_name)
+]
 
 
 def upload(
@@ -189,7 +191,10 @@ def rm(
     references: Annotated[
         list[str],
         typer.Argument(
-            metavar="ID[@VERSION]", help="Ids, or single versions of them.", autocompletion=complete_adapter_ids
+            metavar="ID[@VERSION]",
+            help="Ids, or single versions of them.",
+            autocompletion=complete_adapter_ids,
+            callback=adapter_name,
         ),
     ],
     force: Annotated[

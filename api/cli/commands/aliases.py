@@ -9,7 +9,7 @@ from adapter_store.registry.references import AliasTarget, check_shares, target_
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.commands.adapters import IdArgument
 from api.cli.common.formatting import limits_line, target_text
-from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, print_json, print_table, say
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits
@@ -21,7 +21,10 @@ def alias(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="ID[:NAME]", help="An alias; an id alone: all its aliases.", autocompletion=complete_adapter_ids
+            metavar="ID[:NAME]",
+            help="An alias; an id alone: all its aliases.",
+            autocompletion=complete_adapter_ids,
+            callback=adapter_name,
         ),
     ],
     versions: Annotated[

@@ -57,7 +57,7 @@ def chat(
     """Talk to an adapter; /help lists the commands. Questions may also come from a pipe, one per line."""
     adapter_id, question = _who_and_what(adapter_id, question, adapter)
     body = sampling.body()
-    with connected(server) as client:
+    with connected(server, flags=sampling.flags()) as client:
         base = client.base_name()
         conversation = Conversation(client, base, adapter_id or base, body, system, as_json)
         if question is not None:

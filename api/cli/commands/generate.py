@@ -1,13 +1,16 @@
 """Request one completion from a running server (generate), with helpers that chat shares."""
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from api.asgi import strict_json
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, say, short_digest, stdin_text
@@ -61,7 +64,8 @@ class SamplingOptions:
     ] = None
     priority: Annotated[int | None, _option("Priority; lower values go first, 0 is the default.", _SERVICE)] = None
     timeout_s: Annotated[
-        float | None, _option("Time after which the server gives up.", _SERVICE, "--timeout", metavar="SECONDS")
+        float | None,
+        _option("Time after which the server gives up.", _SERVICE, "--timeout", metavar="SECONDS", min=0.0),
     ] = None
     on_cold: Annotated[
         str | None, _option("If the adapter is not in the pool: wait, reject or fallback_base.", _SERVICE)
@@ -79,6 +83,11 @@ class SamplingOptions:
         Raises: CliError: --field is not NAME=VALUE.
         """
         return _given(asdict(self) | {"field": None}) | _fields(self.field)
+
+    def flags(self) -> dict[str, str]:
+        """Return the option that each field of the body comes from."""
+        own = _flags(_given(asdict(self) | {"field": None}))
+        return own | {name: f"--field {name}" for name in _fields(self.field)}
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,11 @@ class GenerateOptions:
         }
         return _given(wanted)
 
+    def flags(self, raw: bool) -> dict[str, str]:
+        """Return the option that each field of the body comes from."""
+        of_form = "--json-object" if self.json_schema is None else "--json-schema"
+        return _flags(self.body(raw)) | {"response_format": of_form}
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin.")],
@@ -142,7 +156,7 @@ def generate(
             "--raw and --system exclude each other: a plain prompt has no system message", code=ExitCode.USAGE
         )
     messages = [*system_message(system), {"role": "user", "content": text}]
-    with connected(server) as client:
+    with connected(server, flags=form.flags(raw) | sampling.flags()) as client:
         model = adapter or client.base_name()
         if raw:
             answer = client.complete({"model": model, "prompt": text, **body})
@@ -161,6 +175,20 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+_FLAGS = {
+    "timeout_s": "--timeout",
+    "top_logprobs": "--logprobs",
+    "guided_regex": "--regex",
+    "guided_choice": "--choice",
+    "guided_grammar": "--grammar",
+}
+"""Options that are not named as their field."""
+
+
+def _flags(body: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _FLAGS.get(name, f"--{name.replace('_', '-')}") for name in body}
+
+
 def system_message(text: str | None) -> list[dict[str, str]]:
     """Return the system message of a conversation as a list, empty without one."""
     return [{"role": "system", "content": text}] if text else []
@@ -169,7 +197,7 @@ def system_message(text: str | None) -> list[dict[str, str]]:
 def _fields(texts: list[str] | None) -> dict[str, Any]:
     """Parse --field.
 
-    Raises: CliError: it is not NAME=VALUE.
+    Raises: CliError: it is not NAME=VALUE, or JSON that is not strict.
     """
     found = {}
     for text in texts or []:
@@ -177,9 +205,11 @@ def _fields(texts: list[str] | None) -> dict[str, Any]:
         if not name or not equals:
             raise CliError(f"--field {text!r}: expected NAME=VALUE, as in typical_p=0.9", code=ExitCode.USAGE)
         try:
-            found[name] = json.loads(value)
-        except ValueError:
+            found[name] = strict_json.loads(value)
+        except json.JSONDecodeError:
             found[name] = value
+        except (ValueError, RecursionError) as error:
+            raise CliError(f"--field {name}: {error}", code=ExitCode.USAGE) from None
     return found
 
 
@@ -195,10 +225,20 @@ def _biases(texts: list[str] | None) -> dict[str, float] | None:
     for text in texts or []:
         token, _, bias = text.partition("=")
         try:
-            found[str(int(token))] = float(bias)
+            found[str(int(token))] = _finite(bias)
         except ValueError:
             raise CliError(f"--logit-bias {text!r}: expected TOKEN_ID=BIAS, as in 42=-5", code=ExitCode.USAGE) from None
     return found or None
+
+
+def _finite(text: str) -> float:
+    """Parse a number that JSON has.
+
+    Raises: ValueError.
+    """
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
 
 
 def _form(
@@ -225,8 +265,8 @@ def _form(
 
 def _read_schema(path: Path) -> Any:
     try:
-        return json.loads(_read_text(path, "--json-schema"))
-    except ValueError as error:
+        return strict_json.loads(_read_text(path, "--json-schema"))
+    except (ValueError, RecursionError) as error:
         raise CliError(f"--json-schema: {path} is not JSON: {error}", code=ExitCode.USAGE) from None
 
 

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ReplicaOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import (
+    JsonOption,
+    ReplicaOption,
+    ServerOption,
+    adapter_name,
+    complete_adapter_ids,
+    connected,
+)
 from api.cli.common.terminal import CliError, out, print_json, say, short_digest
 from lorasrv.config import size
 
@@ -17,10 +24,15 @@ if TYPE_CHECKING:
 # Uses of pages with their colours.
 PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 BAR_CHARS = 60
+MAX_DEADLINE_MS = 600_000
+"""As of the server, whose schemas take half a second to import."""
 Reference = Annotated[
     str,
     typer.Argument(
-        metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+        metavar="ID[@VERSION]",
+        help="An adapter, or one version of it.",
+        autocompletion=complete_adapter_ids,
+        callback=adapter_name,
     ),
 ]
 
@@ -28,7 +40,8 @@ Reference = Annotated[
 def warm(
     reference: Reference,
     deadline_ms: Annotated[
-        int | None, typer.Option(min=0, help=r"How long to wait; 0 only starts loading. \[default: 10000]")
+        int | None,
+        typer.Option(min=0, max=MAX_DEADLINE_MS, help=r"How long to wait; 0 only starts loading. \[default: 10000]"),
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,

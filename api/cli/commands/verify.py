@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, print_json, print_table, progress, say, short_digest
 from lorasrv.config import size
 
@@ -15,7 +15,10 @@ def verify(
     reference: Annotated[
         str,
         typer.Argument(
-            metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+            metavar="ID[@VERSION]",
+            help="An adapter, or one version of it.",
+            autocompletion=complete_adapter_ids,
+            callback=adapter_name,
         ),
     ],
     prompts: Annotated[
@@ -37,7 +40,7 @@ def verify(
     if timeout is not None:
         body["timeout_s"] = timeout
     verdict: dict[str, Any] = {}
-    with connected(server) as client, progress() as step:
+    with connected(server, flags={"timeout_s": "--timeout", "prompts": "--prompts"}) as client, progress() as step:
         for told in client.verify(reference, body):
             if "progress" in told:
                 what, done = told["progress"]

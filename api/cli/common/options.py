@@ -3,17 +3,19 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
+from adapter_store.registry.references import ID_RULE
 from api.asgi.address import DEFAULT_SERVER, is_loopback
 from api.cli.common.terminal import CliError, ExitCode
 
@@ -51,7 +53,7 @@ ReplicaOption = Annotated[
     str | None, typer.Option("--replica", metavar="ID", help="Replica to ask, behind an address of several.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON value per line.")]
-UNAUTHORIZED = 401
+BAD_REQUEST, UNAUTHORIZED = 400, 401
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 # Its --server is a source of costs, with no default.
@@ -164,8 +166,14 @@ def _own_key() -> str | None:
 
 
 @contextmanager
-def connected(url: str, key: str | None = None, *, wait_s: float | None = None) -> Iterator["Client"]:
-    """Connect a client, and convert its errors to the command's."""
+def connected(
+    url: str, key: str | None = None, *, wait_s: float | None = None, flags: Mapping[str, str] = MappingProxyType({})
+) -> Iterator["Client"]:
+    """Connect a client, and convert its errors to the command's.
+
+    Args:
+        flags: the option that each field of a request comes from; a value that the server refuses is wrong usage of it.
+    """
     from api.client import Client, InvalidAddress, Refused, ServerUnreachable
 
     try:
@@ -180,13 +188,32 @@ def connected(url: str, key: str | None = None, *, wait_s: float | None = None) 
             raise CliError(_key_message(error)) from None
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
+        field = re.split(r"[.\[]", error.error.get("param") or "")[0]
+        if error.status == BAD_REQUEST and field in flags:
+            raise CliError(_of_flag(flags[field], field, str(error)), code=ExitCode.USAGE) from None
         raise CliError(str(error)) from None
+
+
+def _of_flag(flag: str, field: str, message: str) -> str:
+    """Return what is wrong with a field as what is wrong with its option."""
+    return flag + message.removeprefix(field) if message.startswith(field) else f"{flag}: {message}"
 
 
 def _key_message(error: "Refused") -> str:
     if error.error.get("code") == "missing_api_key":
         return "the server requires an API key: give one with --api-key or LORASRV_API_KEY"
     return f"the server refuses the API key: {error}; give another with --api-key or LORASRV_API_KEY"
+
+
+def adapter_name(given: str | list[str]) -> str | list[str]:
+    """Check arguments that name an adapter; the server looks up what they name.
+
+    Raises: typer.BadParameter: a name is empty or has a slash, and no path of a request can hold it.
+    """
+    for name in [given] if isinstance(given, str) else given:
+        if not name or "/" in name:
+            raise typer.BadParameter(f"adapter id {name!r} is not allowed: use {ID_RULE}")
+    return given
 
 
 def duration(option: str, text: str) -> float:

@@ -11,16 +11,22 @@ import typer
 from adapter_store.composition import parse_sum
 from adapter_store.errors import NotComposable
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, say
 from api.cli.personas.files import read_defaults, read_from, registered_lines, text_of, to_file
 from lorasrv.config import size
 
 ReferenceArgument = Annotated[
-    str, typer.Argument(metavar="ID[@VERSION]", help="A persona.", autocompletion=complete_adapter_ids)
+    str,
+    typer.Argument(
+        metavar="ID[@VERSION]", help="A persona.", autocompletion=complete_adapter_ids, callback=adapter_name
+    ),
 ]
 IdOption = Annotated[
-    str, typer.Option("--id", help="Id of the persona: a version of its weights, or a new one of the base.")
+    str,
+    typer.Option(
+        "--id", callback=adapter_name, help="Id of the persona: a version of its weights, or a new one of the base."
+    ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the defaults, send nothing.")]
 
@@ -39,7 +45,7 @@ def defaults(
 ) -> None:
     """Print the defaults of a persona, or make a version with others, of the same weights."""
     if clear and (file is not None or new):
-        raise CliError("--clear goes with neither FILE nor --new")
+        raise CliError("--clear goes with neither FILE nor --new", code=ExitCode.USAGE)
     if file is None and not clear:
         _print_defaults(reference, server, as_json)
         return
@@ -48,7 +54,8 @@ def defaults(
 
 def compose(
     adapter_id: Annotated[
-        str, typer.Argument(metavar="ID", help="Id of the sum.", autocompletion=complete_adapter_ids)
+        str,
+        typer.Argument(metavar="ID", help="Id of the sum.", autocompletion=complete_adapter_ids, callback=adapter_name),
     ],
     parts: Annotated[
         list[str],

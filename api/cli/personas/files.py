@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from api.asgi import strict_json
 from api.cli.common.formatting import report_lines
 from api.cli.common.terminal import CliError, short_digest
 from lorasrv.config import size
@@ -23,7 +24,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
     """
     with read_from(path, "a JSON file of defaults") as data:
         try:
-            found = json.loads(text_of(data), parse_constant=_refuse)
+            found = strict_json.loads(text_of(data))
         except (ValueError, RecursionError) as error:
             raise CliError(f"is not JSON: {error}") from None
         if not isinstance(found, dict):
@@ -136,7 +137,3 @@ def _block(title: str, text: str) -> Iterator[str]:
     indent = " " * (len(title) - len(title.lstrip()))
     yield title
     yield from (f"{indent}{INDENT}{line}".rstrip() for line in text.splitlines())
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not a JSON number")

@@ -138,6 +138,46 @@ class TestExitCodes:
     def test_usage(self, cli, arguments: str) -> None:
         assert cli(*arguments.split()).code == 2
 
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            ("warm mia --deadline-ms 600001", "'--deadline-ms'"),
+            ("warm mia --deadline-ms 9999999999999", "'--deadline-ms'"),
+            ("generate x --logit-bias 1=nan", "--logit-bias"),
+            ("generate x --logit-bias 1=-inf", "--logit-bias"),
+            ("generate x --field max_tokens=NaN", "--field max_tokens: NaN is not a JSON number"),
+            ('chat mia hi --field x={"a":Infinity}', "--field x: Infinity is not a JSON number"),
+            ("chat mia hi --field x=[1e999]", "--field x: number 1e999 is too large"),
+            ('chat mia hi --field x="\\ud800"', "--field x: it holds a lone surrogate"),
+            (f"generate x --field x={'[' * 100_000}", "--field x: "),
+            ("generate x --timeout -1", "'--timeout'"),
+            ("defaults mia --clear --new", "--clear"),
+            ("defaults mia FILE --clear", "--clear"),
+            # What only the server knows.
+            ("verify mia --timeout 0", "--timeout: "),
+            ("generate x --on-cold maybe", "--on-cold: "),
+            ("generate x --n 9", "--n: "),
+            ("generate x --top-p 2", "--top-p must be above 0"),
+            ("generate x --logit-bias 1=200", "--logit-bias must be between"),
+            ("generate x --logprobs 50", "--logprobs: "),
+            ("chat mia hi --top-k -5", "--top-k must be between"),
+            ("chat mia hi --field n=9", "--field n: "),
+        ],
+    )
+    def test_usage_names_the_option(self, run, server, make_adapter, arguments: str, says: str) -> None:
+        server.upload(make_adapter(), "mia")
+        done = run(*arguments.split())
+        failed(done, 2, says)
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize("reference", ["", "mia/x"])
+    @pytest.mark.parametrize(
+        "command",
+        ["show", "defaults", "limit", "rollback", "warm", "pin", "unpin", "verify", "snapshot", "rm", "alias"],
+    )
+    def test_what_can_be_no_id(self, run, command: str, reference: str) -> None:
+        failed(run(command, reference), 2, f"adapter id {reference!r} is not allowed: use 1 to 64 of a-z")
+
     def test_unreachable(self, cli) -> None:
         done = cli("list", "--server", "http://nowhere.invalid")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1), done.err

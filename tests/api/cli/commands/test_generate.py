@@ -70,8 +70,8 @@ def test_the_servers_refusal_is_shown(cli, server, monkeypatch) -> None:
     monkeypatch.setitem(INERT_VALUES, "some_day", (None,))
     for command, stdin in ((("generate", "hi"), ""), (("chat",), "hi\n")):
         done = cli(*command, "--field", "some_day=1", "--server", server.url, stdin=stdin)
-        assert (done.code, done.out) == (1, "")
-        assert done.err == "lorasrv: some_day: not supported here; leave it out\n"
+        assert (done.code, done.out) == (2, "")
+        assert done.err == "lorasrv: --field some_day: not supported here; leave it out\n"
 
 
 def test_every_option_reaches_the_body(cli, server, monkeypatch, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def test_warm(run, engine, keys: list[str]) -> None:
     done = run("warm", "mia")
     assert (done.code, done.out) == (0, f"mia is in the pool  {keys[1][:12]}  loaded in 12.3 ms\n")
     assert json.loads(run("warm", "mia@1", "--deadline-ms", 1500, "--json").out)["digest"] == f"sha256:{keys[0]}"
-    assert [asked[1:] for asked in engine.asked] == [(keys[1], 10.0), (keys[0], 1.5)]
+    assert run("warm", "mia", "--deadline-ms", 600_000).code == 0
+    assert [asked[1:] for asked in engine.asked] == [(keys[1], 10.0), (keys[0], 1.5), (keys[1], 600.0)]
 
 
 def test_warm_too_late_or_only_begun(run, engine, keys: list[str]) -> None:

@@ -1,0 +1,52 @@
+"""Parse text as strict JSON: no NaN, no infinite numbers, no repeated keys, no lone surrogates.
+
+`json.loads` accepts the first two, lets the last of equal keys win, and makes texts that cannot be written. Imports
+nothing else, so that commands can use it.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import Any, NoReturn
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def loads(text: str) -> Any:
+    """Parse strict JSON.
+
+    Raises:
+        json.JSONDecodeError: the text is not JSON.
+        ValueError: it is, but not strict; says why.
+        RecursionError: it is nested too deep for Python.
+    """
+    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+    if _SURROGATE.search(text):
+        _check_text(value)
+    return value
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {repeated[:80]!r} appears more than once")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number {text[:40]} is too large")
+    return value
