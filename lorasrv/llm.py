@@ -190,8 +190,8 @@ class LLM:
         """
         _check_several(prompts)
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
-        triples = zip(prompts, each, self._resolved(adapters, ignore_defaults), strict=True)
+        _check_one_each("sampling", each, prompts)
+        triples = zip(prompts, each, self._resolved(adapter_ids, prompts, ignore_defaults), strict=True)
         return self._run([self._message(*args, kv_policy=kv_policy) for args in triples])
 
     def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
@@ -229,9 +229,8 @@ class LLM:
         Args and errors are those of `generate`.
         """
         _check_several(prompts)
-        adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         groups = []
-        for prompt, named in zip(prompts, self._resolved(adapters, ignore_defaults), strict=True):
+        for prompt, named in zip(prompts, self._resolved(adapter_ids, prompts, ignore_defaults), strict=True):
             first = self._message(prompt, sampling, named, beams)
             others = [RequestId(f"{first.request_id}.{beam}") for beam in range(1, beams.width)]
             groups.append([first, *further_choices(first, others)])
@@ -261,7 +260,12 @@ class LLM:
             if part.finished and output.finish_reason is None:
                 self.engine.stop(output.request_id)
 
-    def _resolved(self, references: Sequence[str | None], ignore_defaults: bool) -> list[_Named]:
+    def _resolved(
+        self, references: Sequence[str | None] | None, prompts: Sequence[object], ignore_defaults: bool
+    ) -> list[_Named]:
+        if references is None:
+            references = [None] * len(prompts)
+        _check_one_each("adapter_ids", references, prompts)
         named = [self._find(reference) for reference in references]
         for ref, _ in named:
             if ref is not None and ref.persona and not ignore_defaults:
@@ -319,3 +323,12 @@ def _check_several(prompts: object) -> None:
     """Raises: InvalidRequest: it is one text, of which every character would be a prompt."""
     if isinstance(prompts, str):
         raise InvalidRequest("prompts is one text; give a list: [text]", param="prompts")
+
+
+def _check_one_each(name: str, given: Sequence[object], prompts: Sequence[object]) -> None:
+    """Raises: InvalidRequest: it is one text, of which every character would be one, or has another length."""
+    if isinstance(given, str):
+        raise InvalidRequest(f"{name} is one text; give a list with one for each prompt: [text]", param=name)
+    if len(given) != len(prompts):
+        why = f"{name} has {len(given)} entries, prompts {len(prompts)}; give one for each prompt"
+        raise InvalidRequest(why, param=name)

@@ -107,6 +107,23 @@ def test_one_text_is_no_list_of_prompts(model: Path) -> None:
         llm.generate("Alice was", GREEDY)
 
 
+def test_lists_of_another_length_are_named(model: Path) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("adapter_ids", [None, None], "adapter_ids has 2 entries, prompts 1; give one for each prompt"),
+        ("adapter_ids", "b", "adapter_ids is one text; give a list with one for each prompt"),
+        ("sampling", [], "sampling has 0 entries, prompts 1; give one for each prompt"),
+    ]
+    with offline_engine(model) as llm:
+        for param, given, says in cases:
+            asked = {"sampling": GREEDY} | {param: given}
+            with pytest.raises(InvalidRequest, match=says) as refused:
+                llm.generate(["Alice"], **asked)
+            assert refused.value.param == param
+        with pytest.raises(InvalidRequest, match="adapter_ids has 2 entries, prompts 1"):
+            llm.beam_search(["Alice"], GREEDY, BeamOptions(2), [None, None])
+        assert not llm.engine.has_requests
+
+
 def test_a_rate_is_waited_for_and_a_deadline_is_an_error(model: Path, adapter_dirs: dict[str, Path], alone) -> None:
     with offline_engine(model, adapter_dirs, max_num_seqs=1, adapter_limits=Limits(tokens_per_s=60.0)) as llm:
         answers = llm.generate([PROMPT] * 4, GREEDY, ["one"] * 4)
