@@ -47,6 +47,18 @@ class ClusterSettings(ReplicationSettings):
         Routed, _cluster("How a replica is chosen for a request; bounded: by its adapter and by load")
     ] = DEFAULT_PLACEMENT
 
+    def check_is_registry(self) -> None:
+        """Refuse options that would do nothing in a registry.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        if self.registry is not None:
+            raise ConfigError("--registry: a registry follows no other; leave it out")
+        for name in ("replicas", *_OF_SEVERAL):
+            if name in self.model_fields_set:
+                raise ConfigError(f"{flag(name)} is of servers that answer prompts, a registry is one; leave it out")
+
     def check_alone(self) -> None:
         """Refuse options that would do nothing in one server.
 

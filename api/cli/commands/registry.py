@@ -25,9 +25,8 @@ def registry(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOptio
 
     sources = Sources.gather(flags, config)
     settings = sources.settings()
-    if settings.registry is not None:
-        raise CliError("--registry: a registry follows no other; leave it out")
     try:
+        settings.check_is_registry()
         with written(settings.log_format, settings.log_level), progress() as step:
             run(
                 settings,
