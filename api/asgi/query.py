@@ -14,6 +14,7 @@ from fastapi import Depends, Query, Request
 from fastapi.responses import Response
 
 from adapter_store.registry.records import AdapterRecord
+from api.errors import ApiError
 
 MAX_PAGE = 100_000
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -66,4 +67,16 @@ def if_match(request: Request) -> frozenset[str] | None:
     return frozenset(tag.strip('"') for tag in tags if tag != '"*"')
 
 
+def names_no_replica(request: Request) -> None:
+    """Refuse `?replica=ID`, which only the address of several replicas knows: the answer would be another one's.
+
+    Raises:
+        ApiError: 404.
+    """
+    if "replica" in request.query_params:
+        why = "this is one server, not the address of several; leave replica out (--replica)"
+        raise ApiError(404, why, code="not_found", param="replica")
+
+
+OF_ONE_SERVER = (Depends(names_no_replica),)
 IfMatch = Annotated[frozenset[str] | None, Depends(if_match)]

@@ -32,7 +32,7 @@ from api.cluster.forwarding import (
     silent_s,
     target_of,
 )
-from api.cluster.own_routes import GUARDED, OPEN, named_replica
+from api.cluster.own_routes import GUARDED, OPEN, named_replica, without_replica
 from api.cluster.peers import Peers, RequestPeers
 from api.cluster.survey import ANSWER_S, Survey
 from api.cluster.upstream import Broken, Silent, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
@@ -175,11 +175,11 @@ class Edge:
 
     async def _answered_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what is asked of the edge itself, or of a replica that the query names; return whether it was."""
-        path = scope["path"]
-        replica = named_replica(self._chooser, path, scope.get("query_string", b""))
+        path, query = scope["path"], scope.get("query_string", b"")
+        replica = named_replica(self._chooser, path, query)
         if replica is not None:
             try:
-                await self._pipe_from(replica.url, scope, receive, send)
+                await self._pipe_from(replica.url, {**scope, "query_string": without_replica(query)}, receive, send)
             except Unreachable as error:
                 why = f"replica {replica.id} does not answer ({error})"
                 raise NoReplicaReady(why, retry_after_s=RETRY_AFTER_S) from None

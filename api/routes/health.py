@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from api.asgi.query import OF_ONE_SERVER
 from api.observability.metrics.registry import as_text, collected
 from api.serving.services import ServicesDep
 from lorasrv import __version__
@@ -31,7 +32,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/info")
+@router.get("/info", dependencies=OF_ONE_SERVER)
 async def info(services: ServicesDep) -> dict[str, Any]:
     """Return the model and settings: the applicable fields of TGI's and LoRAX's /info, and our own."""
     engine, settings = services.engine, services.settings
@@ -92,7 +93,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
     return JSONResponse({"status": problem}, 503, {"retry-after": "10"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", dependencies=OF_ONE_SERVER)
 async def metrics(request: Request) -> Response:
     """Return metrics as Prometheus text."""
     if (residents := request.app.state.residents) is not None:

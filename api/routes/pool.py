@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.registry.records import AdapterRecord
 from adapter_store.spec import AdapterId, AdapterKey
+from api.asgi.query import OF_ONE_SERVER
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, runs_of
@@ -21,7 +22,7 @@ MOST_HOT = 20
 Names = Mapping[AdapterKey, list[tuple[AdapterId, int]]]
 
 
-@router.get("/v1/pool")
+@router.get("/v1/pool", dependencies=OF_ONE_SERVER)
 async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the pool's memory map: pages_free + pages_kv + pages_prefix + pages_adapters = pages_total.
 

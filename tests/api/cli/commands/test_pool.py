@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from answers import failed
+from answers import failed, refused
 from pool_maps import full_pool
 from rich.console import Console
 
@@ -54,6 +54,13 @@ def test_refused(run, engine, command: str) -> None:
     engine.ask_error = InvalidRequest("it fits nowhere", param="adapter_id")
     failed(run(command, "mia"), 1, "lorasrv: it fits nowhere\n")
     assert run(command).code == 2
+
+
+@pytest.mark.parametrize("command", [("pool",), ("top", "--once"), ("top", "--once", "--json")])
+def test_one_server_has_no_replicas(run, server, command: tuple[str, ...]) -> None:
+    failed(run(*command, "--replica", "r0"), 1, "this is one server, not the address of several", "--replica")
+    for path in ("/metrics", "/v1/pool", "/info"):
+        refused(server.http.get(f"{path}?replica=r0"), 404, "replica", "leave replica out")
 
 
 def test_pool_in_lines(run, server, engine, keys: list[AdapterKey]) -> None:
