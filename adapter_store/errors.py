@@ -118,12 +118,26 @@ class VersionNotFound(AdapterNotFound):
     """
 
     def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...], param: str | None = None) -> None:
-        super().__init__(f"{adapter_id}@{version}")
-        shown = ", ".join(map(str, versions[-SHOWN_VERSIONS:]))
-        dots = "…, " if len(versions) > SHOWN_VERSIONS else ""
-        self.args = (f"adapter {adapter_id!r} has no version {version}; it has {dots}{shown}",)
+        super().__init__(f"{adapter_id}@{version}", (adapter_id,))
+        self.args = (f"adapter {adapter_id!r} has no version {version}; it has {_shown(versions)}",)
         self.versions = versions
         self.param = param
+
+
+class IdExpected(AdapterNotFound):
+    """Report a version or an alias where only an id can be named. `versions` lists those of the id."""
+
+    def __init__(self, reference: str, adapter_id: str, versions: tuple[int, ...], aliases: tuple[str, ...]) -> None:
+        super().__init__(reference, (adapter_id,))
+        named = f"; its aliases: {', '.join(aliases)}" if aliases else ""
+        why = f"an id is expected, not {show(reference)}; {adapter_id!r} has versions {_shown(versions)}{named}"
+        self.args = (why,)
+        self.versions = versions
+
+
+def _shown(versions: tuple[int, ...]) -> str:
+    dots = "…, " if len(versions) > SHOWN_VERSIONS else ""
+    return dots + ", ".join(map(str, versions[-SHOWN_VERSIONS:]))
 
 
 class InvalidAdapterId(AdapterError, ValueError):

@@ -94,6 +94,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0, closes=True),
     store_errors.AdapterError: _BUG,
     store_errors.AdapterNotFound: Answer(404, "model_not_found", param="model"),
+    store_errors.IdExpected: Answer(404, "model_not_found", param="model"),
     store_errors.VersionNotFound: Answer(404, "version_not_found", param="version"),
     store_errors.InvalidAlias: Answer(400, "invalid_alias", param="alias"),
     store_errors.AdapterChanged: Answer(412, "precondition_failed", param="If-Match"),

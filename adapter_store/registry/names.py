@@ -6,7 +6,7 @@ The dictionary is replaced, never changed; the caller that replaces it holds the
 import difflib
 from collections.abc import Callable, Collection, Mapping
 
-from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
+from adapter_store.errors import AdapterNotFound, IdExpected, InvalidAlias, StoreUnusable, VersionNotFound
 from adapter_store.registry.index import Index
 from adapter_store.registry.near_names import NEAR_NAMES, near_names
 from adapter_store.registry.records import AdapterRecord, VersionRecord
@@ -34,12 +34,14 @@ class Names:
         """Return an id's record.
 
         Raises:
-            AdapterNotFound: there is no such id.
+            AdapterNotFound: there is no such id; IdExpected, if what is named is a version or an alias of one.
         """
-        record = self.find(adapter_id)
-        if record is None:
-            raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
-        return record
+        if (record := self.find(adapter_id)) is not None:
+            return record
+        name = _name_in(adapter_id)
+        if (record := self.find(name)) is not None:
+            raise IdExpected(adapter_id, name, _numbers(record), tuple(record.aliases))
+        raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
 
     def all(self) -> list[AdapterRecord]:
         """Return every id, sorted."""
@@ -120,8 +122,7 @@ class Names:
         try:
             parsed = parse_reference(reference)
         except AdapterNotFound:
-            name = reference[:64].partition("@")[0].partition(":")[0]
-            raise AdapterNotFound(reference, self._near(name)) from None
+            raise AdapterNotFound(reference, self._near(_name_in(reference[:64]))) from None
         record = self._records.get(parsed.adapter_id)
         if record is None:
             raise AdapterNotFound(reference, self._near(parsed.adapter_id))
@@ -151,9 +152,21 @@ def read_records(index: Index, reserved: Collection[str], *, follows: bool) -> d
     return records
 
 
+def _name_in(reference: str) -> str:
+    """Return the id of what may be a reference."""
+    return reference.partition("@")[0].partition(":")[0]
+
+
+def _numbers(record: AdapterRecord) -> tuple[int, ...]:
+    return tuple(version.version for version in record.versions)
+
+
 def _pinned(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
+    """Raises: VersionNotFound: the version that is named does not exist; a prefix may match none."""
     if pin.version is not None:
-        return tuple(v for v in record.versions if v.version == pin.version)
+        if (version := record.version(pin.version)) is None:
+            raise VersionNotFound(record.adapter_id, pin.version, _numbers(record))
+        return (version,)
     if pin.key_prefix is not None:
         return tuple(v for v in record.versions if v.key is not None and v.key.startswith(pin.key_prefix))
     return record.versions

@@ -32,6 +32,17 @@ def test_json(run, make_adapter) -> None:
     assert json.loads(run("rm", "mia@1", "--json").out)["deleted"]
 
 
+def test_what_a_version_or_an_alias_is_no_name_for(run, make_adapter) -> None:
+    for seed in (1, 2):
+        run("upload", make_adapter(str(seed), seed=seed), "--id", "mia", "--alias", "next")
+    for command in ("show", "limit", "rollback", "alias"):
+        for reference in ("mia@2", "mia@77", "mia:next") if command != "alias" else ("mia@2",):
+            says = f"an id is expected, not '{reference}'; 'mia' has versions 1, 2; its aliases: next\n"
+            failed(run(command, reference), 1, says)
+    for command in ("pin", "unpin", "warm", "verify", "defaults", "rm"):
+        failed(run(command, "mia@77"), 1, "adapter 'mia' has no version 77; it has 1, 2\n")
+
+
 def test_refused_with_every_reason(run, make_adapter) -> None:
     done = run("upload", make_adapter(use_qalora=True, fan_in_fan_out=True), "--id", "mia")
     failed(done, 1, "lorasrv: the adapter is refused", "use_qalora", "fan_in_fan_out")
