@@ -138,6 +138,11 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
     """List the server's adapters."""
     with connected(server) as client:
         adapters = client.adapters()
+    print_list(adapters, as_json)
+
+
+def print_list(adapters: list[dict[str, Any]], as_json: bool) -> None:
+    """Print adapters as the server lists them."""
     if as_json:
         print_json(adapters)
         return

@@ -1,18 +1,12 @@
 """List the adapters of a running server, or of a store that no server uses (list)."""
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.commands import adapters
 from api.cli.common.formatting import ClosedStoreOption
 from api.cli.common.options import JsonOption, ServerOption
-from api.cli.common.terminal import CliError, ExitCode, out, print_json, print_table, say, short_digest
-from lorasrv.config import size
-
-if TYPE_CHECKING:
-    from adapter_store.registry.records import AdapterRecord
+from api.cli.common.terminal import CliError, ExitCode
 
 
 def list_adapters(
@@ -33,22 +27,5 @@ def list_adapters(
 
     with OfflineStore(store.expanduser()) as closed:
         records = [record for _, record in sorted(closed.index.records().items())]
-    if as_json:
-        # Only a server that found damage, and store fsck, know what is damaged.
-        print_json([adapter_json(record, frozenset()) for record in records])
-    elif not out().is_terminal:
-        for record in records:
-            say("\t".join(_cells(record)))
-    elif records:
-        print_table(("id", "version", "digest", "rank", "size"), [_cells(record) for record in records], numbers=False)
-    else:
-        say("no adapters")
-
-
-def _cells(record: "AdapterRecord") -> tuple[str, ...]:
-    current = record.version(record.current_version)
-    assert current is not None
-    return (
-        *(record.adapter_id, str(record.current_version), short_digest(record.key or "")),
-        *(str(current.rank_max), size(current.bytes)),
-    )
+    # Only a server that found damage, and store fsck, know what is damaged.
+    adapters.print_list([adapter_json(record, frozenset()) for record in records], as_json)

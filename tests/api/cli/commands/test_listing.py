@@ -63,6 +63,22 @@ def test_list(cli, filled: Path, base: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cli("list", "--server", NOBODY).code == 3, "the environment of serve is not meant"
 
 
+def test_rows_are_those_of_the_server(run, cli, server, store, make_adapter) -> None:
+    run("upload", make_adapter(), "--id", "mia")
+    run("upload", make_adapter("tom", seed=1), "--id", "tom", "--stored", "int8", "--allow-drift")
+    run("upload", make_adapter("zoe", seed=2), "--id", "zoe")
+    assert run("compose", "both", "mia", "0.5*zoe").code == 0
+    rows = run("list").out
+    assert [row.split("\t")[3:5] for row in rows.splitlines()] == [
+        ["-", "-"],
+        ["2", "bf16"],
+        ["2", "int8"],
+        ["2", "bf16"],
+    ]
+    store.close()
+    assert cli("list", "--store", store.root).out == rows
+
+
 def test_check(cli, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     done = cli("check", mia, "--model", base, "--store", filled)
     assert done.code == 0, done.err
