@@ -91,7 +91,7 @@ def read_heads(path: Path, hidden_size: int) -> HeadArrays:
             file.seek(0)
             heads = head_arrays(bytearray(file.read()), header, names)
     except OSError as error:
-        raise ConfigError(f"--draft-heads {path}: {file_path.name} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--draft-heads: {file_path} cannot be read: {error.strerror}") from error
     except AdapterError as error:
         raise ConfigError(f"--draft-heads {path} holds no Medusa heads of this base: {error}") from error
     if not all(np.isfinite(array).all() for head in heads for block in head for array in block if array is not None):

@@ -59,10 +59,10 @@ def _read_prompts(file: Path) -> list[str]:
     try:
         lines = [line.strip() for line in file.read_text("utf-8").split("\n")]
     except UnicodeDecodeError as error:
-        why = f"--prompts: {file.name} is not UTF-8 (byte {error.start})"
+        why = f"--prompts: {file} is not UTF-8 (byte {error.start})"
         raise CliError(why, code=ExitCode.USAGE) from None
     if not any(lines):
-        raise CliError(f"--prompts: {file.name} has no line with a prompt", code=ExitCode.USAGE)
+        raise CliError(f"--prompts: {file} has no line with a prompt", code=ExitCode.USAGE)
     return [line for line in lines if line]
 
 

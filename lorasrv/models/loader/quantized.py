@@ -132,7 +132,7 @@ class QuantizedCheckpoint:
             self.packing = _packing(self.formats, base.spec)
         except BaseException as error:
             self._files.close()
-            raise _with_file_name(error, path.name) from None
+            raise _with_path(error, path) from None
 
     def names(self) -> Iterable[str]:
         return self._base.names()
@@ -189,8 +189,8 @@ class QuantizedCheckpoint:
                 raise CorruptModel(f"has {name}.{part} as {found}, not {[outputs, columns]}")
 
 
-def _with_file_name(error: BaseException, file: str) -> BaseException:
-    """Return the error with the flag and the file's name in its message, without the file's folder."""
+def _with_path(error: BaseException, file: Path) -> BaseException:
+    """Return the error with the flag and the path, as it was given, in its message."""
     match error:
         case FileNotFoundError():
             return ModelNotFound(f"--quantized-weights: there is no file {file}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import GREEDY, offline_engine
 
 from lorasrv.config import ModelOptions
-from lorasrv.errors import CorruptModel, UnsupportedFormat
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.quantized import linear_names, write_codes
 from lorasrv.offline.quantize import Quantized, load_floats, quantize, read_formats
@@ -100,8 +100,14 @@ def test_a_header_that_does_not_fit_is_refused(
         facts = reader.metadata()
     facts["formats"] = header(json.loads(facts["formats"]))
     save_file(load_file(file), tmp_path / "bad.safetensors", facts)
-    with pytest.raises(CorruptModel, match=says):
-        open_checkpoint(str(model), quantized_weights=tmp_path / "bad.safetensors")
+    bad = tmp_path / "bad.safetensors"
+    with pytest.raises(CorruptModel, match=f"^--quantized-weights: {bad} .*{says}"):
+        open_checkpoint(str(model), quantized_weights=bad)
+
+
+def test_a_file_that_is_not_there_is_named_as_given(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"there is no file {tmp_path}/none.safetensors$"):
+        open_checkpoint(str(model), quantized_weights=tmp_path / "none.safetensors")
 
 
 def test_codes_of_a_wrong_kind_are_refused(model: Path, file: Path, tmp_path: Path) -> None:
