@@ -162,8 +162,14 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.max_tokens <= arguments.heads:
         parser.error("--max-tokens must be more than --heads: shorter answers teach nothing")
-    if arguments.out.exists():
-        parser.error(f"--out {arguments.out} exists; remove it or name another folder")
+    try:
+        # Now, not after ten minutes of training.
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(arguments.out.iterdir())
+    except OSError as error:
+        parser.error(f"--out {arguments.out} cannot be made: {error.strerror}")
+    if not is_empty:
+        parser.error(f"--out {arguments.out} is not empty; remove it or name another folder")
     torch.manual_seed(SEED)
     begun = time.monotonic()
     adapter = None if arguments.base else HERE / personas[arguments.persona]["adapter"]
@@ -177,10 +183,8 @@ def main() -> None:
     heads = Heads(arguments.heads, output.shape[1])
     fit(heads, output, learned, arguments.epochs)
     right = shares(heads, output, tried)
-    if adapter is None:
-        arguments.out.mkdir(parents=True)
-    else:
-        shutil.copytree(adapter, arguments.out)
+    if adapter is not None:
+        shutil.copytree(adapter, arguments.out, dirs_exist_ok=True)
     heads.save(arguments.out / HEADS_NAME)
     shown = ", ".join(f"{100 * share:.0f} % of {number + 1}" for number, share in enumerate(right))
     took = time.monotonic() - begun

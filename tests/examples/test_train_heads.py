@@ -76,3 +76,22 @@ def test_heads_are_trained_uploaded_and_draft(
         plain, _ = ask(False)
         assert plain
         eventually(is_drafted)
+
+
+@pytest.mark.parametrize(("out", "says"), [("file/heads", "cannot be made"), ("file", "cannot"), ("full", "not empty")])
+def test_a_folder_that_cannot_be_written_is_told_at_once(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    says: str,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full" / "heads").mkdir(parents=True)
+    monkeypatch.setattr(script, "answers", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(sys, "argv", ["train_heads.py", "--base", "--out", str(tmp_path / out)])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert f"--out {tmp_path / out} " in (told := capsys.readouterr().err)
+    assert says in told
