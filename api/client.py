@@ -23,6 +23,7 @@ TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
 BUSY = (429, 503)
 FORBIDDEN = 403
+_UNKNOWN = frozenset({"model_not_found", "version_not_found"})
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 ByteProgress = Callable[[str, int, int], None]
 """Called with the activity (hashing, sending), bytes done and total bytes."""
@@ -207,7 +208,7 @@ class Client:
         try:
             found: dict[str, Any] | None = self.defaults(reference)["defaults"]
         except Refused as error:
-            if error.error.get("code") != "model_not_found":
+            if error.error.get("code") not in _UNKNOWN:
                 raise
             return None
         return found

@@ -20,3 +20,9 @@ def test_the_name_of_the_base(cli, server, suffix: str) -> None:
         with pytest.raises(Refused) as caught:
             client.adapter("a/b@c")
     assert caught.value.status == 404
+
+
+def test_what_does_not_exist_has_no_defaults(server, make_adapter) -> None:
+    server.upload(make_adapter(), "mia")
+    with Client(server.url) as client:
+        assert [client.find_defaults(name) for name in ("mia", "mia@7", "tom")] == [None, None, None]
