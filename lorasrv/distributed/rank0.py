@@ -205,7 +205,8 @@ class Ranks:
             "max_rows": limits.max_rows,
             "max_samples": limits.max_samples,
         }
-        self.team.tell(Frame(POOL, fields))
+        for rank in range(1, len(self.specs)):
+            self.team.tell_one(rank, Frame(POOL, fields))
         self._comm = self._launcher.comm(self._setup)
         self.team.wait_ready()
         told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731

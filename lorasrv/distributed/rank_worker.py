@@ -1,6 +1,7 @@
 """The worker of a rank other than 0: does the orders of rank 0, one after another, and fills adapters' pages beside."""
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE, RankPlaces, decode_layout, decode_runs, decode_weights
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.step_frames import PAGES, SLOTS, STEP, decode_moves, decode_page_op, decode_step
-from lorasrv.distributed.team import DONE, STOP, failure
+from lorasrv.distributed.team import AFTER, DONE, STOP, failure
 from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.decoder import Decoder
 from lorasrv.worker.device_pool import DevicePool
@@ -37,12 +38,43 @@ class RankParts:
     exchange: Exchange
 
 
+class OrdersDone:
+    """Count the orders that a rank has done, for the thread that fills pages."""
+
+    def __init__(self) -> None:
+        self._count, self._has_ended = 0, False
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        """Note that one more is done."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Note that no more will be done."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> bool:
+        """Wait until so many are done; return whether they are, and not given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count >= count or self._has_ended)
+            return self._count >= count
+
+
 class RankWorker:
-    """Serve rank 0. `serve` and `serve_bulk` each have a thread of their own."""
+    """Serve rank 0. `serve` and `serve_bulk` each have a thread of their own.
+
+    Pages are filled after the orders that rank 0 had told before: rank 0 may be many steps ahead, and these steps still
+    read and write the pages that it has given to an adapter since.
+    """
 
     def __init__(self, parts: RankParts) -> None:
         self._parts = parts
         self._places = RankPlaces(parts.memory.page_bytes)
+        self._done = OrdersDone()
 
     def serve(self, orders: Link) -> None:
         """Do orders until rank 0 says to stop.
@@ -52,19 +84,22 @@ class RankWorker:
         """
         asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read}
         told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
-        while (frame := orders.receive()).kind != STOP:
-            if frame.kind in told:
-                told[frame.kind](frame)
-            else:
-                orders.send(_done(asked[frame.kind], frame))
+        try:
+            while (frame := orders.receive()).kind != STOP:
+                if frame.kind in told:
+                    told[frame.kind](frame)
+                else:
+                    orders.send(_reply(asked[frame.kind], frame))
+                self._done.add()
+        finally:
+            self._done.end()
 
     def serve_bulk(self, bulk: Link) -> None:
-        """Fill pages until the link ends."""
+        """Fill pages until the link or `serve` ends."""
         work: dict[str, Callable[[Frame], Frame]] = {WRITE: self._write, FILL: self._fill, COMMIT: self._commit}
         try:
-            while True:
-                frame = bulk.receive()
-                bulk.send(_done(work[frame.kind], frame))
+            while self._done.wait_for((frame := bulk.receive()).fields[AFTER]):
+                bulk.send(_reply(work[frame.kind], frame))
         except LinkClosed:
             pass  # rank 0 has ended, which `serve` notices, too
 
@@ -103,7 +138,7 @@ class RankWorker:
         return Frame(DONE)
 
 
-def _done(work: Callable[[Frame], Frame], frame: Frame) -> Frame:
+def _reply(work: Callable[[Frame], Frame], frame: Frame) -> Frame:
     """Do what a frame asks for, and return the reply."""
     try:
         return work(frame)

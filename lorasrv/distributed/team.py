@@ -4,13 +4,15 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.errors import ConfigError, LorasrvError, ModelError, NotEnoughMemory
 
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
+AFTER = "after"
+"""Field of what fills pages: how many orders must be done before."""
 _KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, "memory": NotEnoughMemory}
 
 
@@ -53,6 +55,8 @@ class Team:
         self._orders = [Link(one.orders) for one in sockets]
         self._bulk = [Link(one.bulk) for one in sockets]
         self._bulk_lock = threading.Lock()
+        # Orders to all ranks so far.
+        self._num_told = 0
         self._monitor, self._stop = monitor, stop
         self._is_closed = False
 
@@ -62,11 +66,12 @@ class Team:
         Raises:
             LinkClosed: a rank has gone.
         """
+        self._num_told += 1
         for link in self._orders:
             link.send(frame)
 
     def tell_one(self, rank: int, frame: Frame) -> None:
-        """Send an order to one rank, which does not reply."""
+        """Send one rank, which does not serve yet, how to start."""
         self._orders[rank - 1].send(frame)
 
     def ask(self, frame: Frame) -> list[Frame]:
@@ -104,13 +109,16 @@ class Team:
     def asking_bulk(self, frames: Sequence[Frame]) -> Iterator[None]:
         """Send each rank its frame, let the caller do its own part meanwhile, and wait for the replies.
 
+        A rank does what a frame says after the orders that it was told so far.
+
         Raises:
             RankFailed: one could not do it.
             LinkClosed: a rank has gone.
         """
         with self._bulk_lock:
+            num_told = self._num_told
             for link, frame in zip(self._bulk, frames, strict=True):
-                link.send(frame)
+                link.send(replace(frame, fields={**frame.fields, AFTER: num_told}))
             try:
                 yield
             finally:

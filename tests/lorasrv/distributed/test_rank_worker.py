@@ -1,0 +1,90 @@
+"""A rank that is steps behind rank 0 fills pages only when it has caught up."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+from partitions import ONE, SHORT, ranks, replica
+from peft_adapters import peft_adapter
+from tiny_engine import BLOCK, GREEDY
+
+from lorasrv.config import PartitionOptions
+from lorasrv.distributed.frames import Frame, Link, LinkClosed
+from lorasrv.distributed.rank_adapters import WRITE
+from lorasrv.distributed.rank_worker import RankWorker
+from lorasrv.distributed.step_frames import STEP
+from lorasrv.distributed.team import AFTER, DONE, RankSockets
+
+STEPS, ROWS, PAGES = 8, 16, 19
+PROMPT = [(11 * i) % 300 + 5 for i in range(STEPS * ROWS + 40)]
+
+
+@pytest.mark.parametrize(("text", "copies"), [("0;1", 1), ("cp=2", 2)])
+def test_an_adapter_does_not_overtake_late_steps(text: str, copies: int, model: Path, tmp_path: Path) -> None:
+    """A request is aborted in the middle of its prompt, of which a slow rank has computed little yet; an adapter then
+    arrives in its pages."""
+    peft_adapter(model, tmp_path / "a", seed=1, r=16)
+    compute, write = RankWorker._compute, RankWorker._write
+    done: list[int] = []
+
+    def slow(worker: RankWorker, frame: Frame) -> None:
+        time.sleep(0.03)
+        compute(worker, frame)
+        done[-1] += 1
+
+    def noted(worker: RankWorker, frame: Frame) -> Frame:
+        filled.append(done[-1])
+        return write(worker, frame)
+
+    filled: list[int] = []
+
+    def answered(options: PartitionOptions, pages: int) -> list[list[int]]:
+        done.append(0)
+        config = {"pool_bytes": pages * BLOCK, "max_num_batched_tokens": ROWS, "max_num_seqs": ROWS}
+        with replica(model, options, **config) as llm:
+            llm.add_adapter("a", tmp_path / "a")
+            message = llm._message(PROMPT, replace(GREEDY, max_tokens=2), llm._find(None))
+            llm.engine.add_request(message)
+            for _ in range(STEPS):
+                llm.engine.step()
+            llm.engine.abort(message.request_id)
+            return [llm.generate([PROMPT[:20]], SHORT, [name])[0].token_ids for name in ("a", "a", None)]
+
+    with patch.object(RankWorker, "_compute", slow), patch.object(RankWorker, "_write", noted):
+        told = answered(ranks(text), PAGES * copies)
+    assert filled == [STEPS]
+    assert told == answered(ONE, PAGES)
+
+
+def test_what_waits_for_orders_ends_with_them() -> None:
+    """A step is done while an adapter is being filled; a fill behind steps that never come ends with the link."""
+    own, other = RankSockets.pair()
+    worker = RankWorker(cast("Any", SimpleNamespace(memory=SimpleNamespace(page_bytes=1))))
+    computed = threading.Event()
+
+    def written(_: RankWorker, frame: Frame) -> Frame:
+        assert computed.wait(30) == (frame.fields[AFTER] == 0)
+        return Frame(DONE)
+
+    with (
+        patch.object(RankWorker, "_compute", lambda *_: computed.set()),
+        patch.object(RankWorker, "_write", written),
+    ):
+        bulk = threading.Thread(target=worker.serve_bulk, args=(Link(other.bulk),), daemon=True)
+        bulk.start()
+        Link(own.bulk).send(Frame(WRITE, {AFTER: 0}))
+        Link(own.orders).send(Frame(STEP))
+        Link(own.bulk).send(Frame(WRITE, {AFTER: 2}))
+        own.orders.close()
+        with pytest.raises(LinkClosed):
+            worker.serve(Link(other.orders))
+        assert Link(own.bulk).receive().kind == DONE
+        bulk.join(30)
+        assert not bulk.is_alive()
+    own.close()
+    other.close()
