@@ -143,7 +143,7 @@ class Ranks:
     ) -> None:
         self.partition = Partition.of(config.partition)
         check_options(config, self.partition, device)
-        self.specs = tuple(RankSpec.of(whole, share) for share in self.partition.shares(whole))
+        self.specs = RankSpec.all_of(whole, self.partition)
         self.pool_spec = pool_widths(self.specs)
         self._setup = RankSetup(0, self.specs, config.model, device, kv_format)
         launcher = self._launcher = launch()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from lorasrv.distributed.partition import Share, Span
+from lorasrv.distributed.partition import Partition, Share, Span
 from lorasrv.models.spec import ModelSpec, SiteShape
 
 Rows = npt.NDArray[np.int64]
@@ -40,6 +40,21 @@ class RankSpec(ModelSpec):
         }
         known = {each.name: getattr(whole, each.name) for each in fields(ModelSpec)}
         return cls(**(known | own), whole=whole, share=share)
+
+    @classmethod
+    def all_of(cls, whole: ModelSpec, partition: Partition) -> "tuple[RankSpec, ...]":
+        """Return the specs of all ranks.
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        return tuple(cls.of(whole, share) for share in partition.shares(whole))
+
+    @property
+    def table_weights(self) -> int:
+        share, row = self.share, self.hidden_size
+        head = share.is_last and not self.tied_head
+        return (self.vocab_size * row if share.is_first else 0) + (width(share.vocab) * row if head else 0)
 
     @property
     def query_heads(self) -> Span:

@@ -126,8 +126,7 @@ def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
     checkpoint = open_checkpoint(options.model, options.load_format, options.quantized_weights)
     try:
         whole, dtype = checkpoint.spec, getattr(torch, options.dtype)
-        shares = Partition.of(PartitionOptions(**fields["partition"])).shares(whole)
-        specs = tuple(RankSpec.of(whole, share) for share in shares)
+        specs = RankSpec.all_of(whole, Partition.of(PartitionOptions(**fields["partition"])))
         kv_format = get_kv_format(fields["kv_cache_dtype"], options.dtype)
         setup = RankSetup(fields["rank"], specs, options, device, kv_format)
         ops = make_ops(options, whole, device)

@@ -3,6 +3,7 @@
 Building an engine enforces the plan, `lorasrv doctor` shows it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,8 @@ from lorasrv.config import (
     MemoryOptions,
     size,
 )
+from lorasrv.distributed.partition import Partition
+from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader import StoredPacking
 from lorasrv.models.quantization import find_format
@@ -32,18 +35,13 @@ _FACTOR_BITS = 0.25
 """Bits of a weight that its group's factors take in a quantized file, about."""
 
 
-def table_weights(spec: ModelSpec) -> int:
-    """Count the weights of the embedding, and of the head if it is separate."""
-    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
-
-
 def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype, packing: StoredPacking | None = None) -> int:
     """Estimate the bytes of a base in a weight format, which may be that of its file."""
     chosen, bits = find_format(quantization), 8.0 * dtype.itemsize
     is_own = packing is not None and packing.method == quantization
     own = packing.mean_bits + _FACTOR_BITS if packing is not None and is_own else None
     linear = spec.linear_weights * (own or chosen.bits_of_linears(spec) or bits)
-    table = table_weights(spec) * (chosen.table_bits or bits)
+    table = spec.table_weights * (chosen.table_bits or bits)
     return int((linear + table) / 8)
 
 
@@ -54,10 +52,11 @@ def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -
     return rows * row * activation.itemsize + samples * spec.vocab_size * _LOGIT_BYTES
 
 
-def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the bytes of a page in all slabs."""
+def block_bytes(parts: Sequence[ModelSpec], config: EngineConfig) -> int:
+    """Return the bytes of a page in all slabs of all ranks; one in a slab is as large everywhere."""
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
-    return kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS) * spec.num_slabs
+    heads, slabs = max(part.num_kv_heads for part in parts), sum(part.num_slabs for part in parts)
+    return kv_format.page_bytes(heads, parts[0].head_dim, PAGE_SIZE_TOKENS) * slabs
 
 
 def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> int:
@@ -71,7 +70,7 @@ def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> in
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Hold the bytes of what a server will have in memory."""
+    """Hold the bytes of what a server will have in memory, all its ranks together."""
 
     # Free now, where base, pool and steps will be.
     free: int
@@ -83,6 +82,7 @@ class MemoryPlan:
     pool: int
     # A page in all slabs.
     block: int
+    num_ranks: int
     host_cache: int
     swap: int
     corpus: int
@@ -103,11 +103,14 @@ class MemoryPlan:
 
         Args:
             packing: how the file is quantized; None if it is not, or not there yet.
+        Raises:
+            ConfigError: the base cannot be divided as the options say.
         """
         dtype = getattr(torch, config.model.dtype)
-        memory = DeviceMemory.of(device)
-        base = base_bytes(spec, quantization, dtype, packing)
-        step = step_bytes(spec, config, activation_dtype(device, dtype))
+        parts = RankSpec.all_of(spec, Partition.of(config.partition))
+        memory = DeviceMemory.of(device, len(parts))
+        base = sum(base_bytes(part, quantization, dtype, packing) for part in parts)
+        step = sum(step_bytes(part, config, activation_dtype(device, dtype)) for part in parts)
         if draft is not None:
             base += base_bytes(draft, quantization, dtype)
             step += step_bytes(draft, config, activation_dtype(device, dtype))
@@ -125,7 +128,8 @@ class MemoryPlan:
             base=base,
             step=step,
             pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step),
-            block=block_bytes(spec, config) + (0 if draft is None else block_bytes(draft, config)),
+            block=block_bytes(parts, config) + (0 if draft is None else block_bytes([draft], config)),
+            num_ranks=len(parts),
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
             corpus=config.speculation.corpus_bytes,
@@ -135,7 +139,7 @@ class MemoryPlan:
 
     def measured(self, options: MemoryOptions, base: int, device: torch.device) -> "MemoryPlan":
         """Return the plan with the bytes of the loaded base and what is free now."""
-        memory = DeviceMemory.of(device)
+        memory = DeviceMemory.of(device, self.num_ranks)
         return replace(self, free=memory.free + base, base=base, pool=pool_size(options, memory, self.step))
 
     @property

@@ -283,6 +283,11 @@ class ModelSpec:
         """Return the number of weights of all layers' linears."""
         return sum(site.size for layer in range(self.num_layers) for site in self.sites_of(layer))
 
+    @property
+    def table_weights(self) -> int:
+        """Return the number of weights of the embedding, and of the head if it is separate."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Operations:

@@ -66,9 +66,13 @@ class DeviceMemory:
     on_gpu: bool = False
 
     @classmethod
-    def of(cls, device: torch.device) -> "DeviceMemory":
-        """Measure now; torch's cached blocks count as free."""
+    def of(cls, device: torch.device, num_ranks: int = 1) -> "DeviceMemory":
+        """Measure now; torch's cached blocks count as free. Ranks have a GPU each, and count as if all were like the
+        fullest."""
         if device.type != "cuda":
             return cls(free_bytes(), total_bytes())
         torch.cuda.empty_cache()
-        return cls(*torch.cuda.mem_get_info(device), on_gpu=True)
+        # More ranks than GPUs are refused when they are to start.
+        others = [torch.device("cuda", rank) for rank in range(1, min(num_ranks, torch.cuda.device_count()))]
+        free, total = map(min, zip(*map(torch.cuda.mem_get_info, [device, *others]), strict=True))
+        return cls(free * num_ranks, total * num_ranks, on_gpu=True)

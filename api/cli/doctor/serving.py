@@ -21,6 +21,7 @@ from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFoun
 if TYPE_CHECKING:
     from api.config.sources import Sources
     from lorasrv.models.loader.locate import ModelShape
+    from lorasrv.models.spec import ModelSpec
 
 ASK_S = 2.0
 LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
@@ -51,10 +52,8 @@ def model(settings: ServerSettings) -> Check:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
         return Check("fail", text, install or "give another --model, or repair the file")
-    from lorasrv.engine.memory_plan import table_weights
-
     spec = shape.spec
-    weights = spec.linear_weights + table_weights(spec)
+    weights = spec.linear_weights + spec.table_weights
     text = f"{shape.name}: {spec.family}, {weights / 1e6:.0f} M weights, {spec.num_layers} layers"
     return Check("ok", f"{text}, context {spec.max_position}")
 
@@ -79,8 +78,11 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         draft = None if draft_model is None else _shape(draft_model).spec
     except LorasrvError as error:
         return Check("fail", f"{size(free_bytes())} free on the host", f"--draft-model: {error}")
-    plan = MemoryPlan.of(config, shape.spec, quantization, device, draft=draft)
-    pages, packed = _adapter(settings, shape, rank)
+    try:
+        plan = MemoryPlan.of(config, shape.spec, quantization, device, draft=draft)
+        pages, packed = _adapter(settings, shape.spec, rank)
+    except ConfigError as error:
+        return Check("fail", f"{size(free_bytes())} free on the host", str(error))
     fit = plan.pool // plan.block // pages
     text = (
         f"{size(plan.free)} free: base about {size(plan.base)}, pool {size(plan.pool)} ({plan.pool // plan.block} "
@@ -197,14 +199,16 @@ def _quantization(settings: ServerSettings) -> str:
         return "int8"
 
 
-def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int]:
+def _adapter(settings: ServerSettings, whole: "ModelSpec", rank: int) -> tuple[int, int]:
     """Return pages and packed bytes of an adapter of this rank on every linear, in the form that is the default."""
     from adapter_store.spec import INT8
+    from lorasrv.distributed.partition import Partition
+    from lorasrv.distributed.rank_spec import RankSpec, pool_widths
     from lorasrv.models.lora_sites import full_layout
     from sgmv_kernels.formats.adapter_panels import CODE_BYTES
     from sgmv_kernels.formats.kv_format import get_kv_format
 
-    spec = shape.spec
+    spec = pool_widths(RankSpec.all_of(whole, Partition.of(settings.engine_config().partition)))
     plain = 4 if settings.dtype == "float32" else 2
     itemsize = CODE_BYTES if settings.adapter_storage == INT8 else plain
     kv_format = get_kv_format(settings.kv_cache_dtype, settings.dtype)

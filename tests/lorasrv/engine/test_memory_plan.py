@@ -1,14 +1,18 @@
 """The memory plan: what is refused or warned of before a base is loaded."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from partitions import ranks, replica
+from tiny_engine import BLOCK, GREEDY, LONG
 
-from lorasrv.config import EngineConfig, MemoryOptions, SchedulerOptions, SpeculationOptions
+from lorasrv.config import EngineConfig, MemoryOptions, PartitionOptions, SchedulerOptions, SpeculationOptions, size
 from lorasrv.engine import memory_plan
-from lorasrv.engine.memory_plan import MemoryPlan, pool_size
+from lorasrv.engine.memory_plan import MIN_POOL_PAGES, MemoryPlan, pool_size
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
@@ -41,7 +45,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(
         on_gpu: bool = False, max_num_batched_tokens: int = 512, corpus_bytes: int = 64 << 20, **memory: Any
     ) -> MemoryPlan:
-        monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(16 * GIB, 24 * GIB, on_gpu))
+        monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(16 * GIB, 24 * GIB, on_gpu))
         scheduler = SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens)
         speculation = SpeculationOptions(corpus_bytes=corpus_bytes)
         config = EngineConfig(memory=MemoryOptions(**memory), scheduler=scheduler, speculation=speculation)
@@ -70,6 +74,33 @@ def test_what_drafters_draw_from_is_counted(plan: Any) -> None:
     table = spec.vocab_size * 8 * config.scheduler.max_num_seqs * MAX_MODEL_DRAFT
     assert steps["rejection", None] == steps["same-draw", None]
     assert steps["rejection", 4] == steps["same-draw", 4] + table
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks", "tables"),
+    [
+        ({}, 1, 1),
+        # Two of three key heads in both ranks; the embedding is in both, the head once.
+        ({"tp": 2}, 4 / 3, 3),
+        ({"pp": 2}, 1, 2),
+        ({"cp": 4}, 4, 4),
+    ],
+)
+def test_all_ranks_are_counted(options: dict[str, int], blocks: float, tables: int) -> None:
+    """Pages and weights; those of rows are copies."""
+    spec, config = read_model_shape("smollm2-135m").spec, EngineConfig(partition=PartitionOptions(**options))
+    plan = MemoryPlan.of(config, spec, "none", torch.device("cpu"))
+    assert plan.block == blocks * (360 << 10)
+    assert plan.base == 2 * (spec.linear_weights * options.get("cp", 1) + spec.table_weights * tables)
+
+
+def test_a_refused_partition_says_which_pool_is_enough(model: Path) -> None:
+    enough = 3 * MIN_POOL_PAGES * BLOCK
+    says = f"--pool-bytes must be {size(enough)} or more"
+    with pytest.raises(ConfigError, match=says), replica(model, ranks("cp=3"), pool_bytes=enough - 1):
+        pass
+    with replica(model, ranks("cp=3"), pool_bytes=enough) as llm:
+        assert llm.generate([LONG[:8]], replace(GREEDY, max_tokens=2))[0].token_ids
 
 
 @pytest.mark.parametrize(

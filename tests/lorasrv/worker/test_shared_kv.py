@@ -184,7 +184,7 @@ def test_an_adapters_panels_lie_one_layer_after_another_in_their_slab(spec: Mode
 
 def test_plans_count_slabs_and_the_linears_that_there_are(spec: ModelSpec, folder: Path) -> None:
     sizes = [MODULES[module][0] * MODULES[module][1] for _, module in PLACES]
-    assert block_bytes(spec, engine_config(folder)) == SLABS * PAGE_BYTES
+    assert block_bytes([spec], engine_config(folder)) == SLABS * PAGE_BYTES
     assert (spec.linear_weights, operations(spec).token) == (sum(sizes), 2 * sum(sizes))
     assert list(base_shapes(spec).places()) == PLACES
     assert {name for name in tensor_shapes(spec) if "_proj" in name} == {

@@ -116,7 +116,7 @@ class TestMemory:
     def test_how_many_adapters_fit_is_what_the_layout_says(self, tmp_path: Path) -> None:
         """Counted by hand: 2 layers, 16 tokens of 4 numbers for keys and as many for values, in bf16."""
         found = doctor_serving.memory(settings(tmp_path, host_cache_bytes="1MiB"), 2)
-        pages, packed = doctor_serving._adapter(settings(tmp_path), doctor_serving._shape(""), 2)
+        pages, packed = doctor_serving._adapter(settings(tmp_path), doctor_serving._shape("").spec, 2)
         block = 2 * (2 * 16 * 4 * 2)
         assert f"{(1 << 20) // block // pages} in an empty pool, {(1 << 20) // packed} on the host" in found.text
         assert packed >= 2 * 2 * 2 * sum((8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 16, 8 + 16, 16 + 8))

@@ -10,7 +10,7 @@ import torch
 from tiny_engine import GREEDY, offline_engine
 
 from lorasrv.config import ModelOptions
-from lorasrv.engine.memory_plan import base_bytes, table_weights
+from lorasrv.engine.memory_plan import base_bytes
 from lorasrv.errors import UnsupportedFormat
 from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.quantization import get_format, select_format
@@ -91,7 +91,7 @@ def test_the_memory_plan_counts_every_part(checkpoint: Checkpoint) -> None:
     of_mlp = spec.num_layers * 3 * spec.hidden_size * spec.intermediate_size
     attn = spec.linear_weights - of_mlp
     planned = base_bytes(spec, name, torch.bfloat16)
-    assert planned == int((attn * 8.25 + of_mlp * 4.0 + table_weights(spec) * 8.5) / 8)
+    assert planned == int((attn * 8.25 + of_mlp * 4.0 + spec.table_weights * 8.5) / 8)
     loaded = load_weights(checkpoint, get_format(name, OPS), torch.bfloat16).nbytes
     assert planned == pytest.approx(loaded, rel=0.05)
 
