@@ -29,7 +29,7 @@
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
     ├── VerificationFailed                 a verification has ended without a verdict; says why
     ├── StepFailed                         the request could not be computed, though others could
-    ├── OutOfMemory                        not even this request alone fits into memory now; `retry_after_s`
+    ├── OutOfMemory                        not even this request alone, or its adapter, fits now; `retry_after_s`
     ├── PoisonRequest                      a request like it failed twice; it is not tried again for now
     ├── DeviceLost                         the GPU's context is broken: the engine ends
     └── EngineDead (RuntimeError)          the engine thread has ended; no request will be answered
@@ -204,7 +204,8 @@ class StepFailed(LorasrvError):
 
 
 class OutOfMemory(LorasrvError):
-    """Report a request that does not fit into the machine's free memory, not even alone; retry later."""
+    """Report a request that does not fit into the machine's free memory, not even alone, or whose adapter does not;
+    retry later."""
 
     retry_after_s = 10.0
 

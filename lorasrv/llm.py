@@ -184,8 +184,8 @@ class LLM:
                 they have none; otherwise they are refused, as only the server applies defaults.
 
         Raises:
-            InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in
-                part.
+            InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed, OutOfMemory: nothing is
+                answered in part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         _check_several(prompts)

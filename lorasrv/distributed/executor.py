@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapter_store.errors import AdapterInvalid, Problem
 from lorasrv.distributed.frames import Frame
 from lorasrv.distributed.rank0 import Ranks
 from lorasrv.distributed.rank_adapters import (
@@ -19,7 +18,6 @@ from lorasrv.distributed.rank_adapters import (
 )
 from lorasrv.distributed.rank_worker import COMMIT, FILL, READ
 from lorasrv.distributed.step_frames import encode_page_op, encode_step
-from lorasrv.distributed.team import RankFailed
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import DropSwap, ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.adapter_loader import WriteAdapter
@@ -120,16 +118,13 @@ class PartitionedExecutor(InProcessExecutor):
         """Fill an adapter's pages in all ranks; for loader threads.
 
         Raises:
-            AdapterInvalid: a rank could not take it.
+            RankFailed, RankOutOfMemory: a rank could not.
         """
         assert isinstance(packed, SharedAdapter)
         number = self._numbers.of(placed.layout)
         frames = [encode_adapter(packed, placed, number, spec) for spec in self._ranks.specs[1:]]
-        try:
-            with self._ranks.team.asking_bulk(frames):
-                self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
-        except RankFailed as error:
-            raise AdapterInvalid((Problem("unsupported_partition", "adapter", str(error)),)) from error
+        with self._ranks.team.asking_bulk(frames):
+            self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
 
     def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
         replies = self._ranks.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))

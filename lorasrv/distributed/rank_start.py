@@ -17,7 +17,7 @@ from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.rank_exchange import make_exchange
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.rank_worker import RankParts, RankWorker
-from lorasrv.distributed.team import DONE, LOADED, PROGRESS, STOP, RankSockets, failure
+from lorasrv.distributed.team import DONE, LOADED, MEMORY, PROGRESS, STOP, RankSockets, failure
 from lorasrv.distributed.torch_comm import TorchComm
 from lorasrv.errors import LorasrvError, ModelError, NotEnoughMemory
 from lorasrv.models.loader import open_checkpoint
@@ -102,7 +102,7 @@ def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv
 def _report(orders: Link, error: Exception) -> None:
     """Tell rank 0 why this rank cannot start, and wait until it has read that: it may listen to another rank now, and
     would see this one end first."""
-    kinds = {ModelError: "model", NotEnoughMemory: "memory", MemoryError: "memory"}
+    kinds = {ModelError: "model", NotEnoughMemory: MEMORY, MemoryError: MEMORY}
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
     with contextlib.suppress(LinkClosed):
         orders.send(failure(error, kind))

@@ -11,9 +11,10 @@ from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE, RankPlaces, decode_layout, decode_runs, decode_weights
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.step_frames import PAGES, SLOTS, STEP, decode_moves, decode_page_op, decode_step
-from lorasrv.distributed.team import AFTER, DONE, STOP, failure
+from lorasrv.distributed.team import AFTER, DONE, MEMORY, OTHER, STOP, failure
 from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.decoder import Decoder
+from lorasrv.worker.device import is_out_of_memory
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.forward_batch import build_batch
@@ -145,4 +146,4 @@ def _reply(work: Callable[[Frame], Frame], frame: Frame) -> Frame:
     except Exception as error:
         # Rank 0 tells the requests that need it; the rank goes on.
         _LOG.exception("an order of rank 0 (%s) failed", frame.kind)
-        return failure(error)
+        return failure(error, MEMORY if is_out_of_memory(error) else OTHER)

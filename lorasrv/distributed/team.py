@@ -13,11 +13,17 @@ from lorasrv.errors import ConfigError, LorasrvError, ModelError, NotEnoughMemor
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
 AFTER = "after"
 """Field of what fills pages: how many orders must be done before."""
-_KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, "memory": NotEnoughMemory}
+MEMORY, OTHER = "memory", "other"
+"""Kinds of failures: too little memory, and what only the log of the rank explains."""
+_KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, MEMORY: NotEnoughMemory}
 
 
 class RankFailed(Exception):
     """Report that a rank could not do what was asked; it goes on."""
+
+
+class RankOutOfMemory(RankFailed, MemoryError):
+    """Report that a rank has too little memory for what was asked; it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +105,12 @@ class Team:
         """Raise what a rank replies to an order that it could not do.
 
         Raises:
-            RankFailed: one could not.
+            RankFailed, RankOutOfMemory: one could not.
         """
-        failed = [frame.fields["message"] for frame in replies if frame.kind == FAILED]
-        if failed:
-            raise RankFailed(failed[0])
+        for rank, frame in enumerate(replies, 1):
+            if frame.kind == FAILED:
+                kind = RankOutOfMemory if frame.fields["error"] == MEMORY else RankFailed
+                raise kind(f"rank {rank}: {frame.fields['message']}")
 
     @contextlib.contextmanager
     def asking_bulk(self, frames: Sequence[Frame]) -> Iterator[None]:
@@ -180,4 +187,4 @@ def _raise_failure(rank: int, frame: Frame) -> None:
 
 def failure(error: Exception, kind: str = "config") -> Frame:
     """Return what tells rank 0 that an order failed."""
-    return Frame(FAILED, {"error": kind, "message": f"{error or type(error).__name__}"})
+    return Frame(FAILED, {"error": kind, "message": str(error) or type(error).__name__})

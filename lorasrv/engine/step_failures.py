@@ -13,11 +13,11 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from lorasrv.engine.poison_requests import PoisonGuard
-from lorasrv.engine.step_retry import is_out_of_memory
 from lorasrv.outputs import EngineOutput, Refusal, RequestId
 from lorasrv.request import Request
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.worker.device import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 MAX_PLANS_FAILED = 3

@@ -14,11 +14,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from lorasrv.errors import DeviceLost
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.scheduler_output import DrafterOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.device import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 MAX_NAMED = 8
@@ -215,10 +214,3 @@ class _Gathered:
         return ModelRunnerOutput(
             self.sampled, self.logprobs, self.prompt_logprobs, self.probed, self.drafted, self.masses
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or the host is out of memory; torch's CPU allocator raises no own exception type."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

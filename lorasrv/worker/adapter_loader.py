@@ -23,12 +23,13 @@ from lorasrv.errors import name_of
 from lorasrv.outputs import Refusal
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
-from lorasrv.worker.device import compute_alone
+from lorasrv.worker.device import compute_alone, is_out_of_memory
 from lorasrv.worker.disk_threads import DISK, DiskReadStats, DiskThreads
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
 MAX_REMEMBERED = 256
+TOO_LITTLE = "the machine has too little memory left to load the adapter; try again later"
 WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
 """Fill an adapter's pages; return once they may be read."""
 
@@ -311,7 +312,9 @@ def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport
     except OSError as error:
         _LOG.exception("reading adapter %s failed", key)
         return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}", reason="disk")
-    except Exception:
+    except Exception as error:
         # A bad adapter must not end a loader thread and every later load with it; the log has the trace.
         _LOG.exception("loading adapter %s failed", key)
+        if is_out_of_memory(error):
+            return LoaderReport(key, Done.FAILED, error=TOO_LITTLE, refusal=Refusal.MEMORY, reason="memory")
         return LoaderReport(key, Done.FAILED, error="loading the adapter failed; the server's log says why")

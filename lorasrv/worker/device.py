@@ -76,3 +76,10 @@ class DeviceMemory:
         others = [torch.device("cuda", rank) for rank in range(1, min(num_ranks, torch.cuda.device_count()))]
         free, total = map(min, zip(*map(torch.cuda.mem_get_info, [device, *others]), strict=True))
         return cls(free * num_ranks, total * num_ranks, on_gpu=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the device or the host is out of memory; torch's CPU allocator raises no own exception type."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

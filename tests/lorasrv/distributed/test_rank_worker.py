@@ -14,11 +14,13 @@ from peft_adapters import peft_adapter
 from tiny_engine import BLOCK, GREEDY
 
 from lorasrv.config import PartitionOptions
+from lorasrv.distributed import rank_worker
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE
 from lorasrv.distributed.rank_worker import RankWorker
 from lorasrv.distributed.step_frames import STEP
 from lorasrv.distributed.team import AFTER, DONE, RankSockets
+from lorasrv.errors import AdapterLoadFailed, OutOfMemory
 
 STEPS, ROWS, PAGES = 8, 16, 19
 PROMPT = [(11 * i) % 300 + 5 for i in range(STEPS * ROWS + 40)]
@@ -59,6 +61,24 @@ def test_an_adapter_does_not_overtake_late_steps(text: str, copies: int, model: 
         told = answered(ranks(text), PAGES * copies)
     assert filled == [STEPS]
     assert told == answered(ONE, PAGES)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "logged"),
+    [(MemoryError(), OutOfMemory, "rank 1: MemoryError"), (ValueError("odd"), AdapterLoadFailed, "rank 1: odd")],
+)
+def test_a_load_that_fails_in_a_rank(
+    error: Exception, raised: type[Exception], logged: str, model: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """Short memory passes, so the request may come again; the adapter is not to blame for either."""
+    peft_adapter(model, tmp_path / "a", seed=1, r=4)
+    with replica(model, ranks("0;1")) as llm:
+        llm.add_adapter("a", tmp_path / "a")
+        with patch.object(rank_worker, "pack_adapter", side_effect=error), pytest.raises(raised):
+            llm.generate([PROMPT[:20]], SHORT, ["a"])
+        assert logged in caplog.text
+        llm.engine.check_integrity()
+        assert llm.generate([PROMPT[:20]], SHORT, ["a"])[0].token_ids
 
 
 def test_what_waits_for_orders_ends_with_them() -> None:

@@ -114,6 +114,7 @@ def test_load_then_copy_and_the_pin_in_between(source: Source, kind: str) -> Non
         (AdapterCorrupt("damaged; upload again"), "damaged; upload again"),
         (OSError(5, "I/O error", "/secret/path"), "reading the adapter failed: I/O error"),
         (ValueError("/secret/path"), "the server's log says why"),
+        (MemoryError("/secret/path"), "too little memory left to load the adapter; try again later"),
     ],
 )
 def test_failures_are_reports_without_paths(source: Source, kind: str, error: Exception, words: str) -> None:
