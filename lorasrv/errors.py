@@ -196,7 +196,7 @@ class VerificationFailed(LorasrvError):
 
 
 class EngineDead(LorasrvError, RuntimeError):
-    """Report that the engine thread has ended; no request will be answered."""
+    """Report that the engine has ended, or a process that computes a part of its model; no request will be answered."""
 
 
 class StepFailed(LorasrvError):

@@ -187,6 +187,8 @@ class LLM:
             InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed, OutOfMemory: nothing is
                 answered in part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
+            EngineDead, DeviceLost: no step can be computed any more, as a process of the partition has ended or does
+                not answer, or the device is broken; load the model again.
         """
         _check_several(prompts)
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)

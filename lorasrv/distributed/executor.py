@@ -1,13 +1,15 @@
 """The executor of a partition, for rank 0's engine: every step goes to all ranks, and rank 0 samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lorasrv.distributed.frames import Frame
+from lorasrv.distributed.comm import RankLost
+from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.rank0 import Ranks
 from lorasrv.distributed.rank_adapters import (
     LayoutNumbers,
@@ -18,6 +20,7 @@ from lorasrv.distributed.rank_adapters import (
 )
 from lorasrv.distributed.rank_worker import COMMIT, FILL, READ
 from lorasrv.distributed.step_frames import encode_page_op, encode_step
+from lorasrv.errors import EngineDead
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import DropSwap, ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.adapter_loader import WriteAdapter
@@ -57,6 +60,17 @@ class PartitionedExecutor(InProcessExecutor):
     def commit_pages(self) -> Callable[[int], None]:
         return self._commit_pages
 
+    @property
+    def lost(self) -> str | None:
+        return self._ranks.team.monitor.lost
+
+    @property
+    def silence(self) -> str | None:
+        return self._ranks.team.monitor.silence
+
+    def exit_when_lost(self, tell: Callable[[str], None]) -> None:
+        self._ranks.team.monitor.exit_when_lost(tell)
+
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         self.runner.bind_thread(before_pass, self._ranks.threads)
 
@@ -67,14 +81,16 @@ class PartitionedExecutor(InProcessExecutor):
         own = self._own(step)
         frame = encode_step(step, self._numbers.of)
         self._exchange.is_within_pass = True
-        self._ranks.team.tell(frame)
-        return self.runner.run(own)
+        with self._reaching():
+            self._ranks.team.tell(frame)
+            return self.runner.run(own)
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
         """Do operations in all ranks, and wait for them: an adapter may arrive in pages that they free."""
         swapped = 0
-        for op in ops:
-            swapped += self._apply(op)
+        with self._reaching():
+            for op in ops:
+                swapped += self._apply(op)
         return swapped if ops else self.runner.apply_page_ops(())
 
     def recover(self) -> bool:
@@ -83,6 +99,29 @@ class PartitionedExecutor(InProcessExecutor):
     def close(self) -> None:
         super().close()
         self._ranks.close()
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Say which rank cannot be reached.
+
+        Raises:
+            EngineDead: one cannot.
+        """
+        try:
+            yield
+        except (LinkClosed, RankLost) as error:
+            raise EngineDead(self._ranks.team.why_lost(error)) from error
+
+    @contextmanager
+    def _filling(self, frames: Sequence[Frame]) -> Iterator[None]:
+        """Have each other rank do its frame, which fills pages, beside what the caller does.
+
+        Raises:
+            RankFailed, RankOutOfMemory: a rank could not.
+            EngineDead: one has gone.
+        """
+        with self._reaching(), self._ranks.team.asking_bulk(frames):
+            yield
 
     def _apply(self, op: PageOp) -> int:
         frame = encode_page_op(op, self._number_of)
@@ -123,11 +162,12 @@ class PartitionedExecutor(InProcessExecutor):
         assert isinstance(packed, SharedAdapter)
         number = self._numbers.of(placed.layout)
         frames = [encode_adapter(packed, placed, number, spec) for spec in self._ranks.specs[1:]]
-        with self._ranks.team.asking_bulk(frames):
+        with self._filling(frames):
             self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
 
     def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
-        replies = self._ranks.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
+        with self._reaching():
+            replies = self._ranks.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
         others = [torch.from_numpy(reply.arrays[0]) for reply in replies]
         return torch.cat([self.runner.read_pages(pages), *others], dim=1)
 
@@ -135,9 +175,9 @@ class PartitionedExecutor(InProcessExecutor):
         sizes = [self._ranks.block_bytes(rank) for rank in range(len(self._ranks.specs))]
         own, *others = torch.split(rows, sizes, dim=1)
         places = np.array(copies, dtype=np.int64).reshape(-1, 2)
-        with self._ranks.team.asking_bulk([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
+        with self._filling([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
             self.runner.write_pages(own.contiguous(), copies)
 
     def _commit_pages(self, count: int) -> None:
-        with self._ranks.team.asking_bulk([Frame(COMMIT, {"count": count})] * (len(self._ranks.specs) - 1)):
+        with self._filling([Frame(COMMIT, {"count": count})] * (len(self._ranks.specs) - 1)):
             self.runner.commit_pages(count)

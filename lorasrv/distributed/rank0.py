@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
-from lorasrv.distributed.comm import Comm
+from lorasrv.distributed.comm import Comm, RankLost
 from lorasrv.distributed.frames import Frame
 from lorasrv.distributed.partition import Partition
-from lorasrv.distributed.pulse import PulseMonitor, end_process
+from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
 from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
@@ -85,13 +85,12 @@ class ProcessLauncher:
         return torch_comm(setup, self.meeting)
 
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
-        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._end)
+        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._kill)
 
-    def _end(self, why: str) -> None:
+    def _kill(self) -> None:
         # A stopped process would not notice that rank 0 is gone.
         for process in self._processes:
             process.kill()
-        end_process(why)
 
     def stop(self) -> None:
         deadline = time.monotonic() + STOP_S
@@ -151,11 +150,15 @@ class Ranks:
         self._exchange: RankExchange | None = None
         ends = [RankSockets.pair() for _ in self.specs[1:]]
         self.team = Team([own for own, _ in ends], launcher.watch([own for own, _ in ends]), launcher.stop)
-        for rank, (_, other) in enumerate(ends, 1):
-            launcher.start(rank, other)
-        for rank in range(1, len(self.specs)):
-            fields = start_fields(rank, config.partition, config.model, config.memory.kv_cache_dtype, self.threads)
-            self.team.tell_one(rank, Frame(START, fields))
+        try:
+            for rank, (_, other) in enumerate(ends, 1):
+                launcher.start(rank, other)
+            for rank in range(1, len(self.specs)):
+                fields = start_fields(rank, config.partition, config.model, config.memory.kv_cache_dtype, self.threads)
+                self.team.tell_one(rank, Frame(START, fields))
+        except BaseException:
+            self.team.close()
+            raise
 
     @property
     def spec(self) -> RankSpec:
@@ -207,7 +210,10 @@ class Ranks:
         }
         for rank in range(1, len(self.specs)):
             self.team.tell_one(rank, Frame(POOL, fields))
-        self._comm = self._launcher.comm(self._setup)
+        try:
+            self._comm = self._launcher.comm(self._setup)
+        except RankLost as error:
+            raise ConfigError(f"the ranks have not met: {self.team.why_lost(error)}") from error
         self.team.wait_ready()
         told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731
         self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, told)

@@ -11,6 +11,8 @@ from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.errors import ConfigError, LorasrvError, ModelError, NotEnoughMemory
 
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
+NOTICED_S = 1.0
+"""Longest wait for the reason of what has been noticed."""
 AFTER = "after"
 """Field of what fills pages: how many orders must be done before."""
 MEMORY, OTHER = "memory", "other"
@@ -77,8 +79,15 @@ class Team:
             link.send(frame)
 
     def tell_one(self, rank: int, frame: Frame) -> None:
-        """Send one rank, which does not serve yet, how to start."""
-        self._orders[rank - 1].send(frame)
+        """Send one rank, which does not serve yet, how to start.
+
+        Raises:
+            ConfigError: it has ended.
+        """
+        try:
+            self._orders[rank - 1].send(frame)
+        except LinkClosed as error:
+            raise _ended(rank) from error
 
     def ask(self, frame: Frame) -> list[Frame]:
         """Send an order to all ranks, and return their replies.
@@ -132,6 +141,15 @@ class Team:
                 replies = [link.receive() for link in self._bulk]
             self.check(replies)
 
+    @property
+    def monitor(self) -> PulseMonitor:
+        """Return what watches the ranks."""
+        return self._monitor
+
+    def why_lost(self, error: Exception) -> str:
+        """Return why a rank cannot be reached, after an error that says so: the monitor may be about to see it."""
+        return self._monitor.wait_lost(NOTICED_S) or str(error)
+
     def wait_loaded(self, progress: Callable[[str, float], None]) -> list[Frame]:
         """Wait until every rank has its weights, and return what each reports.
 
@@ -177,7 +195,11 @@ def _received(rank: int, link: Link) -> Frame:
     try:
         return link.receive()
     except LinkClosed as error:
-        raise ConfigError(f"rank {rank} has ended while it was starting; its own lines on stderr say why") from error
+        raise _ended(rank) from error
+
+
+def _ended(rank: int) -> ConfigError:
+    return ConfigError(f"rank {rank} has ended while it was starting; its own lines on stderr say why")
 
 
 def _raise_failure(rank: int, frame: Frame) -> None:

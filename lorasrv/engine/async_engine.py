@@ -5,6 +5,7 @@ finished output, even when the engine dies.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
@@ -106,6 +107,7 @@ class AsyncEngine:
             wake = lambda: self._inbox.put(Wake())  # noqa: E731
             source = model.parts.source
             self._loader = ThreadedLoader(source, write, wake, options.load_timeout_s, source.place)
+        self._executor = model.parts.executor
         self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
         memory = model.parts.memory
         # Any thread may ask.
@@ -169,12 +171,25 @@ class AsyncEngine:
         return loader
 
     @property
+    def silence(self) -> str | None:
+        """Return which process that computes a part of the model has not been heard of for seconds; None if none."""
+        return self._executor.silence
+
+    @property
     def is_alive(self) -> bool:
         """Return whether requests are answered."""
         return self._thread.is_alive and self.error is None
 
     async def start(self) -> None:
-        """Start the engine thread."""
+        """Start the engine thread. This process ends when one that computes a part of the model has gone."""
+        loop = asyncio.get_running_loop()
+
+        def tell(why: str) -> None:
+            # The loop may end at any moment.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self.abort_all, why)
+
+        self._executor.exit_when_lost(tell)
         self._thread.start()
 
     def disk_reads(self) -> DiskReadStats:

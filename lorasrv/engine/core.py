@@ -83,7 +83,8 @@ class EngineCore:
         self._pending_ops: deque[PageOp] = deque()
         self._in_flight: deque[_InFlightStep] = deque()
         self._is_serial = False
-        self._is_lost = False
+        # Why no step can be computed any more; empty while it can.
+        self._lost = ""
         # From when on the time of the step in flight counts, and when the next one is to be planned.
         self._begun_s = self._plan_at_s = 0.0
         self._counters = CoreCounters()
@@ -129,10 +130,10 @@ class EngineCore:
         """Queue a request that `InputProcessor` has made.
 
         Raises:
-            EngineDead: a step was interrupted in the middle, and cannot be repeated.
+            EngineDead: no step can be computed any more.
         """
-        if self._is_lost:
-            raise EngineDead("Ctrl-C has ended a step in its middle, which cannot be repeated; load the model again")
+        if lost := self._lost or self._executor.lost:
+            raise EngineDead(f"{lost}; load the model again")
         self._counters.arrived += 1
         self._scheduler.add(message)
 
@@ -183,21 +184,32 @@ class EngineCore:
 
         Raises:
             DeviceLost: the device cannot be used any more.
+            EngineDead: a process that computes a part of the model has gone.
             AssertionError: the accounts of the pool are inconsistent.
             KeyboardInterrupt: as comes to the thread of an `LLM`; all requests must be aborted then.
         """
         try:
             return self._step()
         except KeyboardInterrupt:
-            self._is_lost = not self._executor.recover()
-            self._in_flight.clear()
-            self._scheduler.discard_all()
-            if self._is_lost:
-                # Ranks that wait in the middle of a pass would take the next one's numbers for those of this one.
-                self._executor.close()
+            can_go_on = self._executor.recover()
+            self._drop_steps("" if can_go_on else "Ctrl-C has ended a step in its middle, which cannot be repeated")
+            raise
+        except (DeviceLost, EngineDead) as error:
+            self._drop_steps(str(error))
             raise
 
+    def _drop_steps(self, lost: str) -> None:
+        """Drop the steps in flight; `lost` says why there will be no others, if so."""
+        self._lost = lost
+        self._in_flight.clear()
+        self._scheduler.discard_all()
+        if lost:
+            # Ranks that wait in the middle of a pass would take the next one's numbers for those of this one.
+            self._executor.close()
+
     def _step(self) -> list[EngineOutput]:
+        if lost := self._executor.lost:
+            raise EngineDead(lost)
         self.compute()
         planned_from = time.perf_counter()
         begun = self._begun_s if self._in_flight else planned_from
@@ -358,7 +370,7 @@ class EngineCore:
             try:
                 swapped += self._executor.apply_page_ops((op,))
             except Exception as error:
-                if not isinstance(op, SwapOut | SwapIn):
+                if isinstance(error, EngineDead) or not isinstance(op, SwapOut | SwapIn):
                     raise
                 _LOG.warning(
                     "swapping the pages of request %s failed, so it is computed again: %s", op.request_id, error

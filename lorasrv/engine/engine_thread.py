@@ -16,6 +16,7 @@ from lorasrv.engine.messages import (
     UtilityResult,
     Wake,
 )
+from lorasrv.errors import EngineDead
 from lorasrv.outputs import EngineOutput
 from lorasrv.worker.device import compute_in_parallel
 
@@ -87,10 +88,15 @@ class EngineThread:
                 if idle or core.is_computing or not goes_on:
                     self._post()
                 core.compute()
+        except EngineDead as error:
+            self._report_death(str(error))
         except Exception as error:
             _LOG.exception("the engine thread died")
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._on_death, f"the engine died: {type(error).__name__}")
+            self._report_death(f"the engine died: {type(error).__name__}")
+
+    def _report_death(self, why: str) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_death, why)
 
     def _drain_inbox(self, *, wait: bool) -> bool:
         """Handle every message; return False on shutdown.

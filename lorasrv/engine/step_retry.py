@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lorasrv.errors import DeviceLost
+from lorasrv.errors import DeviceLost, EngineDead
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.scheduler_output import DrafterOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.device import is_out_of_memory
@@ -81,6 +81,7 @@ class StepRetrier:
             collect: waits for the whole step, if it is in flight already.
         Raises:
             DeviceLost: the device cannot be used any more.
+            EngineDead: a process that computes a part has gone.
         """
         self._begin()
         parts, bound = [step], self._most_tokens
@@ -94,6 +95,8 @@ class StepRetrier:
                 self._prepare(part)
                 gathered.take(wait() if wait is not None and part is step else self._run(part))
                 continue
+            except EngineDead:
+                raise
             except Exception as error:
                 names = ", ".join(share.request_id for share in part.scheduled[:MAX_NAMED])
                 shown = part.num_tokens, len(part.scheduled), names, type(error).__name__

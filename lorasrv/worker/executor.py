@@ -63,6 +63,18 @@ class Executor(Protocol):
     def commit_pages(self) -> Callable[[int], None]:
         """Return the function that has the system give memory to the pool's first pages, for loader threads."""
 
+    @property
+    def lost(self) -> str | None:
+        """Return why what computes elsewhere has gone, so that no step can be computed any more; None if it has not."""
+
+    @property
+    def silence(self) -> str | None:
+        """Return what computes elsewhere and has not been heard of for seconds; None if nothing."""
+
+    def exit_when_lost(self, tell: Callable[[str], None]) -> None:
+        """Have this process end when what computes elsewhere has gone, seconds after `tell` was called with the reason,
+        in any thread. Without this call, only what is asked of the executor raises."""
+
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         """Prepare the calling thread, which submits steps from then on.
 
@@ -90,6 +102,7 @@ class Executor(Protocol):
         Raises:
             Exception: the step could not be computed. After `recover` it may be submitted again; those behind it must
                 be.
+            EngineDead: what computes elsewhere has gone; nothing can be computed any more.
         """
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
@@ -99,6 +112,7 @@ class Executor(Protocol):
             The bytes copied to or from host memory.
         Raises:
             Exception: an operation failed; those before it were done.
+            EngineDead: as `collect`.
         """
 
     def recover(self) -> bool:
@@ -113,6 +127,17 @@ class InProcessExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+
+    @property
+    def lost(self) -> str | None:
+        return None
+
+    @property
+    def silence(self) -> str | None:
+        return None
+
+    def exit_when_lost(self, tell: Callable[[str], None]) -> None:
+        """Do nothing: nothing computes elsewhere."""
 
     @property
     def depth(self) -> int:

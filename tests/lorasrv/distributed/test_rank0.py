@@ -1,27 +1,79 @@
-"""Processes of ranks: none is left behind."""
+"""Processes of ranks: none is left behind, and their end is told by name."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from partitions import SHORT, ranks, replica
+from process_tree import descendants
+from tiny_engine import GREEDY, LONG, engine_config
 
-from lorasrv.distributed import rank0
+from lorasrv.distributed import pulse
+from lorasrv.distributed.frames import Frame, LinkClosed
+from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
+from lorasrv.distributed.rank_worker import RankWorker
+from lorasrv.errors import EngineDead
+from lorasrv.llm import LLM
 
 
-def test_a_stopped_rank_is_killed_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(rank0, "end_process", ended.append)
+def test_a_stopped_rank_is_killed() -> None:
     launcher = ProcessLauncher()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         launcher._processes.append(process)
         os.kill(process.pid, signal.SIGSTOP)
         try:
-            launcher._end("rank 1 has not answered")
+            launcher._kill()
             assert process.wait(10) == -signal.SIGKILL
         finally:
             process.kill()
-    assert ended == ["rank 1 has not answered"]
     launcher.stop()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_process_ends_with_a_rank_only_if_it_serves(serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its last words; the program of an `LLM` goes on."""
+    monkeypatch.setattr(pulse, "LAST_WORDS_S", 0.0)
+    events: list[str] = []
+    own, other = socket.socketpair()
+    monitor = PulseMonitor({1: own}, lambda: events.append("killed"), lambda why: events.append(f"exit: {why}"))
+    if serves:
+        monitor.exit_when_lost(lambda why: events.append(f"told: {why}"))
+    other.close()
+    assert monitor.wait_lost(30) == "rank 1 has ended"
+    monitor._thread.join(30)
+    own.close()
+    assert events == ["killed", *(["told: rank 1 has ended", "exit: rank 1 has ended"] if serves else [])]
+
+
+def test_requests_of_a_program_raise_when_a_rank_has_gone(model: Path) -> None:
+    def die(worker: RankWorker, frame: Frame) -> None:
+        raise LinkClosed("this rank ends in a step")
+
+    with patch.object(RankWorker, "_compute", die), replica(model, ranks("cp=2")) as llm:
+        with pytest.raises(EngineDead):
+            llm.generate([LONG[:20]], replace(GREEDY, max_tokens=100))
+        with pytest.raises(EngineDead, match="load the model again"):
+            llm.generate([LONG[:20]], SHORT)
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_a_program(model: Path) -> None:
+    """The program goes on and may load the model again; no process is left."""
+    config = replace(engine_config(model, quantization="int8", kernels="numba"), partition=ranks("0&1"))
+    for _ in range(2):
+        with LLM(str(model), config) as llm:
+            said = llm.generate([LONG[:20]], SHORT)[0].token_ids
+            (rank,) = descendants(os.getpid())
+            os.kill(rank, signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(EngineDead, match="rank 1 has ended"):
+                    llm.generate([LONG[:20]], SHORT)
+        assert len(said) == SHORT.max_tokens
+        assert not descendants(os.getpid())
