@@ -92,7 +92,7 @@ class HostedServer:
         """Return whether it should get requests."""
         services = self.running.services
         is_followed = services.follower is None or services.follower.has_lease
-        return not self._ended and is_followed and not services.draining.is_on and services.health_problem is None
+        return not self._ended and is_followed and not services.draining.is_on and services.ready_problem is None
 
     def ready(self) -> Ready:
         """Return what the server said when it had started."""

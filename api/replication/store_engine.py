@@ -67,6 +67,7 @@ class StoreEngine:
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False
         self.error: str | None = None
+        self.silence: str | None = None
 
     @classmethod
     def build(cls, options: ModelOptions, store: AdapterStore) -> Self:

@@ -213,6 +213,12 @@ class Services:
         return "engine stalled" if self.engine.heartbeat.is_stuck(limit_s) else None
 
     @property
+    def ready_problem(self) -> str | None:
+        """Return why the engine should get no new requests, though it may go on: it is not alive, or a process that
+        computes a part of the model is silent."""
+        return self.health_problem or self.engine.silence
+
+    @property
     def base_name(self) -> str:
         """Return the name of the base model in the API."""
         return self.settings.served_model_name or self.engine.model_name

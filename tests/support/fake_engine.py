@@ -266,6 +266,8 @@ class FakeEngine:
             [*script(rid, index, asked)[:after], then] if choice in (None, index) else script(rid, index, asked)
         )
 
+    silence: str | None = None
+
     def check_computes(self) -> None:
         """It does."""
 

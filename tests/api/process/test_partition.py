@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx2 import Client
 from process_tree import descendants, is_alive
 from served import Served, serve
 
@@ -49,6 +50,24 @@ def test_several_processes_answer_as_one_and_end_together(
         os.kill(rank_of(served), signal.SIGKILL)
         assert served.ended() == ENDED_WITH_A_RANK
         assert "Traceback" not in served.log
+
+
+def test_clients_are_told_of_a_rank_that_hangs(flags: Any, adapter_dirs: dict[str, Path]) -> None:
+    """New requests go elsewhere at once; then every stream ends with an error, and the server."""
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with serve(*flags, "--tp", "2", ends=ENDED_WITH_A_RANK) as served:
+        with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(rank_of(served), signal.SIGSTOP)
+            with Client(base_url=served.url, trust_env=False, timeout=30) as other:
+                served.until(lambda: other.get("/ready").status_code == 503)
+                assert other.get("/ready").json() == {"status": "rank 1 is silent"}
+                assert other.get("/health").status_code == 200
+            (error,) = [line for line in lines if "error" in line]
+        assert "rank 1 has not answered" in error
+        assert "engine_dead" in error
+        assert served.ended() == ENDED_WITH_A_RANK
 
 
 def test_ranks_end_with_the_server(flags: Any, adapter_dirs: dict[str, Path], expected: dict[str, str]) -> None:

@@ -140,6 +140,12 @@ class TestHealth:
             assert server.http.get("/ready").status_code == 503
         go_on.set()
 
+    def test_a_silent_process_of_the_model_is_alive_but_not_ready(self, server, engine) -> None:
+        engine.silence = "rank 1 is silent"
+        assert server.http.get("/health").status_code == 200
+        answer = server.http.get("/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "rank 1 is silent")
+
     def test_stalled_is_not_idle(self, server, engine) -> None:
         engine.heartbeat = Heartbeat(lambda: now)
         engine.heartbeat.computed()
