@@ -69,6 +69,9 @@ class PulseMonitor:
     def exit_when_lost(self, tell: Callable[[str], None]) -> None:
         """Have this process end when a rank is dead, `LAST_WORDS_S` after `tell` was called with the reason."""
         self._last_words = tell
+        if self._why is not None:
+            # It has died before there was anyone to tell.
+            self._exit(self._why)
 
     @property
     def lost(self) -> str | None:

@@ -50,6 +50,9 @@ def test_a_process_ends_with_a_rank_only_if_it_serves(serves: bool, monkeypatch:
     monitor._thread.join(30)
     own.close()
     assert events == ["killed", *(["told: rank 1 has ended", "exit: rank 1 has ended"] if serves else [])]
+    if not serves:
+        monitor.exit_when_lost(events.append)
+        assert events == ["killed", "exit: rank 1 has ended"], "a server that was still starting"
 
 
 def test_requests_of_a_program_raise_when_a_rank_has_gone(model: Path) -> None:
