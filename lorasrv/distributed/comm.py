@@ -30,6 +30,11 @@ class Comm(ABC):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
+    @property
+    def meets_later(self) -> bool:
+        """Return whether ranks look each other up again after this was made."""
+        return False
+
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to a rank that receives it. It may be changed afterwards."""

@@ -50,6 +50,9 @@ class RankLauncher(Protocol):
     def meeting(self) -> str:
         """Return what tells the ranks where to meet."""
 
+    def forget_meeting(self) -> None:
+        """Free what told the ranks where to meet: they have met."""
+
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
         """Return what watches the ranks."""
 
@@ -87,10 +90,14 @@ class ProcessLauncher:
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
         return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._kill)
 
+    def forget_meeting(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _kill(self) -> None:
         # A stopped process would not notice that rank 0 is gone.
         for process in self._processes:
             process.kill()
+        self.forget_meeting()
 
     def stop(self) -> None:
         deadline = time.monotonic() + STOP_S
@@ -100,7 +107,7 @@ class ProcessLauncher:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.forget_meeting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +222,8 @@ class Ranks:
         except RankLost as error:
             raise ConfigError(f"the ranks have not met: {self.team.why_lost(error)}") from error
         self.team.wait_ready()
+        if not self._comm.meets_later:
+            self._launcher.forget_meeting()
         told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731
         self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, told)
         return self._exchange

@@ -52,6 +52,11 @@ class TorchComm(Comm):
             )
             self._groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
 
+    @property
+    def meets_later(self) -> bool:
+        # NCCL connects when ranks first exchange something.
+        return self._device.type == "cuda"
+
     def send(self, tensor: Tensor, to: int) -> None:
         with _told():
             dist.send(tensor.contiguous(), to)

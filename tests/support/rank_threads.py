@@ -30,6 +30,9 @@ class ThreadLauncher:
     def comm(self, setup: RankSetup) -> Comm:
         return self._comms[setup.rank]
 
+    def forget_meeting(self) -> None:
+        """Do nothing: the threads share their comms."""
+
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
         # Threads end with their sockets open.
         return PulseMonitor({}, lambda: None)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -31,6 +32,7 @@ def test_a_stopped_rank_is_killed() -> None:
         try:
             launcher._kill()
             assert process.wait(10) == -signal.SIGKILL
+            assert not launcher._folder.exists()
         finally:
             process.kill()
     launcher.stop()
@@ -67,12 +69,14 @@ def test_requests_of_a_program_raise_when_a_rank_has_gone(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_of_a_program(model: Path) -> None:
-    """The program goes on and may load the model again; no process is left."""
+def test_a_killed_process_of_a_program(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program goes on and may load the model again; no process is left, and no folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = replace(engine_config(model, quantization="int8", kernels="numba"), partition=ranks("0&1"))
     for _ in range(2):
         with LLM(str(model), config) as llm:
             said = llm.generate([LONG[:20]], SHORT)[0].token_ids
+            assert not list(tmp_path.glob("lorasrv-ranks-*"))
             (rank,) = descendants(os.getpid())
             os.kill(rank, signal.SIGKILL)
             for _ in range(2):
