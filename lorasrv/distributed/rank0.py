@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
 from lorasrv.distributed.comm import Comm, RankLost
@@ -61,9 +62,18 @@ class RankLauncher(Protocol):
 
 
 class ProcessLauncher:
-    """Run each rank in a process of this machine."""
+    """Run each rank in a process of this machine.
+
+    Raises:
+        ConfigError: this process has a group of torch.distributed, of which it can have one.
+    """
 
     def __init__(self) -> None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process has a default group of torch.distributed already: its own, or that of another model in "
+                "several processes; close that, or load this one in a process of its own"
+            )
         self._folder = Path(tempfile.mkdtemp(prefix="lorasrv-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
 

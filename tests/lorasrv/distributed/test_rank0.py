@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from partitions import SHORT, ranks, replica
 from process_tree import descendants
 from tiny_engine import GREEDY, LONG, engine_config
@@ -20,7 +21,7 @@ from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
 from lorasrv.distributed.rank_worker import RankWorker
-from lorasrv.errors import EngineDead
+from lorasrv.errors import ConfigError, EngineDead
 from lorasrv.llm import LLM
 
 
@@ -68,6 +69,13 @@ def test_requests_of_a_program_raise_when_a_rank_has_gone(model: Path) -> None:
             llm.generate([LONG[:20]], SHORT)
 
 
+def test_a_second_group_of_a_process_is_refused_at_once(model: Path) -> None:
+    config = replace(engine_config(model, quantization="int8", kernels="numba"), partition=ranks("0&1"))
+    with patch.object(dist, "is_initialized", lambda: True), pytest.raises(ConfigError, match=r"torch\.distributed"):
+        LLM(str(model), config)
+    assert not descendants(os.getpid())
+
+
 @pytest.mark.slow
 def test_a_killed_process_of_a_program(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program goes on and may load the model again; no process is left, and no folder."""
@@ -76,6 +84,8 @@ def test_a_killed_process_of_a_program(model: Path, tmp_path: Path, monkeypatch:
     for _ in range(2):
         with LLM(str(model), config) as llm:
             said = llm.generate([LONG[:20]], SHORT)[0].token_ids
+            with pytest.raises(ConfigError, match="close that"):
+                LLM(str(model), config)
             assert not list(tmp_path.glob("lorasrv-ranks-*"))
             (rank,) = descendants(os.getpid())
             os.kill(rank, signal.SIGKILL)
