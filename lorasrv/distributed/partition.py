@@ -63,6 +63,11 @@ class Share:
     has_sums: bool = False
 
     @property
+    def is_further(self) -> bool:
+        """Return whether a rank of a lower number has the same linears, or other parts of them."""
+        return self.column > 0 or self.rank > min(self.row_peers, default=self.rank)
+
+    @property
     def is_first(self) -> bool:
         """Return whether the rank embeds tokens."""
         return self.stage == 0

@@ -126,7 +126,7 @@ class LoadedRanks:
 
     weight_bytes: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
-    # Linears kept as the file's codes, and made from dequantized ones.
+    # Linears kept as the file's codes, and made from dequantized ones; each once, and none of rank 0's.
     kept_codes: int = 0
     remade_codes: int = 0
 
@@ -204,11 +204,14 @@ class Ranks:
             ModelError, ConfigError, NotEnoughMemory: as a rank says.
         """
         found = [frame.fields for frame in self.team.wait_loaded(progress)]
+        codes = [
+            fields["codes"] for spec, fields in zip(self.specs[1:], found, strict=True) if not spec.share.is_further
+        ]
         return LoadedRanks(
             weight_bytes=tuple(fields["weight_bytes"] for fields in found),
             fingerprints=tuple(fields["fingerprint"] for fields in found),
-            kept_codes=sum(fields["codes"][0] for fields in found),
-            remade_codes=sum(fields["codes"][1] for fields in found),
+            kept_codes=sum(kept for kept, _ in codes),
+            remade_codes=sum(remade for _, remade in codes),
         )
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> RankExchange:

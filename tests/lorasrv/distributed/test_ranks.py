@@ -156,11 +156,20 @@ def test_sums_of_a_file_of_codes(
 def test_a_pool_of_codes_and_a_file_of_codes(
     text: str, tiny_hf_checkpoints: dict[str, TinyCheckpoint], write_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Keys and values as codes; the weights of a GGUF file with several types, whose head is the embedding."""
+    """Keys and values as codes; the weights of a GGUF file with several types, whose head is the embedding. Each of its
+    linears is counted once."""
     source = tiny_hf_checkpoints["llama"](tie_word_embeddings=True)
     file = write_gguf(source, tmp_path / "tiny.gguf", {"ffn_down": "Q8_0", "": "Q4_0"})
-    options = {"kv_cache_dtype": "int8", "quantization": "auto", "dtype": "bfloat16", "pool_bytes": 4 << 20}
+    counted: list[tuple[int, int]] = []
+    options: dict[str, Any] = {
+        "then": lambda llm: counted.append((llm.weights.kept, llm.weights.remade)),
+        "kv_cache_dtype": "int8",
+        "quantization": "auto",
+        "dtype": "bfloat16",
+        "pool_bytes": 4 << 20,
+    }
     assert_same(answers(file, ranks(text), **options), answers(file, ONE, **options))
+    assert counted[0] == counted[1] != (0, 0)
 
 
 @pytest.mark.parametrize(("mode", "text"), [("swap", "0&1"), ("recompute", "0;1"), ("swap", "cp=2")])
