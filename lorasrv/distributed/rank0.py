@@ -25,7 +25,7 @@ from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
 from lorasrv.distributed.step_frames import encode_moves
 from lorasrv.distributed.team import POOL, START, RankSockets, Team
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, EngineDead
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import ENGINE_THREADS
@@ -202,6 +202,7 @@ class Ranks:
 
         Raises:
             ModelError, ConfigError, NotEnoughMemory: as a rank says.
+            EngineDead: a rank has ended.
         """
         found = [frame.fields for frame in self.team.wait_loaded(progress)]
         codes = [
@@ -219,6 +220,7 @@ class Ranks:
 
         Raises:
             ConfigError, NotEnoughMemory: as a rank says.
+            EngineDead: a rank has ended.
         """
         fields = {
             "meeting": self._launcher.meeting,
@@ -233,7 +235,7 @@ class Ranks:
         try:
             self._comm = self._launcher.comm(self._setup)
         except RankLost as error:
-            raise ConfigError(f"the ranks have not met: {self.team.why_lost(error)}") from error
+            raise EngineDead(f"the ranks have not met: {self.team.why_lost(error)}") from error
         self.team.wait_ready()
         if not self._comm.meets_later:
             self._launcher.forget_meeting()

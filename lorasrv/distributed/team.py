@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
-from lorasrv.errors import ConfigError, LorasrvError, ModelError, NotEnoughMemory
+from lorasrv.errors import ConfigError, EngineDead, LorasrvError, ModelError, NotEnoughMemory
 
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
 NOTICED_S = 1.0
@@ -82,7 +82,7 @@ class Team:
         """Send one rank, which does not serve yet, how to start.
 
         Raises:
-            ConfigError: it has ended.
+            EngineDead: it has ended.
         """
         try:
             self._orders[rank - 1].send(frame)
@@ -155,6 +155,7 @@ class Team:
 
         Raises:
             ModelError, ConfigError, NotEnoughMemory: as the rank says.
+            EngineDead: a rank has ended.
         """
         loaded = []
         for rank, link in enumerate(self._orders, 1):
@@ -171,6 +172,7 @@ class Team:
 
         Raises:
             ModelError, ConfigError, NotEnoughMemory: as the rank says.
+            EngineDead: a rank has ended.
         """
         for rank, link in enumerate(self._orders, 1):
             _raise_failure(rank, _received(rank, link))
@@ -198,8 +200,8 @@ def _received(rank: int, link: Link) -> Frame:
         raise _ended(rank) from error
 
 
-def _ended(rank: int) -> ConfigError:
-    return ConfigError(f"rank {rank} has ended while it was starting; its own lines on stderr say why")
+def _ended(rank: int) -> EngineDead:
+    return EngineDead(f"rank {rank} has ended while it was starting; its own lines on stderr say why")
 
 
 def _raise_failure(rank: int, frame: Frame) -> None:

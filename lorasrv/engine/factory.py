@@ -70,6 +70,7 @@ def build(
         ModelError: the checkpoint cannot be served.
         ConfigError: an option does not fit this model or machine.
         NotEnoughMemory: the model, the pool or a step is too large for this machine.
+        EngineDead: a process that loads a part of the model has ended.
     """
     progress = progress or silent
     with ExitStack() as opened, ExitStack() as on_failure:

@@ -16,7 +16,7 @@ from partitions import SHORT, ranks, replica
 from process_tree import descendants
 from tiny_engine import GREEDY, LONG, engine_config
 
-from lorasrv.distributed import pulse
+from lorasrv.distributed import pulse, rank_start
 from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
@@ -67,6 +67,13 @@ def test_requests_of_a_program_raise_when_a_rank_has_gone(model: Path) -> None:
             llm.generate([LONG[:20]], replace(GREEDY, max_tokens=100))
         with pytest.raises(EngineDead, match="load the model again"):
             llm.generate([LONG[:20]], SHORT)
+
+
+def test_a_rank_that_ends_while_it_starts(model: Path) -> None:
+    """No wrong option: a supervisor may try again."""
+    died = patch.object(rank_start, "_load", side_effect=LinkClosed("this rank ends"))
+    with died, pytest.raises(EngineDead, match="rank 1 has ended while it was starting"), replica(model, ranks("0;1")):
+        pass
 
 
 def test_a_second_group_of_a_process_is_refused_at_once(model: Path) -> None:
