@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from api.errors import BROKEN_OFF, ApiError, cause_of
+from api.errors import ApiError, cause_of
 from lorasrv.errors import EngineDead
 from lorasrv.outputs import CLIENT, FinishReason, OutputStream, RequestOutput
 
@@ -137,7 +137,7 @@ class ChoiceStream:
         if isinstance(output, RequestOutput) and output.finish_reason is FinishReason.ERROR:
             # The same request would fail again: tell clients not to retry.
             never = {"x-should-retry": "false"}
-            output = ApiError(500, output.error or "the generation failed", code=BROKEN_OFF, headers=never)
+            output = ApiError(500, output.error or "the generation failed", code="generation_failed", headers=never)
         if isinstance(output, Exception):
             self._closed_for = cause_of(output)
             raise output

@@ -239,7 +239,7 @@ class RequestStats(RequestObserver):
 
     def _answering(self, request: _LiveRequest) -> RequestTotals:
         """Return the account of what answers a request: the base's, if that does in place of the adapter."""
-        return self._accounts.setdefault("", RequestTotals()) if request.timing.fell_back else request.account
+        return self._accounts.setdefault("", RequestTotals()) if request.latest.timing.fell_back else request.account
 
     def _begun(self, request: _LiveRequest, now_s: float) -> None:
         request.first_s = now_s
