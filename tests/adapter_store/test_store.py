@@ -63,7 +63,7 @@ def test_versions_and_their_deletion(store: AdapterStore) -> None:
     with pytest.raises(AdapterExists, match="mia"):
         add(store, "mia", 2, if_not_exists=True)
     assert store.delete("mia@3").num_versions == 1
-    with pytest.raises(AdapterNotFound, match=r"mia@3.*did you mean mia"):
+    with pytest.raises(AdapterNotFound, match="adapter 'mia' has no version 3; it has 1, 2"):
         store.resolve("mia@3")
     assert store.delete(f"mia@sha256:{first.key}").num_versions == 1
     assert store.resolve("mia") == second == store.resolve("mia@2")
