@@ -170,7 +170,7 @@ class TestFiles:
                 opened(tiny_hf_checkpoints["llama"](**changes), file)
 
     def test_that_is_something_else(self, model: Path, tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFound, match=r"no file x\.safetensors"):
+        with pytest.raises(ModelNotFound, match=r"no file .*x\.safetensors"):
             opened(model, tmp_path / "x.safetensors")
         with pytest.raises(CorruptModel, match="not written by lorasrv quantize"):
             opened(model, model / "model.safetensors")
