@@ -1,6 +1,7 @@
 """Versions with defaults, with weights and without: their numbers, digests, deletion, export and import."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,13 @@ def test_an_archive_keeps_defaults(store: AdapterStore, tmp_path: Path) -> None:
     with OfflineStore(store.root) as closed:
         export_store(closed, file)
     seen: list[str] = []
+
+    def note(defaults: str, config: Mapping[str, object]) -> tuple[()]:
+        seen.append(defaults)
+        return ()
+
     with OfflineStore(tmp_path / "new", create=True) as closed:
-        import_store(closed, io.BytesIO(file.getvalue()), BASE, 16, check_defaults=seen.append)
+        import_store(closed, io.BytesIO(file.getvalue()), BASE, 16, check_defaults=note)
     assert sorted(seen) == sorted([ordered, KIND])
     with AdapterStore(tmp_path / "new", BASE) as new:
         assert [(r.adapter_id, r.current_version, r.aliases) for r in new.list_adapters()] == [
@@ -105,7 +111,7 @@ def test_an_archive_keeps_defaults(store: AdapterStore, tmp_path: Path) -> None:
         assert new.resolve("muse").key is None
         assert new.load(bare.key).spec.key == bare.key
 
-    def refuse(_: str) -> None:
+    def refuse(defaults: str, config: Mapping[str, object]) -> tuple[()]:
         raise ValueError("no")
 
     with (
