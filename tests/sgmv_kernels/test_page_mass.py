@@ -14,6 +14,7 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import page_mass_reference
 
+pytestmark = pytest.mark.aside
 PAGE, PAGES = 16, 33
 QUERY_LENS, KV_LENS, COUNTS = [5, 1, 4], [37, 300, 40], [3, 1, 0]
 SHAPES = [(6, 2, 16), (9, 3, 64), (8, 1, 80), (2, 2, 24)]

@@ -55,6 +55,7 @@ from lorasrv.outputs import AdapterTier
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 
+pytestmark = pytest.mark.aside
 NUM_NAMES = 1000
 SHORT_TOKENS, LONG_TOKENS = 5_000, 50_000
 
