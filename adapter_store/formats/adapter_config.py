@@ -16,6 +16,7 @@ from enum import StrEnum
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
 from adapter_store.formats.module_selection import NO_SELECTION, ModuleSelection, read_selection, strings
 from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Pattern, parse_pattern
+from adapter_store.formats.strict_json import refuse_constant, unique_pairs
 from adapter_store.spec import AddedToken
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -214,26 +215,13 @@ def parse_config(data: bytes) -> dict[str, object]:
     if len(data) > MAX_CONFIG_BYTES:
         raise _config_error("config_too_large", f"has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read")
     try:
-        config = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_refuse_constant)
+        config = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not strict JSON: {error}"
         raise _config_error("malformed_config", reason) from None
     if not isinstance(config, dict):
         raise _config_error("malformed_config", f"must be a JSON object, not {show(config)}")
     return config
-
-
-def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object for `object_pairs_hook`, refusing a repeated key, of which json keeps the last silently."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {show(repeated)} appears more than once")
-    return result
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _config_error(code: str, message: str) -> AdapterInvalid:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
-from adapter_store.formats.adapter_config import unique_pairs
+from adapter_store.formats.strict_json import unique_pairs
 from adapter_store.spec import BaseShapes
 
 ENDED = "ended while it was read; upload it again"

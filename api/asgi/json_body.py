@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
-from api.asgi import strict_json
+from adapter_store.formats import strict_json
 from api.asgi.body_limits import parsing_alone
 from api.errors import ApiError
 

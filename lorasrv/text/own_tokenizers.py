@@ -15,8 +15,9 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 
 from adapter_store.errors import AdapterInvalid, Problem, show
-from adapter_store.formats.adapter_config import TOKEN_FLAGS, read_added_token, unique_pairs
+from adapter_store.formats.adapter_config import TOKEN_FLAGS, read_added_token
 from adapter_store.formats.peft_dir import PeftDir
+from adapter_store.formats.strict_json import unique_pairs
 from adapter_store.spec import AdapterKey, AddedToken
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.text.tokenizer import Tokenizer

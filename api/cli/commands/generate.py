@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.asgi import strict_json
+from adapter_store.formats import strict_json
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, say, short_digest, stdin_text

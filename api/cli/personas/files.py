@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from api.asgi import strict_json
+from adapter_store.formats import strict_json
 from api.cli.common.formatting import report_lines
 from api.cli.common.terminal import CliError, short_digest
 from lorasrv.config import size

@@ -1,13 +1,15 @@
 """Parse text as strict JSON: no NaN, no infinite numbers, no repeated keys, no lone surrogates.
 
 `json.loads` accepts the first two, lets the last of equal keys win, and makes texts that cannot be written. Imports
-nothing else, so that commands can use it.
+little, so that commands can use it.
 """
 
 import json
 import re
 from collections import Counter
 from typing import Any, NoReturn
+
+from adapter_store.errors import show
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -20,7 +22,7 @@ def loads(text: str) -> Any:
         ValueError: it is, but not strict; says why.
         RecursionError: it is nested too deep for Python.
     """
-    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+    value = json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant, parse_float=_finite)
     if _SURROGATE.search(text):
         _check_text(value)
     return value
@@ -33,15 +35,17 @@ def _check_text(value: Any) -> None:
         raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object for `object_pairs_hook`, refusing a repeated key, of which json keeps the last silently."""
     result = dict(pairs)
     if len(result) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {repeated[:80]!r} appears more than once")
+        raise ValueError(f"key {show(repeated)} appears more than once")
     return result
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinity, for `parse_constant`."""
     raise ValueError(f"{name} is not a JSON number")
 
 
