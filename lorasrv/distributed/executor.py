@@ -57,10 +57,6 @@ class PartitionedExecutor(InProcessExecutor):
         return self._write_pages
 
     @property
-    def commit_pages(self) -> Callable[[int], None]:
-        return self._commit_pages
-
-    @property
     def lost(self) -> str | None:
         return self._ranks.team.monitor.lost
 
@@ -178,6 +174,9 @@ class PartitionedExecutor(InProcessExecutor):
         with self._filling([Frame(FILL, {}, [part.numpy(), places]) for part in others]):
             self.runner.write_pages(own.contiguous(), copies)
 
-    def _commit_pages(self, count: int) -> None:
-        with self._filling([Frame(COMMIT, {"count": count})] * (len(self._ranks.specs) - 1)):
-            self.runner.commit_pages(count)
+    def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
+        """See `Executor`; another rank may have fewer slabs, or more, which get memory when they are used."""
+        frame = Frame(COMMIT, {"piece": [slab, first_page, num_pages]})
+        with self._reaching():
+            self._ranks.team.tell(frame)
+        self.runner.commit_pages(slab, first_page, num_pages)

@@ -84,7 +84,7 @@ class RankWorker:
             Exception: a step could not be computed, or rank 0 has gone; nothing can be repaired then.
         """
         asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read}
-        told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
+        told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move, COMMIT: self._commit}
         try:
             while (frame := orders.receive()).kind != STOP:
                 if frame.kind in told:
@@ -97,7 +97,7 @@ class RankWorker:
 
     def serve_bulk(self, bulk: Link) -> None:
         """Fill pages until the link or `serve` ends."""
-        work: dict[str, Callable[[Frame], Frame]] = {WRITE: self._write, FILL: self._fill, COMMIT: self._commit}
+        work: dict[str, Callable[[Frame], Frame]] = {WRITE: self._write, FILL: self._fill}
         try:
             while self._done.wait_for((frame := bulk.receive()).fields[AFTER]):
                 bulk.send(_reply(work[frame.kind], frame))
@@ -113,6 +113,9 @@ class RankWorker:
     def _move(self, frame: Frame) -> None:
         self._parts.memory.copy_slots(decode_moves(frame), self._parts.ops)
 
+    def _commit(self, frame: Frame) -> None:
+        self._parts.memory.commit(*frame.fields["piece"])
+
     def _apply(self, frame: Frame) -> Frame:
         self._parts.memory.apply((decode_page_op(frame),))
         return Frame(DONE)
@@ -123,10 +126,6 @@ class RankWorker:
     def _fill(self, frame: Frame) -> Frame:
         rows, copies = frame.arrays
         self._parts.memory.write_pages(torch.from_numpy(rows), [(row, page) for row, page in copies.tolist()])
-        return Frame(DONE)
-
-    def _commit(self, frame: Frame) -> Frame:
-        self._parts.memory.commit(frame.fields["count"])
         return Frame(DONE)
 
     def _write(self, frame: Frame) -> Frame:

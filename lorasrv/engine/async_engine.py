@@ -157,7 +157,7 @@ class AsyncEngine:
     ) -> SnapshotLoader:
         executor, block_bytes = model.parts.executor, model.parts.memory.layout.block_bytes
         wake = lambda: self._inbox.put(Wake())  # noqa: E731
-        loader = SnapshotLoader(
+        return SnapshotLoader(
             model.snapshots,
             block_bytes,
             model.max_snapshot_bytes,
@@ -167,8 +167,6 @@ class AsyncEngine:
             options.load_timeout_s,
             fetch,
         )
-        loader.prepare(executor.commit_pages)
-        return loader
 
     @property
     def silence(self) -> str | None:

@@ -178,6 +178,17 @@ class EngineCore:
         if self._in_flight:
             self._executor.take_part(self._plan_at_s - time.perf_counter())
 
+    def commit_ahead(self) -> bool:
+        """Have the system give memory to a few of the pages that will be used soon; return whether any lacked it.
+
+        Raises:
+            EngineDead: a process that computes a part of the model has gone.
+        """
+        piece = self._memory.ahead.take()
+        if piece is not None:
+            self._executor.commit_pages(*piece)
+        return piece is not None
+
     def step(self) -> list[EngineOutput]:
         """Submit one batch and return the outputs of the oldest batches in flight; if a batch fails, some requests
         end with an error. An executor of depth 1 computes every batch in the step that plans it.

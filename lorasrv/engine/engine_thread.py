@@ -102,11 +102,14 @@ class EngineThread:
         """Handle every message; return False on shutdown.
 
         Args:
-            wait: wait for the first message, at most until the engine has something to do by itself.
+            wait: wait for the first message, at most until the engine has something to do by itself. Pages that will be
+                used soon get memory instead, a few at a time.
         """
         while wait or not self._inbox.empty():
             if wait:
                 self._core.heartbeat.rest()
+                if self._inbox.empty() and self._core.commit_ahead():
+                    return True
             try:
                 message = self._inbox.get(timeout=min(self._core.idle_s, MAX_SLEEP_S) if wait else None)
             except queue.Empty:

@@ -18,6 +18,7 @@ from lorasrv.memory.eviction import NONE_SPARED, EvictionLevel, Evictor, Spared
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_exchange import PageExchange
 from lorasrv.memory.page_pool import PagePool
+from lorasrv.memory.pages_ahead import PagesAhead
 from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.memory.snapshots import SnapshotManager
 from lorasrv.request import Request
@@ -78,6 +79,7 @@ class MemoryManager:
     swap: SwapSpace
     snapshots: SnapshotManager
     exchange: PageExchange
+    ahead: PagesAhead
     costs: CostModel
     clock: Callable[[], float]
 
@@ -125,6 +127,7 @@ class MemoryManager:
         kept = options.snapshot_bytes
         snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block, kept)
         exchange = PageExchange(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock)
+        ahead = PagesAhead(kv_pool, layout.page_bytes, layout.num_slabs, block)
         return cls(
             layout,
             kv_pool,
@@ -137,6 +140,7 @@ class MemoryManager:
             swap,
             snapshots,
             exchange,
+            ahead,
             costs,
             clock,
         )

@@ -38,6 +38,7 @@ class PagePool:
         assert num_pages > 0
         self.num_pages = num_pages
         self._num_free = num_pages
+        self._reach = first
         self.first, self._end = first, first + num_pages
         self._refcounts = [0] * self._end
         self._runs = _FreeRuns()
@@ -54,6 +55,11 @@ class PagePool:
     def num_free(self) -> int:
         """Return the number of free pages."""
         return self._num_free
+
+    @property
+    def reach(self) -> int:
+        """Return the end of the pages that were ever taken one at a time: all before it are likely to have been."""
+        return self._reach
 
     @property
     def fragmentation(self) -> Fragmentation:
@@ -161,6 +167,7 @@ class PagePool:
             self._cut(page, end, page, page + 1)
         else:
             self._cut(self._runs.starts[page + 1], page + 1, page, page + 1)
+        self._reach = max(self._reach, page + 1)
         return page
 
     def _cut(self, start: int, end: int, first: int, stop: int) -> None:

@@ -59,9 +59,8 @@ class Executor(Protocol):
     def write_pages(self) -> WritePages:
         """Return the function that fills pages, for loader threads."""
 
-    @property
-    def commit_pages(self) -> Callable[[int], None]:
-        """Return the function that has the system give memory to the pool's first pages, for loader threads."""
+    def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
+        """Have the system give memory to pages of a slab."""
 
     @property
     def lost(self) -> str | None:
@@ -167,9 +166,8 @@ class InProcessExecutor:
     def write_pages(self) -> WritePages:
         return self.runner.write_pages
 
-    @property
-    def commit_pages(self) -> Callable[[int], None]:
-        return self.runner.commit_pages
+    def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
+        self.runner.commit_pages(slab, first_page, num_pages)
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         self.runner.bind_thread(before_pass)

@@ -185,9 +185,9 @@ class ModelRunner:
         if self._draft_memory is not None:
             self._draft_memory.write_pages(rows[:, own:], copies)
 
-    def commit_pages(self, count: int) -> None:
-        """Have the system give memory to the pool's first pages."""
-        self._memory.commit(count)
+    def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
+        """Have the system give memory to pages of a slab, as `DevicePool.commit`."""
+        self._memory.commit(slab, first_page, num_pages)
 
     def bind_thread(self, before_pass: BeforePass = do_nothing, most_threads: int = ENGINE_THREADS) -> None:
         """Give the calling thread, which will run steps, the number of compute threads that is fastest here, and call

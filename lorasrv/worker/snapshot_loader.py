@@ -158,12 +158,6 @@ class SnapshotLoader:
         self._copy_thread = ThreadPoolExecutor(1, "snapshot-copy", initializer=compute_alone)
         self._save_thread = ThreadPoolExecutor(1, "snapshot-save", initializer=compute_alone)
 
-    def prepare(self, commit: Callable[[int], None]) -> None:
-        """Have memory given to the pages that the largest snapshot will fill, before it is waited for."""
-        largest = max(self._files.sizes().values(), default=0) if self._files is not None else 0
-        if largest:
-            self._copy_thread.submit(commit, largest // self._page_bytes)
-
     def send(self, orders: SnapshotOrders) -> None:
         """Begin to do what is ordered. Pages to be saved are read at once."""
         for name in orders.cancels:

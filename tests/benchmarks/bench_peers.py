@@ -414,7 +414,8 @@ class LlamaClient(BenchClient):
     """
 
     def __init__(self, names: Sequence[str], url: str, **options: Any) -> None:
-        super().__init__(url, headers={"connection": "close"}, **options)
+        super().__init__(url, **options)
+        self._http.headers["connection"] = "close"
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def body(self, ask: Ask) -> dict[str, Any]:

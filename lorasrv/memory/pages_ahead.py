@@ -1,0 +1,52 @@
+"""Pages ahead: which pages of the pool will be used soon, so that the system gives memory to them while nobody waits.
+
+A system gives memory to a buffer when it is first written, in pieces of 2 MiB where it can. In a virtual machine a piece
+may take milliseconds, and a page of keys and values needs one in every slab.
+"""
+
+from typing import NamedTuple
+
+from lorasrv.memory.page_pool import PagePool
+
+AHEAD_BYTES = 256 << 20
+"""Most bytes that get memory before they are used."""
+AHEAD_SHARE = 8
+"""The least that a pool is larger than what gets memory before it is used."""
+PIECE_BYTES = 2 << 20
+"""Bytes that get memory at a time, a few milliseconds of work."""
+
+
+class PagePiece(NamedTuple):
+    """Name neighbouring pages of one slab."""
+
+    slab: int
+    first_page: int
+    num_pages: int
+
+
+class PagesAhead:
+    """Choose the pages that single pages of a pool will be taken from next.
+
+    Args:
+        page_bytes: of a page in one slab.
+        block_bytes: of a page in all slabs.
+    """
+
+    def __init__(self, pool: PagePool, page_bytes: int, num_slabs: int, block_bytes: int) -> None:
+        self._pool, self._num_slabs = pool, num_slabs
+        self._ahead = min(AHEAD_BYTES // block_bytes, pool.num_pages // AHEAD_SHARE)
+        self._piece = max(1, PIECE_BYTES // page_bytes)
+        self._first, self._slab = pool.first, 0
+
+    def take(self) -> PagePiece | None:
+        """Return the next piece that has not been returned and is not used already; None if all that is near is."""
+        pool, piece = self._pool, self._piece
+        if self._slab == 0:
+            self._first += max(0, pool.reach - self._first) // piece * piece
+        if self._first + piece > min(pool.reach + self._ahead, pool.first + pool.num_pages):
+            return None
+        taken = PagePiece(self._slab, self._first, piece)
+        self._slab += 1
+        if self._slab == self._num_slabs:
+            self._first, self._slab = self._first + piece, 0
+        return taken
