@@ -360,10 +360,9 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
     x[i] @ tiles for `rows` rows.
 
     `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
-    `data`, the second `next` bytes on. What comes next lies at `soon`, `data` for nothing: every block prefetches
-    `share` bytes of it, or with few rows as many as it reads. `stored` bytes of a group are codes, `lines` lines a
-    block. `table`: 16 int8, where codes choose from one. `sums`: fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed
-    block after block. `out` must be `sums`, but LLVM must not know: where registers are few, it would keep all sums in
+    `data`, the second `next` bytes on. What comes next lies at `soon`: every block prefetches `share` bytes of it.
+    `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8, where codes choose from one. `sums`:
+    fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not know: where registers are few, it would keep all sums in
     them from block to block, and spill most.
     """
     codes = CODES[kind]
@@ -385,14 +384,10 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
         blocks = b.sdiv(group, c64(CODE_BLOCK))
         entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
         group_bytes = b.add(stored, c64(codes.factors.nbytes))
-        tile_bytes = b.mul(groups, group_bytes)
 
         def add_group(at: Value, state: list[Value]) -> list[Value]:
             first = b.mul(at, group_bytes)
             starts = [b.add(tile, first) for tile in tiles]
-            # Within the tile, then at the beginning of what comes next.
-            is_within = b.icmp_signed("<", b.add(first, c64(FETCH_BYTES)), tile_bytes)
-            ahead = b.add(c64(FETCH_BYTES), b.select(is_within, c64(0), b.sub(b.sub(soon, data), tile_bytes)))
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
@@ -404,14 +399,10 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                     emit.fetch(b.add(own_share, at))
                     return state
 
-                if not is_few:
-                    loop_of(b, c64(0), share, LINE, [], fetch)
+                loop_of(b, c64(0), share, LINE, [], fetch)
 
                 def add_line(n: Value, whole: Sequence[Value | None]) -> list[Value]:
                     stored_lines = [b.add(line, b.mul(n, c64(LINE))) for line in lines_of]
-                    if is_few:
-                        for line in stored_lines:
-                            emit.fetch(b.add(line, ahead))
                     loaded = [load_vector(b, b.add(stored_lines[tile], c64(_VECTOR * v)), WORDS) for tile, v in vectors]
                     for half in range(LINES // num_stored):
                         read = [codes.read(b, value, half > 0) for value in loaded]
