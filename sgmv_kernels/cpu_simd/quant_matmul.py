@@ -362,8 +362,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
     `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
     `data`, the second `next` bytes on. What comes next lies at `soon`: every block prefetches `share` bytes of it.
     `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8, where codes choose from one. `sums`:
-    fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not know: where registers are few, it would keep all sums in
-    them from block to block, and spill most.
+    fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not
+    know: where registers are few, it would keep all sums in them from block to block, and spill most.
     """
     codes = CODES[kind]
     dot = codes.dot()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from lorasrv.errors import (
     InvalidRequest,
     ServerStopping,
 )
+from lorasrv.memory.pages_ahead import AHEAD_SHARE, PIECE_BYTES
 from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.trace import read_trace
 from lorasrv.metrics.trace_recorder import TraceRecorder
@@ -242,6 +244,29 @@ async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monke
     # Within the step behind it; the last token at once.
     told = events[first : end + 1]
     assert told == [*["end with 1", "begin", "post"] * (len(answer) - 1), "end with 1", "post"]
+
+
+async def test_pages_get_memory_while_nobody_waits(
+    model: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of the pool gets it, each piece once. A request waits for the piece that is under way, not for all."""
+    engine = AsyncEngine.build(engine_config(model, pages=20_000), store)
+    layout, pieces = engine._engine._memory.layout, list[tuple[int, int, int]]()
+    total = layout.num_slabs * (layout.num_pages // AHEAD_SHARE // (PIECE_BYTES // layout.page_bytes))
+
+    def commit(*piece: int) -> None:
+        time.sleep(0.1)
+        pieces.append(piece)
+
+    monkeypatch.setattr(engine._executor, "commit_pages", commit)
+    async with running(engine):
+        await until(lambda: pieces)
+        assert await ask(engine, None, PROMPT)
+        assert len(pieces) < total
+        await until(lambda: len(pieces) == total)
+        await asyncio.sleep(0.3)
+    assert len(set(pieces)) == total == len(pieces)
+    assert {piece[0] for piece in pieces} == set(range(layout.num_slabs))
 
 
 async def test_a_label_may_be_used_twice_and_answers_do_not_mix(engine) -> None:

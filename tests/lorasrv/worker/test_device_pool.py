@@ -9,6 +9,7 @@ from lorasrv.scheduler_output import CopyPages, DropSwap, PageCopy, SwapIn, Swap
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.host_memory import resident_bytes
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV, KVFormat
 
@@ -85,3 +86,17 @@ def test_pieces_longer_than_a_slot_are_cut() -> None:
     ring.mark_arranged()
     ring.copy([(source, target)])
     assert torch.equal(target.cpu(), source)
+
+
+@pytest.mark.skipif(resident_bytes() is None, reason="the system does not say what a process holds")
+def test_pages_get_memory_before_they_are_written() -> None:
+    """64 MiB of one slab, and nothing of the others; a slab that is not there gets none."""
+    kind = KV_FORMATS["bfloat16"]
+    memory = DevicePool(SPEC, 30_000, 16, kind, torch.device("cpu"))
+    count = (64 << 20) // memory.page_bytes
+    before = resident_bytes() or 0
+    memory.commit(LAYERS, 0, count)
+    assert (resident_bytes() or 0) - before < 16 << 20
+    memory.commit(1, 100, count)
+    assert 60 << 20 < (resident_bytes() or 0) - before < 80 << 20
+    assert not memory.slab(1)[100 * memory.page_bytes :][: count * memory.page_bytes].any()
