@@ -37,14 +37,20 @@ from sgmv_kernels.cpu_ops.sgmv import (
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, INT8, f32, i32, itemsize, put_f32, take_next
+from sgmv_kernels.cpu_simd.vector_ir import LANES
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_INTS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 FETCH_BYTES = 4096
 """Bytes that a matrix is prefetched ahead of the read position: bf16 needs 1,024, int8 a fifth less time with 4,096."""
 _PANEL = ALIGNMENT_BYTES
-_dot_1, _dot_3 = make_dot(1, fetch=True), make_dot(3)
-_mul_3 = make_mul(3, 2, add=True)
+ROW_AHEAD = 256
+"""Bytes that a row of B is prefetched ahead where several rows of y read all of B's rows, a piece of each at a time."""
+RANKS = LANES // 8
+"""Rank rows that are multiplied with three rows at a time, by as many sums as there are registers for."""
+_dot_1, _dot_2, _dot_3 = (make_dot(rows, fetch=True) for rows in (1, 2, 3))
+_dot_tile = make_dot(3, RANKS)
+_mul_2, _mul_3 = (make_mul(rows, 2, add=True, row_ahead=ROW_AHEAD) for rows in (2, 3))
 
 
 def bf16(raw: Any) -> None:
@@ -126,18 +132,27 @@ def _column_of(args, slice_):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
+def _address(args, panel):  # type: ignore[no-untyped-def]
+    """Return the address of a panel."""
+    return args[SLAB] + i32(args[PANELS], panel) * _PANEL
+
+
+@kernel_part
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
-    """Return the number of consecutive rows from a place on that form a tile: 3, or 1."""
-    row = i32(permutation, place)
-    if place + 2 < end and i32(permutation, place + 1) == row + 1 and i32(permutation, place + 2) == row + 2:
-        return 3
-    return 1
+    """Return the number of consecutive rows from a place on that form a tile: 3, 2 or 1."""
+    row, rows = i32(permutation, place), np.int64(1)
+    while rows < 3 and place + rows < end and i32(permutation, place + rows) == row + rows:
+        rows += 1
+    return rows
 
 
 @kernel_part
 def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
-    """Compute v = x A^T for rank rows `first` to `last`, unscaled."""
-    permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
+    """Compute v = x A^T for rank rows `first` to `last`, unscaled.
+
+    The first rows read A from memory, and prefetch it; the others have it in a cache.
+    """
+    permutation = args[PERMUTATION]
     x, features, deinterleaved = args[X], args[X_WIDTH], args[DEINTERLEAVED]
     v, v_bytes = args[V], 4 * args[V_WIDTH]
     row_bytes, x_bytes = features * itemsize(kind), features * 4
@@ -147,17 +162,25 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
     while rank < last:
         inside = rank % PANEL_RANKS
         count = min(PANEL_RANKS - inside, last - rank)
-        a = slab + i32(panels, i32(record, 0) + 1 + rank // PANEL_RANKS) * _PANEL + inside * row_bytes
+        a = _address(args, i32(record, 0) + 1 + rank // PANEL_RANKS) + inside * row_bytes
         place = begin
         while place < end:
-            rows = 3 if place + 3 <= end else 1
+            rows, ahead = min(np.int64(3), end - place), FETCH_BYTES if place == begin else 0
             xa, out = deinterleaved + place * x_bytes, v + place * v_bytes + rank * 4
-            for j in range(count):
+            j = np.int64(0)
+            while j < count:
                 row = a + j * row_bytes
+                if rows == 3 and place > begin and j + RANKS <= count:
+                    _dot_tile(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row, kind)
+                    j += RANKS
+                    continue
                 if rows == 3:
-                    _dot_3(xa, x_bytes, row, features, out + 4 * j, v_bytes, row, kind)
+                    _dot_3(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
+                elif rows == 2:
+                    _dot_2(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
                 else:
-                    _dot_1(xa, x_bytes, row, features, out + 4 * j, v_bytes, row + FETCH_BYTES, kind)
+                    _dot_1(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
+                j += 1
             place += rows
         rank += count
 
@@ -165,7 +188,7 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
 @kernel_part
 def _scale(args, record, factor, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Multiply rank rows `first` to `last` of v by the scale vector and the segment's factor."""
-    scale = args[SLAB] + i32(args[PANELS], i32(record, 0)) * _PANEL
+    scale = _address(args, i32(record, 0))
     for place in range(begin, end):
         at = args[V] + place * 4 * args[V_WIDTH]
         for r in range(first, last):
@@ -174,20 +197,22 @@ def _scale(args, record, factor, begin, end, first, last):  # type: ignore[no-un
 
 @kernel_part
 def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
-    """Add v B of one slice to y, for neighbouring rows, three at a time: a loaded weight serves all three."""
+    """Add v B of one slice to y, for neighbouring rows, three or two at a time: a loaded weight serves all of them."""
     permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
     width, rank = args[WIDTHS + slice_], _rank_before(record, slice_)
     row_bytes, panel, last = width * itemsize(kind), _first_b(record, slice_), rank + i32(record, 1 + slice_)
     y = args[Y] + 4 * _column_of(args, slice_)
-    while rank < last and end - begin >= 3:
+    while rank < last and end - begin >= 2:
         count = min(PANEL_RANKS, last - rank)
-        b = args[SLAB] + i32(args[PANELS], panel) * _PANEL
+        b = _address(args, panel)
         place = begin
         while place < end:
             rows = _run_of(permutation, place, end)
+            va, ya = args[V] + place * v_bytes + rank * 4, y + i32(permutation, place) * y_bytes
             if rows == 3:
-                va, ya = args[V] + place * v_bytes + rank * 4, y + i32(permutation, place) * y_bytes
                 _mul_3(va, v_bytes, count, b, row_bytes, width, ya, y_bytes, b, kind)
+            elif rows == 2:
+                _mul_2(va, v_bytes, count, b, row_bytes, width, ya, y_bytes, b, kind)
             place += rows
         panel += 1
         rank += count
@@ -208,8 +233,7 @@ def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: igno
             v = args[V] + 4 * (place * args[V_WIDTH] + first)
             deinterleave(y, width, scratch, kind)
             for r in range(rank):
-                panel = i32(args[PANELS], first_panel + r // PANEL_RANKS)
-                b = args[SLAB] + panel * _PANEL + r % PANEL_RANKS * row_bytes
+                b = _address(args, first_panel + r // PANEL_RANKS) + r % PANEL_RANKS * row_bytes
                 axpy(f32(v, r), b, width, scratch, b + FETCH_BYTES, kind)
             interleave(scratch, width, np.float32(1), y, kind)
         place += rows

@@ -48,19 +48,23 @@ def deinterleave(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
     return types.void(_A, _A, _A, kind), codegen
 
 
-def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
-    """Return dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x.
+def make_dot(rows: int, columns: int = 1, fetch: bool = False) -> Intrinsic:
+    """Return dot(x, xs, a, as_, n, out, os, ahead, kind): out[i, j] = sum over h < n of x[i, h] * a[j, h], for `rows`
+    rows of x and `columns` of a.
 
-    x and out are fp32, `xs` and `os` the bytes from row to row; x in the order of `deinterleave`. `a`, of `kind`, is
-    read front to back: one stream reaches the memory's speed, eight rows of a matrix side by side half of it. With
-    `fetch`, as many bytes as `a` has are prefetched from `ahead` on meanwhile.
+    x and out are fp32, `xs` and `os` the bytes from row to row; x in the order of `deinterleave`. `a`, of `kind`, has
+    `as_` bytes from row to row. From memory, one row is read front to back: one stream reaches the memory's speed,
+    eight rows of a matrix side by side half of it. With `fetch`, as many bytes as a row of a has are prefetched from
+    `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, xs, a, n, out, os, ahead = args[:7]
-        kind = sig.args[7]
+        x, xs, a, as_, n, out, os, ahead = args[:8]
+        kind = sig.args[8]
         size = itemsize_of(kind)
         x_rows = [b.add(x, b.mul(xs, c64(i))) for i in range(rows)]
+        a_rows = [b.add(a, b.mul(as_, c64(j))) for j in range(columns)]
+        pairs = [(i, j) for i in range(rows) for j in range(columns)]
         begin: Value = c64(0)
         totals: list[Value] = []
         for lanes, unroll in ((LANES, 2 * PAIRS), (LANES, 2), (1, 1)):
@@ -72,26 +76,27 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
                     emit.fetch(b.add(b.add(ahead, b.mul(at, c64(size))), c64(line)))
                 places = [b.add(at, c64(u * emit.lanes)) for u in range(unroll)]
                 if unroll == 1:
-                    av = [emit.load_kind(a, at, kind)]
+                    av = [[emit.load_kind(row, at, kind)] for row in a_rows]
                 else:
-                    av = [v for place in places[::2] for v in emit.load_pair(a, place, kind)]
+                    av = [[v for place in places[::2] for v in emit.load_pair(row, place, kind)] for row in a_rows]
+                xv = [[emit.load(row, place) for place in places] for row in x_rows]
                 return [
-                    emit.fma(av[u], emit.load(row, place), sums[i * unroll + u])
-                    for i, row in enumerate(x_rows)
-                    for u, place in enumerate(places)
+                    emit.fma(av[j][u], xv[i][u], sums[p * unroll + u])
+                    for p, (i, j) in enumerate(pairs)
+                    for u in range(unroll)
                 ]
 
-            sums = loop_of(b, begin, end, step, [emit.const(0.0)] * (rows * unroll), body)
-            parts = [emit.sum(emit.total(sums[i * unroll : (i + 1) * unroll])) for i in range(rows)]
+            sums = loop_of(b, begin, end, step, [emit.const(0.0)] * (len(pairs) * unroll), body)
+            parts = [emit.sum(emit.total(sums[p * unroll : (p + 1) * unroll])) for p in range(len(pairs))]
             totals = [b.fadd(t, p) for t, p in zip(totals, parts, strict=True)] if totals else parts
             begin = end
-        for i, total in enumerate(totals):
-            Emitter(b, 1).store(total, b.add(out, b.mul(os, c64(i))), c64(0))
+        for (i, j), total in zip(pairs, totals, strict=True):
+            Emitter(b, 1).store(total, b.add(out, b.mul(os, c64(i))), c64(j))
         return ctx.get_dummy_value()
 
     @intrinsic
-    def dot(typingctx, x, xs, a, n, out, os, ahead, kind):  # type: ignore[no-untyped-def]
-        return types.void(_A, _A, _A, _A, _A, _A, _A, kind), codegen
+    def dot(typingctx, x, xs, a, as_, n, out, os, ahead, kind):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 8, kind), codegen
 
     made: Intrinsic = dot
     return made
@@ -135,12 +140,13 @@ def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-de
     return types.void(_F, _A, _A, _A, _A, kind), codegen
 
 
-def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic:
+def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, row_ahead: int = 0) -> Intrinsic:
     """Return mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
-    added to c, else they replace it. With `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile.
+    added to c, else they replace it. With `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile;
+    with `row_ahead`, each row of m that many bytes before it is read.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -157,6 +163,9 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic
             def body(k: Value, sums: list[Value]) -> list[Value]:
                 if fetch and emit.lanes > 1:
                     _fetch(emit, b.add(coming, b.mul(k, c64(step_bytes))), step_bytes)
+                if row_ahead and width > 2:
+                    place = b.add(b.mul(k, ms), b.mul(places[0], c64(size)))
+                    _fetch(emit, b.add(m, b.add(place, c64(row_ahead))), step_bytes)
                 return _add_products(emit, sums, a_rows, k, b.add(m, b.mul(k, ms)), places, kind)
 
             begin: list[Value] = [emit.const(0.0)] * (rows * width)
