@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,6 +33,8 @@ class Resumption(BaseModel):
     # Of all that the tokens depend on.
     digest: str = ""
     token_ids: tuple[int, ...] = ()
+    # That tell of these tokens.
+    num_events: int = Field(default=0, ge=0)
 
     @property
     def goes_on(self) -> bool:

@@ -3,7 +3,8 @@
 A replica that is asked with the cluster's secret writes a comment behind the events of each output, `: tokens 17 4`,
 and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what a comment follows
 is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a comment
-`: draining` follows; where its engine ends, `: stopping` comes before the event that says so.
+`: draining` follows; where its engine ends, `: stopping` comes before the event that says so. There are no other
+comments, so what is passed on is events alone, which the next replica may have to go on numbering.
 """
 
 import json
@@ -30,6 +31,7 @@ class EventStreamCopy:
     def __init__(self, offer: bytes) -> None:
         self._offer = offer
         self._tokens = array("I")
+        self._num_events = 0
         self._held = b""
         self.is_draining = self._has_stopped = False
 
@@ -73,7 +75,8 @@ class EventStreamCopy:
 
     def state(self) -> bytes:
         """Return what the next replica must know."""
-        return json.dumps({**json.loads(self._offer), "token_ids": self._tokens.tolist()}).encode()
+        told = {"token_ids": self._tokens.tolist(), "num_events": self._num_events}
+        return json.dumps({**json.loads(self._offer), **told}).encode()
 
     def _whole(self, held: bytes) -> bytes:
         end = held.rfind(_END) + len(_END)
@@ -88,6 +91,7 @@ class EventStreamCopy:
         begin = 0
         for mark in _MARK.finditer(held):
             pieces.append(held[begin : mark.start()])
+            self._num_events += pieces[-1].count(_END)
             if mark[1] is not None:
                 self._tokens.extend(map(int, mark[1].split()))
             elif mark[2] == b"draining":

@@ -34,4 +34,6 @@ async def chat_completions(request: Request, body: ChatBody, services: ServicesD
 @router.post("/v1/responses")
 async def responses(request: Request, body: ResponsesBody, services: ServicesDep, caller: CallerDep) -> Response:
     """Answer a conversation, in items and typed events. Nothing is stored."""
-    return await respond(request.receive, generate_response(body, services, caller), streamed=bool(body.stream))
+    return await respond(
+        request.receive, generate_response(body, services, caller, resumption_of(request)), streamed=bool(body.stream)
+    )

@@ -29,7 +29,7 @@ class EventWriter(Protocol):
 
 
 class AnswerEvents:
-    """Stream one answer. The first output of a resumed one is left out: its client has it from another replica."""
+    """Stream one answer, without what its client has from another replica."""
 
     def __init__(self, choices: ChoiceStream, writer: EventWriter) -> None:
         self._choices, self._writer = choices, writer
@@ -39,7 +39,7 @@ class AnswerEvents:
         try:
             async for index, output in self._choices:
                 events = self._writer.write(index, output)
-                if events and not (self._choices.is_resumed and self._choices.num_taken == 1):
+                if events and not self._choices.is_repeated:
                     yield events
             if ending := self._writer.end():
                 yield ending

@@ -59,6 +59,12 @@ class ChoiceStream:
         indices = {index // self.width: index for index in sorted(self.latest, reverse=True)}
         return [self.latest[indices[prompt]] for prompt in sorted(indices)]
 
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether the client has the output that was read last from another replica: the first one of a resumed
+        answer holds all earlier tokens."""
+        return self.is_resumed and self.num_taken == 1
+
     def __aiter__(self) -> "ChoiceStream":
         return self
 

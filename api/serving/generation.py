@@ -51,7 +51,7 @@ class Writer(Protocol):
     def is_resumable(self) -> bool:
         """Return whether a stream can be resumed from its tokens."""
 
-    def continuing(self, answer_id: str, created_s: int) -> "Writer":
+    def continuing(self, resumption: Resumption) -> "Writer":
         """Return a writer that goes on with a stream of another replica."""
 
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
@@ -144,7 +144,7 @@ async def generate(
     if resumption is not None:
         resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, planned.grammar)
         if resumption.goes_on:
-            writer = writer.continuing(resumption.answer_id, resumption.created_s)
+            writer = writer.continuing(resumption)
     engine, shared, own = services.engine, _shared_options(fields, target, caller), target.own_tokenizer
     if not target.components or target.is_stored:
         # Sums that requests name may be any number: nothing of theirs is kept on the disk.

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 
 from api.asgi.json_lines import compact_line
+from api.asgi.resumption import Resumption
 from api.asgi.sse import DONE, event, event_of
 from api.errors import describe
 from api.serving.choice_stream import ChoiceStream
@@ -147,9 +149,9 @@ class ResponseBuilder:
         """Return whether a stream says nothing of its tokens but their text."""
         return self.logprobs_formatter is None and not self.echoes and self.prompt_ids is None
 
-    def continuing(self, answer_id: str, created_s: int) -> "ResponseBuilder":
+    def continuing(self, resumption: Resumption) -> "ResponseBuilder":
         """Return a builder that goes on with a stream of another replica."""
-        return replace(self, answer_id=answer_id, created_s=created_s)
+        return replace(self, answer_id=resumption.answer_id, created_s=resumption.created_s)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
         """Return the whole response and its headers, and close the choices.
@@ -447,10 +449,10 @@ class ToolCallFormat(ChatFormat):
         parts = reader.push(output.text)
         return [*parts, *reader.flush()] if output.finished else parts
 
-    def call_id(self) -> str:
-        """Return an id for a call, as the format's templates take them."""
-        chars = self._form.id_chars
-        return secrets.token_hex(chars)[:chars] if chars else f"call_{secrets.token_hex(12)}"
+    def call_id(self, name: str) -> str:
+        """Return the id of the call of this name, as the format's templates take them."""
+        digest = blake2b(name.encode(), digest_size=12).hexdigest()
+        return digest[: self._form.id_chars] if self._form.id_chars else f"call_{digest}"
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
@@ -490,4 +492,5 @@ class ToolCallFormat(ChatFormat):
         ]
 
     def _call(self, call: ToolCall) -> Json:
-        return {"id": self.call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        call_id = self.call_id(secrets.token_hex(12))
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi.resumption import Resumption
 from api.asgi.sse import named_event
 from api.auth.principal import Caller
 from api.errors import describe
@@ -29,11 +30,10 @@ Json = dict[str, Any]
 ID_PREFIX = "resp_"
 
 
-async def generate_response(body: ResponsesBody, services: Services, caller: Caller) -> Generation:
-    """Plan and admit a body of /v1/responses.
-
-    Raises: as `generate`.
-    """
+async def generate_response(
+    body: ResponsesBody, services: Services, caller: Caller, resumption: Resumption | None = None
+) -> Generation:
+    """Plan and admit a body of /v1/responses; arguments and errors as of `generate`."""
     # Before the work of turning it into a chat.
     await services.admission.check(caller)
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
@@ -42,7 +42,7 @@ async def generate_response(body: ResponsesBody, services: Services, caller: Cal
         return ResponsesWriter(builder, form, asked)
 
     plan = partial(plan_conversation, write=write, id_prefix=ID_PREFIX)
-    return await generate(plan, chat.model, chat, services, caller)
+    return await generate(plan, chat.model, chat, services, caller, resumption=resumption)
 
 
 def _repeated(body: ResponsesBody) -> Json:
@@ -63,14 +63,18 @@ class ResponsesWriter:
         chat: counts, and names what answers.
         form: reads calls in a text.
         asked: fields that the response repeats.
+        num_told: events that the client has from another replica.
     """
 
     chat: ResponseBuilder
     form: ChatFormat
     asked: Json
+    num_told: int = 0
 
-    # The numbers of its events depend on how many there were.
-    is_resumable = False
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether a stream says nothing of its tokens but their text."""
+        return self.chat.is_resumable
 
     @property
     def answer_id(self) -> str:
@@ -82,9 +86,9 @@ class ResponsesWriter:
         """Return the Unix time of its beginning."""
         return self.chat.created_s
 
-    def continuing(self, answer_id: str, created_s: int) -> "ResponsesWriter":
-        """Return a writer with this name and beginning."""
-        return replace(self, chat=self.chat.continuing(answer_id, created_s))
+    def continuing(self, resumption: Resumption) -> "ResponsesWriter":
+        """Return a writer that goes on with a stream of another replica."""
+        return replace(self, chat=self.chat.continuing(resumption), num_told=resumption.num_events)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
         """Return the whole response and its headers, and close the choices.
@@ -204,7 +208,9 @@ class AnswerItems:
     def _call(self, call: ToolCall) -> Iterator[Json]:
         assert isinstance(self._form, ToolCallFormat)
         yield from self.end("completed")
-        item = {"type": "function_call", "id": self._id("fc"), "call_id": self._form.call_id(), "name": call.name}
+        item_id = self._id("fc")
+        # Two replicas may write one answer.
+        item = {"type": "function_call", "id": item_id, "call_id": self._form.call_id(item_id), "name": call.name}
         yield from self._begin({**item, "arguments": "", "status": "in_progress"})
         yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
         yield self._of_item("response.function_call_arguments.done", arguments=call.arguments)
@@ -242,9 +248,13 @@ class ResponseEvents:
         self._has_begun = False
 
     def write(self, index: int, output: RequestOutput) -> bytes:
-        """Return the events of an output."""
+        """Return the events of an output; b"" if it shows nothing."""
         del index
-        return self._begun() + b"".join(map(self._event, self._items.take(output)))
+        events = self._begun() + b"".join(map(self._event, self._items.take(output)))
+        if self._choices.is_repeated:
+            # The other replica may have told the same in more events.
+            self._numbers = count(self._writer.num_told)
+        return events and events + self._choices.mark()
 
     def end(self) -> bytes:
         """Return the last event, with the whole response."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi.resumption import Resumption
 from api.asgi.sse import event
 from api.errors import BROKEN_OFF, ApiError, describe_tgi
 from api.schemas.tgi import Parameters
@@ -117,9 +118,9 @@ class TgiResponseBuilder:
         """Return whether a stream says of its tokens only what another replica knows, too."""
         return not (self.tokens.num_top or self.tokens.num_alternatives or self.parameters.decoder_input_details)
 
-    def continuing(self, answer_id: str, created_s: int) -> "TgiResponseBuilder":
+    def continuing(self, resumption: Resumption) -> "TgiResponseBuilder":
         """Return a builder that goes on with a stream of another replica."""
-        return replace(self, figures=self.figures.continuing(answer_id, created_s))
+        return replace(self, figures=self.figures.continuing(resumption))
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json | list[Json], dict[str, str]]:
         """Return the whole response and its headers, and close the choices.

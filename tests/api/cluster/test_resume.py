@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 from fake_replicas import Dies, FakeReplica, Seen, edge_of, fake_replica
 from server import server
 
+from lorasrv.text.chat_template import ChatTemplate
+
 pytestmark = pytest.mark.slow
 
 SECRET = "secret-of-the-cluster"
@@ -21,7 +24,23 @@ CUTS = 1
 GREEDY = {"temperature": 0, "max_tokens": 24, "speculation": False}
 SEEDED = {"temperature": 1.3, "seed": 7, "max_tokens": 24, "speculation": False}
 TURNS = [{"role": "user", "content": "tell me of the sea"}]
-COMPLETE, CHAT, TGI = "/v1/completions", "/v1/chat/completions", "/generate_stream"
+COMPLETE, CHAT, TGI, RESPONSES = "/v1/completions", "/v1/chat/completions", "/generate_stream", "/v1/responses"
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 100, "maximum": 999}, "b": {"type": "boolean"}},
+    "required": ["n", "b"],
+    "additionalProperties": False,
+}
+IN_ITEMS = {"input": "tell me of the sea", "temperature": 1.3, "seed": 7, "speculation": False}
+CALLS = {
+    **IN_ITEMS,
+    "model": "mia",
+    "tools": [{"type": "function", "name": "sail", "parameters": SCHEMA}],
+    "tool_choice": "required",
+    "max_output_tokens": 200,
+    "stream": True,
+}
+HERMES = "<tool_call>{{ messages | tojson }}{{ tools | tojson }}"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy base": (COMPLETE, {"model": "tiny", "prompt": "The sea", **GREEDY}),
     "greedy adapter": (COMPLETE, {"model": "mia", "prompt": "The sea", **GREEDY}),
@@ -46,22 +65,13 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
             "messages": TURNS,
             **SEEDED,
             "max_tokens": 80,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "a",
-                    "schema": {
-                        "type": "object",
-                        "properties": {
-                            "n": {"type": "integer", "minimum": 100, "maximum": 999},
-                            "b": {"type": "boolean"},
-                        },
-                        "required": ["n", "b"],
-                        "additionalProperties": False,
-                    },
-                },
-            },
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
         },
+    ),
+    "response": (RESPONSES, {"model": "mia", **IN_ITEMS, "max_output_tokens": 24, "metadata": {"a": "b"}}),
+    "response of a schema": (
+        RESPONSES,
+        {"model": "tiny", **IN_ITEMS, "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
     ),
     "tgi greedy": (TGI, {"inputs": "The sea", "parameters": {"max_new_tokens": 16}}),
     "tgi sampled": (
@@ -133,6 +143,8 @@ def said(content: bytes) -> list[Any]:
     """What the client reads, however it lies in events: text, how it ends, usage, and whether it is whole."""
     *parts, rest = content.split(b"\n\n")
     assert rest == b""
+    if content.startswith(b"event: "):
+        return said_in_items(content)
     assert all(part.startswith(b"data: ") for part in parts), content
     read = [json.loads(part[6:]) for part in parts if part != b"data: [DONE]"]
     assert len({(one.get("id"), one.get("created")) for one in read}) == 1
@@ -149,6 +161,37 @@ def said(content: bytes) -> list[Any]:
     usage = [one["usage"] for one in read if one.get("usage")][-1:]
     counts = [(one["prompt_tokens"], one["completion_tokens"]) for one in usage]
     return [text, roles, ends, counts, errors, parts[-1] == b"data: [DONE]"]
+
+
+def said_in_items(content: bytes) -> list[Any]:
+    """The named events, numbered from 0, without what differs between two answers to the same; deltas are joined."""
+    lines = [part.split(b"\n") for part in content.split(b"\n\n")[:-1]]
+    assert lines[-1][0] in (b"event: response.completed", b"event: response.incomplete"), content
+    response = json.loads(lines[-1][1][6:])["response"]
+    calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    chance = {response["id"].removeprefix("resp_"): "ID", **{name: f"call {i}" for i, name in enumerate(calls)}}
+    found: list[Any] = []
+    dates = set()
+    for number, (name, data) in enumerate(lines):
+        text = data.decode().removeprefix("data: ")
+        for drawn, instead in chance.items():
+            text = text.replace(drawn, instead)
+        event = json.loads(text)
+        assert event.pop("sequence_number") == number, content
+        assert name.decode() == f"event: {event['type']}"
+        if "response" in event:
+            dates.add(event["response"].pop("created_at"))
+            del event["response"]["completed_at"]
+            usage = event["response"].pop("usage")
+            event["tokens"] = usage and (usage["input_tokens"], usage["output_tokens"])
+        if event["type"].endswith(".delta") and found[-1]["type"] == event["type"]:
+            delta = found[-1]["delta"] + event["delta"]
+            assert {**found[-1], "delta": delta} == {**event, "delta": delta}
+            found[-1]["delta"] = delta
+        else:
+            found.append(event)
+    assert len(dates) == 1
+    return found
 
 
 def sent(name: str) -> tuple[str, dict[str, Any]]:
@@ -203,12 +246,26 @@ def test_drafted_answers_are_resumed(cluster: Any) -> None:
     check_all_cuts(cluster, path, {**body, "speculation": True, "prompt": "The sea, drafted"})
 
 
-def test_it_breaks_twice(cluster: Any) -> None:
-    path, body = sent("seeded adapter")
+@pytest.mark.parametrize(("name", "cuts"), [("seeded adapter", (1500, 900)), ("response", (3800, 900))])
+def test_it_breaks_twice(cluster: Any, name: str, cuts: tuple[int, int]) -> None:
+    path, body = sent(name)
     expected = said(ask(cluster, path, body).content)
-    assert said(broken(cluster, path, body, 1500, 900)) == expected
+    assert said(broken(cluster, path, body, *cuts)) == expected
     assert cluster.edge.stats.resumed == 2
     assert cluster.edge.stats.lost == 0
+
+
+def test_calls_have_the_same_ids_at_every_replica(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It breaks in front of the first call, the second, and what the limit cut."""
+    monkeypatch.setattr(cluster.real.engine, "chat_template", ChatTemplate(HERMES))
+    whole = ask(cluster, RESPONSES, CALLS).content
+    expected = said(whole)
+    items = expected[-1]["response"]["output"]
+    assert [item.get("call_id") for item in items] == ["call 0", "call 1", None]
+    begins = [found.start() for found in re.finditer(b"event: response.output_item.added", whole)]
+    for cut in begins:
+        assert said(broken(cluster, RESPONSES, CALLS, cut)) == expected
+    assert (cluster.edge.stats.resumed, cluster.edge.stats.lost) == (3, 0)
 
 
 def test_what_random_requests_drew_is_told(cluster: Any) -> None:
@@ -223,22 +280,24 @@ def test_what_random_requests_drew_is_told(cluster: Any) -> None:
 
 
 NOT_OFFERED = {
-    "two choices": {"n": 2},
-    "log-probabilities": {"logprobs": 1},
-    "echo": {"echo": True},
-    "two prompts": {"prompt": ["a", "b"]},
-    "policy": {"kv_policy": {"kind": "window", "sink": 16, "recent": 64}},
+    "two choices": ("seeded base", {"n": 2}),
+    "log-probabilities": ("seeded base", {"logprobs": 1}),
+    "echo": ("seeded base", {"echo": True}),
+    "two prompts": ("seeded base", {"prompt": ["a", "b"]}),
+    "policy": ("seeded base", {"kv_policy": {"kind": "window", "sink": 16, "recent": 64}}),
+    "log-probabilities of a response": ("response", {"top_logprobs": 1}),
 }
 
 
 @pytest.mark.parametrize("name", NOT_OFFERED)
 def test_what_cannot_be_resumed_exactly_ends_with_an_error(cluster: Any, name: str) -> None:
-    path, body = sent("seeded base")
-    body |= NOT_OFFERED[name]
+    kind, fields = NOT_OFFERED[name]
+    path, body = sent(kind)
+    body |= fields
     assert ask(cluster, path, body).status_code == 200
     got = broken(cluster, path, body, 400)
     assert b'"code":"replica_lost"' in got
-    assert got.endswith(b"data: [DONE]\n\n")
+    assert got.endswith(b"data: [DONE]\n\n") is (path == COMPLETE)
     assert cluster.edge.stats.resumed == 0
 
 

@@ -176,6 +176,23 @@ def test_a_draining_replica_hands_its_streams_over_with_their_pages(cluster: Any
     assert SENT < received(cluster.b) - before < SENT + TOKENS, "pages of the prompt, and of the answer so far"
 
 
+def test_a_draining_replica_hands_a_response_over(cluster: Any) -> None:
+    sampling = {"max_output_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "speculation": False}
+    body = {"model": "mia", "input": "of the sea", **sampling}
+    expected = cluster.b.http.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"]
+    events = list[Any]()
+    asked = {"json": {**body, "stream": True}, "timeout": 60, "trust_env": False}
+    with httpx2.stream("POST", f"{cluster.url}/v1/responses", **asked) as answer:
+        for line in filter(lambda line: line.startswith("data: "), answer.iter_lines()):
+            events.append(json.loads(line[6:]))
+            if len(events) == 10:
+                cluster.a.draining.begin(60.0)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert "".join(event["delta"] for event in events if event["type"].endswith(".delta")) == expected
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == expected
+    assert (cluster.edge.stats.moved, cluster.edge.stats.lost) == (1, 0)
+
+
 @pytest.mark.parametrize("why", ["nobody", "refuses", "is gone"])
 def test_a_stream_stays_where_nobody_else_goes_on(cluster: Any, why: str) -> None:
     """It ends where it is, within the time of the drain."""
