@@ -175,8 +175,11 @@ class PartitionedExecutor(InProcessExecutor):
             self.runner.write_pages(own.contiguous(), copies)
 
     def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
-        """See `Executor`; another rank may have fewer slabs, or more, which get memory when they are used."""
-        frame = Frame(COMMIT, {"piece": [slab, first_page, num_pages]})
+        """See `Executor`; another rank may have fewer slabs, or more, which get memory when they are used.
+
+        Waits for all ranks: else the next step would wait for every piece that a slower rank has not done yet.
+        """
         with self._reaching():
-            self._ranks.team.tell(frame)
-        self.runner.commit_pages(slab, first_page, num_pages)
+            self._ranks.team.tell(Frame(COMMIT, {"piece": [slab, first_page, num_pages]}))
+            self.runner.commit_pages(slab, first_page, num_pages)
+            self._ranks.team.check(self._ranks.team.take_replies())

@@ -83,8 +83,8 @@ class RankWorker:
         Raises:
             Exception: a step could not be computed, or rank 0 has gone; nothing can be repaired then.
         """
-        asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read}
-        told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move, COMMIT: self._commit}
+        asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read, COMMIT: self._commit}
+        told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
         try:
             while (frame := orders.receive()).kind != STOP:
                 if frame.kind in told:
@@ -113,11 +113,12 @@ class RankWorker:
     def _move(self, frame: Frame) -> None:
         self._parts.memory.copy_slots(decode_moves(frame), self._parts.ops)
 
-    def _commit(self, frame: Frame) -> None:
-        self._parts.memory.commit(*frame.fields["piece"])
-
     def _apply(self, frame: Frame) -> Frame:
         self._parts.memory.apply((decode_page_op(frame),))
+        return Frame(DONE)
+
+    def _commit(self, frame: Frame) -> Frame:
+        self._parts.memory.commit(*frame.fields["piece"])
         return Frame(DONE)
 
     def _read(self, frame: Frame) -> Frame:

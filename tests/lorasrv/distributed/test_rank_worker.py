@@ -81,6 +81,28 @@ def test_a_load_that_fails_in_a_rank(
         assert llm.generate([PROMPT[:20]], SHORT, ["a"])[0].token_ids
 
 
+@pytest.mark.parametrize("text", ["0;1", "0&1", "cp=2"])
+def test_no_rank_is_behind_with_pages_that_get_memory(text: str, model: Path) -> None:
+    """A request that comes waits for one piece, of the slowest rank, and not for all that rank 0 was faster with."""
+    commit, done = RankWorker._commit, list[object]()
+
+    def slow(worker: RankWorker, frame: Frame) -> Any:
+        time.sleep(0.02)
+        done.append(frame.fields["piece"])
+        return commit(worker, frame)
+
+    with (
+        patch.object(RankWorker, "_commit", slow),
+        replica(model, ranks(text), pool_bytes=40_000 * BLOCK, enable_prefix_caching=False) as llm,
+    ):
+        behind = []
+        while llm.engine.commit_ahead():
+            behind.append(len(behind) + 1 - len(done))
+        assert len(behind) >= 4
+        assert set(behind) == {0}
+        assert llm.generate([PROMPT[:20]], SHORT)[0].token_ids
+
+
 def test_what_waits_for_orders_ends_with_them() -> None:
     """A step is done while an adapter is being filled; a fill behind steps that never come ends with the link."""
     own, other = RankSockets.pair()
