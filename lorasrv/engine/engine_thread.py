@@ -107,9 +107,9 @@ class EngineThread:
         """
         while wait or not self._inbox.empty():
             if wait:
-                self._core.heartbeat.rest()
                 if self._inbox.empty() and self._core.commit_ahead():
                     return True
+                self._core.heartbeat.rest()
             try:
                 message = self._inbox.get(timeout=min(self._core.idle_s, MAX_SLEEP_S) if wait else None)
             except queue.Empty:

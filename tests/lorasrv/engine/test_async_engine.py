@@ -269,6 +269,25 @@ async def test_pages_get_memory_while_nobody_waits(
     assert {piece[0] for piece in pieces} == set(range(layout.num_slabs))
 
 
+async def test_a_piece_that_gets_no_memory_in_time_is_noticed(
+    model: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait for it, so the watchdog must see it; an engine that waits for work is at rest."""
+    engine = AsyncEngine.build(engine_config(model, pages=20_000), store)
+    begun, ended = threading.Event(), threading.Event()
+
+    def commit(*_: int) -> None:
+        begun.set()
+        assert ended.wait(30)
+
+    monkeypatch.setattr(engine._executor, "commit_pages", commit)
+    async with running(engine):
+        await until(begun.is_set)
+        await until(lambda: engine.heartbeat.is_stuck(0.01))
+        ended.set()
+        await until(lambda: engine.heartbeat._since_s is None)
+
+
 async def test_a_label_may_be_used_twice_and_answers_do_not_mix(engine) -> None:
     first = await engine.add(PROMPT, GREEDY, request_id="same")
     second = await engine.add(PROMPT[:5], GREEDY, request_id="same")
