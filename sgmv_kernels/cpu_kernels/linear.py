@@ -133,8 +133,8 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
 
     @kernel_part
     def multiply(args, data, following, soon, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
-        """Add the products of all rows with groups of the tiles, from the group `first` on, and prefetch as many bytes
-        at `soon`; if that is `data`, nothing that is not here already.
+        """Add the products of all rows with groups of the tiles, from the group `first` on, and prefetch at least as
+        many bytes at `soon`, whole lines for every block; if that is `data`, nothing that is not here already.
         """
         group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
         blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK

@@ -43,7 +43,7 @@ UNITS = 8 * ROW_GROUP
 TILES_AT_ONCE = 2 // VECTORS
 """Tiles that are multiplied at a time: two vectors of outputs, so that a loaded activation is used twice."""
 FETCH_BYTES = 2048
-"""Bytes that codes are prefetched ahead."""
+"""Bytes that codes are prefetched ahead which are unpacked to entries of a table."""
 NONE, MINIMA, ZEROS = range(3)
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
