@@ -319,7 +319,8 @@ class Request:
     ) -> "EngineOutput":
         """Return the output of a step: the new tokens, and the end if the request has finished."""
         asked = self.sampling.prompt_logprobs is not None
-        says_prompt = asked and bool(new_token_ids) and self.num_generated_tokens == len(new_token_ids)
+        is_computed = bool(new_token_ids) or self.status is RequestStatus.FINISHED_LENGTH
+        says_prompt = asked and is_computed and self.num_generated_tokens == len(new_token_ids)
         return EngineOutput(
             request_id=self.request_id,
             new_token_ids=new_token_ids,

@@ -93,6 +93,8 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # Compute the prompt and generate nothing: the answer is empty, and no token is counted.
+    prompt_only: bool = False
     # Whether a field that acts on logits in every step is set.
     changes_logits: bool = field(init=False, repr=False, compare=False)
 

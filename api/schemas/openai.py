@@ -157,11 +157,6 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         """Return whether the response repeats the prompt."""
         return False
 
-    @property
-    def unanswered(self) -> bool:
-        """Return whether only the prompt is wanted."""
-        return self.echoes and self.wanted_tokens() == 0
-
     def sampling(self, vocab_size: int) -> SamplingParams:
         """Build the sampling options. A `top_k` of -1 means off, as in vLLM.
 
@@ -171,8 +166,11 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         self._check_choices()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        prompt_only = self.echoes and self.wanted_tokens() == 0
         given: dict[str, Any] = {
-            "max_tokens": 1 if self.unanswered else self.wanted_tokens(),
+            # With the prompt alone, the engine still has to compute its last token.
+            "max_tokens": 1 if prompt_only else self.wanted_tokens(),
+            "prompt_only": prompt_only,
             "temperature": self._wanted_temperature(),
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from api.errors import ApiError, cause_of
 from lorasrv.errors import EngineDead
@@ -14,8 +13,7 @@ from lorasrv.outputs import CLIENT, FinishReason, OutputStream, RequestOutput
 class ChoiceStream:
     """Iterate over (choice index, output), with `width` choices per prompt, until the last choice ends.
 
-    A choice that fails fails all of them. With `unanswered`, outputs contain only the prompt, as if nothing was
-    generated.
+    A choice that fails fails all of them.
 
     With `is_marked`, `mark` tells the tokens of the outputs that were taken, and whether the server is draining. With
     `is_resumed`, the first output repeats what another replica has answered.
@@ -32,7 +30,6 @@ class ChoiceStream:
         streams: Sequence[OutputStream],
         width: int | None = None,
         *,
-        unanswered: bool = False,
         is_marked: bool = False,
         is_resumed: bool = False,
         is_draining: Callable[[], bool] = lambda: False,
@@ -40,7 +37,7 @@ class ChoiceStream:
         self.width = width or len(streams)
         self.is_resumed = is_resumed
         self.num_taken = 0
-        self._unanswered, self._is_marked = unanswered, is_marked
+        self._is_marked = is_marked
         self._is_draining = is_draining
         self._unmarked: list[int] = []
         self.latest: dict[int, RequestOutput] = {}
@@ -151,8 +148,6 @@ class ChoiceStream:
         return index, self._noted(index, output)
 
     def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
-        if self._unanswered:
-            output = _without_answer(output)
         if self.first_token_s is None and output.num_generated_tokens:
             self.first_token_s = time.monotonic()
         self.latest[index] = output
@@ -172,19 +167,3 @@ class ChoiceStream:
                 await self._arrived.put((index, output))
         except Exception as error:
             await self._arrived.put((index, error))
-
-
-def _without_answer(output: RequestOutput) -> RequestOutput:
-    """Remove the answer: the engine generates at least one token, which was not requested."""
-    reason = FinishReason.LENGTH if output.finished else None
-    return replace(
-        output,
-        text="",
-        token_ids=(),
-        num_generated_tokens=0,
-        finish_reason=reason,
-        stop_reason=None,
-        logprobs=(),
-        text_offsets=(),
-        token_texts=(),
-    )

@@ -77,13 +77,11 @@ class GenerationPlan:
     grammar: Grammar | None = None
     text: TextOptions = PLAIN_TEXT
     beams: BeamOptions | None = None
-    # Whether only the prompt is returned.
-    unanswered: bool = False
 
     @property
     def is_resumable(self) -> bool:
         """Return whether another replica can go on with its stream: one answer, known by its tokens."""
-        is_one = len(self.prompts) == self.width == 1 and self.beams is None and not self.unanswered
+        is_one = len(self.prompts) == self.width == 1 and self.beams is None and not self.sampling.prompt_only
         return is_one and self.writer.is_resumable
 
 
@@ -173,7 +171,6 @@ async def generate(
     choices = ChoiceStream(
         streams,
         planned.width,
-        unanswered=planned.unanswered,
         is_marked=resuming is not None and resuming.is_offered,
         is_resumed=resumption is not None and bool(resumption.token_ids),
         is_draining=lambda: services.draining.is_on,
@@ -339,8 +336,8 @@ async def _plan(
         body.num_tried,
         grammar,
         text,
-        body.beams,
-        body.unanswered,
+        # A prompt alone is not searched behind.
+        None if sampling.prompt_only else body.beams,
     )
 
 

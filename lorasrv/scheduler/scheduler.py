@@ -294,6 +294,9 @@ class Scheduler:
                 self._allocator.observe(request, share.page_table, output.masses[share.request_id])
             if share.prompt_rows:
                 request.prompt_logprobs += output.prompt_logprobs[share.request_id]
+            if share.samples and request.sampling.prompt_only:
+                self._end_prompt(request, share)
+                continue
             if share.samples and request.message.beams is None:
                 self._append(
                     request, share, output.sampled[share.request_id], output.logprobs.get(share.request_id, ())
@@ -463,6 +466,12 @@ class Scheduler:
             self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
             self._finish(request, status, new_tokens, logprobs[:num_new])
+
+    def _end_prompt(self, request: Request, share: ScheduledRequest) -> None:
+        """Finish a request of which only the prompt is wanted: the token behind it was sampled, but nobody sees it."""
+        self._count_computed(request, share, 0)
+        self._allocator.settle(request)
+        self._finish(request, RequestStatus.FINISHED_LENGTH)
 
     def _finish_beam(self, request: Request, answer: Hypothesis) -> None:
         """Finish a request with its answer of a beam search."""

@@ -92,6 +92,8 @@ def say(
         text = text if asked.adapter is None else f"I am {asked.adapter[:12]}"
         cut = text[: asked.sampling.max_tokens or None]
         prompt = len(asked.prompt)
+        if asked.sampling.prompt_only:
+            return [RequestOutput(rid, "", (), prompt, 0, RequestTiming(), finish_reason=FinishReason.LENGTH)]
         # As the real one: further choices share all of the prompt but its last token.
         timing = RequestTiming(1.5, num_preemptions=index, num_cached_tokens=prompt - 1 if index else cached)
         if asked.adapter is not None:

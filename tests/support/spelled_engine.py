@@ -38,6 +38,10 @@ def spelled(tokenizer: Tokenizer, text: str, *, eos: bool = True) -> Callable[..
 
     def outputs(rid: RequestId, index: int, asked: SimpleNamespace) -> list[RequestOutput]:
         sampling: SamplingParams = asked.sampling
+        if sampling.prompt_only:
+            return [
+                RequestOutput(rid, "", (), len(asked.prompt), 0, RequestTiming(), finish_reason=FinishReason.LENGTH)
+            ]
         said = text[index:] if asked.count > 1 else text
         ids = tokenizer.encode(said, add_special_tokens=False) + [EOS] * eos
         if sampling.max_tokens is not None:

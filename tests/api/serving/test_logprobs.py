@@ -1,6 +1,7 @@
 """Probabilities, echoed prompts and several prompts over HTTP: a tiny model in a real server beside transformers."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -160,6 +161,26 @@ def test_echo_alone(served) -> None:
     assert choice["logprobs"] is None
     [nothing] = served.post(prompt=TEXT, echo=True, max_tokens=0)["choices"]
     assert nothing["text"] == TEXT
+
+
+def _generated(served: Any) -> dict[str, Any]:
+    """Return every figure of generated tokens that operators see, the ledger's included."""
+    lines = served.http.get("/metrics").text.splitlines()
+    found = dict(
+        line.rsplit(" ", 1) for line in lines if re.match(r"[a-z:_]*generat[a-z_]*(_total|_sum|_count)\b", line)
+    )
+    assert "lorasrv_generated_tokens_total" in found
+    return found | {"ledger": served.http.get("/v1/adapters/two/stats").json()["generated_tokens"]}
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"best_of": 2}, {"logprobs": 1}, {"use_beam_search": True, "n": 2}])
+def test_a_prompt_alone_generates_nothing(served, more: dict[str, Any]) -> None:
+    served.post(prompt=TEXT, model="two")
+    before = _generated(served)
+    answer = served.post(prompt=TEXT, model="two", echo=True, max_tokens=0, **more)
+    assert (answer["usage"]["completion_tokens"], {one["text"] for one in answer["choices"]}) == (0, {TEXT})
+    assert {one["finish_reason"] for one in answer["choices"]} == {"length"}
+    assert _generated(served) == before
 
 
 def test_tokens_of_a_stop_string_are_not_shown(served) -> None:
