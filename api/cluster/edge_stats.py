@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from api.asgi.limits import no_cuts
 from lorasrv.placement.work import WorkEstimator, WorkRates
 
 USUAL_RATES = WorkRates(prompt_token_s=0.5e-3, answer_token_s=5e-3)
@@ -18,6 +19,8 @@ class EdgeStats:
         self.failed: Counter[str] = Counter()
         # By status.
         self.answers: Counter[int] = Counter()
+        # Connections closed below the edge, by cause.
+        self.cuts = no_cuts()
         # Replicas that were named as a peer, by what was wanted of them.
         self.peers: Counter[str] = Counter()
         # Requests that were sent to another replica; streams that another went on with, those among them whose replica

@@ -99,13 +99,9 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             ready = replace(ready, url=url, seconds=round(time.monotonic() - started, 2))
-            _serve_edge(
-                settings,
-                Edge(watch, registry, settings.read_cluster_secret()),
-                watch,
-                listener,
-                tell,
-            )
+            edge = Edge(watch, registry, settings.read_cluster_secret())
+            # Until a signal, in the main thread.
+            edge_server(settings, edge, watch, tell).run(sockets=[listener])
     except _Terminated:
         return
     except KeyboardInterrupt:
@@ -338,19 +334,15 @@ def reason_of(message: str) -> str:
     return found[-1]["what"] if found else (lines or ["Ray does not say why"])[-1]
 
 
-def _serve_edge(
-    settings: ServerSettings,
-    edge: Edge,
-    watch: ReplicaWatch,
-    listener: socket.socket,
-    on_started: Callable[[], None],
-) -> None:
-    """Serve the edge at the socket until a signal, in the main thread."""
+def edge_server(
+    settings: ServerSettings, edge: Edge, watch: ReplicaWatch, on_started: Callable[[], None]
+) -> DrainingServer:
+    """Return the server of the edge, which keeps the list of replicas while it runs."""
     draining = Draining()
     app = DrainMiddleware(_Watching(edge, watch), draining)
     allow_open_files(settings.max_connections)
-    server = DrainingServer(app, settings.connection_limits(), draining, settings.drain_s, on_started)
-    server.run(sockets=[listener])
+    limits, cuts = settings.connection_limits(), edge.stats.cuts
+    return DrainingServer(app, limits, draining, settings.drain_s, on_started, cuts)
 
 
 class _Watching:

@@ -15,6 +15,7 @@ from api.cluster.edge_stats import EdgeStats
 from api.cluster.survey import ReplicaFigures
 from api.errors import ApiError
 from api.observability.metrics.registry import as_text
+from api.observability.metrics.requests import connections_cut
 
 OF_REPLICA = frozenset({"/metrics", "/v1/pool", "/info"})
 """Paths that answer for one replica where the query names it: `?replica=ID`."""
@@ -92,6 +93,7 @@ def _metrics(chooser: Chooser, stats: EdgeStats) -> Iterator[Metric]:
     for status, count in sorted(stats.answers.items()):
         answers.add_metric([str(status)], count)
     yield answers
+    yield connections_cut(stats.cuts)
     yield CounterMetricFamily("lorasrv_edge_retries", "Times that another replica was asked.", value=stats.retries)
     yield CounterMetricFamily("lorasrv_edge_resumed", "Streams that another replica went on with.", value=stats.resumed)
     yield CounterMetricFamily("lorasrv_edge_moved", "Those of them whose replica drained.", value=stats.moved)

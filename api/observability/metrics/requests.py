@@ -110,12 +110,17 @@ class EdgeCollector(Collector):
         self._cuts = cuts
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "lorasrv_connections_cut", "Connections closed because of a client limit", labels=["reason"]
-        )
-        for reason, count in self._cuts.items():
-            family.add_metric([reason], count)
-        yield family
+        yield connections_cut(self._cuts)
+
+
+def connections_cut(cuts: Mapping[str, int]) -> Metric:
+    """Return the figures of closed connections, by cause."""
+    family = CounterMetricFamily(
+        "lorasrv_connections_cut", "Connections closed because of a client limit", labels=["reason"]
+    )
+    for reason, count in cuts.items():
+        family.add_metric([reason], count)
+    return family
 
 
 RANK_OVER_S = 600.0

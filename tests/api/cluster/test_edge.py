@@ -2,6 +2,7 @@
 
 import gc
 import json
+import signal
 import socket
 import threading
 import time
@@ -10,16 +11,25 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 from fake_replicas import Dies, Seen, edge_of, fake_replica
-from raw_client import RawClient, json_request
+from raw_client import RawClient, head_of, json_request
 from server import eventually
 
 from api.asgi.sse import event
 from api.cluster import forwarding
+from api.cluster.chooser import ReplicaAddress
+from api.cluster.edge import Edge
 from api.cluster.exchange import Exchange
+from api.cluster.load import ReplicaLoad, ReplicaStatus
+from api.cluster.local import edge_server
+from api.cluster.pick import ReplicaWatch
+from api.config.sources import Sources
 from api.errors import describe_at
+from api.server import bind
 from lorasrv.errors import EngineDead, ServerStopping
+from lorasrv.placement.kinds import make_placement
 
 CHAT, TGI = "/v1/chat/completions", "/generate"
 EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -465,6 +475,45 @@ def test_an_upload_whose_client_leaves_is_cut(cluster: Any) -> None:
         client.send(UPLOAD, b"x" * 100_000)
         eventually(lambda: cluster.registry.seen)
     eventually(gone.is_set)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/files"])
+def test_a_body_that_stops_in_the_middle_is_refused_and_counted_once(path: str) -> None:
+    """What has been sent on is cut as well: nobody waits for the rest. A client that closes is no limit's doing."""
+    gone = threading.Event()
+
+    def reads(seen: Seen) -> None:
+        seen.wait_until_gone()
+        gone.set()
+
+    with fake_replica(lambda seen: seen.answer(b"{}")) as replica, fake_replica(reads) as registry:
+        registry.answers_early = True
+
+        async def look() -> list[ReplicaStatus]:
+            return [ReplicaStatus(ReplicaAddress("r0", replica.url), ReplicaLoad(0, 0.0, 0, 0))]
+
+        watch = ReplicaWatch(look, make_placement("hash"))
+        settings = Sources.of_flags({"replicas": 1, "body_timeout_s": 0.3}).settings()
+        listener, started = bind("127.0.0.1", 0), threading.Event()
+        server = edge_server(settings, Edge(watch, registry.url), watch, started.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert started.wait(30)
+            port = listener.getsockname()[1]
+            half = head_of(path, "Content-Type: application/json", "Content-Length: 1000") + b" " * 500
+            with RawClient(port) as client:
+                status, _, body = client.send(half).answer()
+            assert (status, body["error"]["code"]) == (408, "body_timeout")
+            assert path == CHAT or gone.wait(10)
+            with RawClient(port) as client:
+                client.send(half)
+            figures = httpx2.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+            assert 'lorasrv_connections_cut_total{reason="body_timeout"} 1.0' in figures
+            assert not any(seen.line.startswith("POST") for seen in replica.seen)
+        finally:
+            server.handle_exit(signal.SIGTERM, None)
+            thread.join(30)
 
 
 def test_without_a_registry_only_inference_is_answered() -> None:
