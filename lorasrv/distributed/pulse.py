@@ -44,6 +44,7 @@ class PulseMonitor:
         pulses: connection of each rank.
         end: called once, when one is dead; ends the others.
         exit_: ends this process, with the reason, if it serves.
+        how: says of a rank that has ended what else is known.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class PulseMonitor:
         pulses: Mapping[int, socket.socket],
         end: Callable[[], None],
         exit_: Callable[[str], None] = end_process,
+        how: Callable[[int], str] = lambda _: "",
     ) -> None:
-        self._pulses, self._end, self._exit = dict(pulses), end, exit_
+        self._pulses, self._end, self._exit, self._how = dict(pulses), end, exit_, how
         self._heard = dict.fromkeys(self._pulses, time.monotonic())
         self._allowed_s = LOADING_S
         self._why: str | None = None
@@ -103,7 +105,7 @@ class PulseMonitor:
             for rank, pulse in self._pulses.items():
                 if pulse in ready:
                     if not _read(pulse):
-                        self._tell(f"rank {rank} has ended")
+                        self._tell(f"rank {rank} has ended{self._how(rank)}")
                         return
                     self._heard[rank] = time.monotonic()
             # Twice: after the whole machine was stopped for a while, the ranks must be able to send first.

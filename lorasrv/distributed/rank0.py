@@ -3,20 +3,23 @@
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
-from lorasrv.distributed.comm import Comm, RankLost
+from lorasrv.distributed.comm import Comm
 from lorasrv.distributed.frames import Frame
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.pulse import PulseMonitor
@@ -25,7 +28,7 @@ from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
 from lorasrv.distributed.step_frames import encode_moves
 from lorasrv.distributed.team import POOL, START, RankSockets, Team
-from lorasrv.errors import ConfigError, EngineDead
+from lorasrv.errors import ConfigError
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import ENGINE_THREADS
@@ -35,6 +38,9 @@ from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.ops import Ops
 
 STOP_S = 10.0
+REAPED_S = 1.0
+"""Longest wait for the status of a process whose connections have ended."""
+T = TypeVar("T")
 _DRAFTING = ("draft_model", "draft_layers", "draft_heads")
 
 
@@ -98,10 +104,20 @@ class ProcessLauncher:
         return torch_comm(setup, self.meeting)
 
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
-        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._kill)
+        return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._kill, how=self._how)
 
     def forget_meeting(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _how(self, rank: int) -> str:
+        """Return how a rank has ended."""
+        try:
+            code = self._processes[rank - 1].wait(REAPED_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        if code < 0:
+            return f", killed by {signal.Signals(-code).name}"
+        return f" with code {code}; its own lines on stderr say why"
 
     def _kill(self) -> None:
         # A stopped process would not notice that rank 0 is gone.
@@ -232,11 +248,7 @@ class Ranks:
         }
         for rank in range(1, len(self.specs)):
             self.team.tell_one(rank, Frame(POOL, fields))
-        try:
-            self._comm = self._launcher.comm(self._setup)
-        except RankLost as error:
-            raise EngineDead(f"the ranks have not met: {self.team.why_lost(error)}") from error
-        self.team.wait_ready()
+        self._comm = self.team.wait_ready(in_thread(lambda: self._launcher.comm(self._setup)))
         if not self._comm.meets_later:
             self._launcher.forget_meeting()
         told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731
@@ -254,6 +266,20 @@ class Ranks:
         self.team.close()
         if self._comm is not None:
             self._comm.close()
+
+
+def in_thread(make: Callable[[], T]) -> "Future[T]":
+    """Return what is made in a thread that nobody has to wait for: torch waits minutes for a rank that has ended."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="rank-0-meeting", daemon=True).start()
+    return made
 
 
 def check_options(config: EngineConfig, partition: Partition, device: torch.device) -> None:

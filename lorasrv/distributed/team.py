@@ -1,11 +1,15 @@
 """Team: rank 0's links to the other ranks of its replica."""
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from lorasrv.distributed.comm import RankLost
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.errors import ConfigError, EngineDead, LorasrvError, ModelError, NotEnoughMemory
@@ -13,10 +17,13 @@ from lorasrv.errors import ConfigError, EngineDead, LorasrvError, ModelError, No
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
 NOTICED_S = 1.0
 """Longest wait for the reason of what has been noticed."""
+LOOKS_S = 0.25
+"""Time in which it is noticed that rank 0 itself cannot meet the others."""
 AFTER = "after"
 """Field of what fills pages: how many orders must be done before."""
 MEMORY, OTHER = "memory", "other"
 """Kinds of failures: too little memory, and what only the log of the rank explains."""
+T = TypeVar("T")
 _KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, MEMORY: NotEnoughMemory}
 
 
@@ -167,16 +174,34 @@ class Team:
             loaded.append(frame)
         return loaded
 
-    def wait_ready(self) -> None:
-        """Wait until the ranks have their pools, and serve.
+    def wait_ready(self, meeting: Future[T]) -> T:
+        """Wait until rank 0 has met the others, and these have their pools and serve; return what the meeting has made.
 
+        All are waited for together: each may wait for the one that fails.
+
+        Args:
+            meeting: of rank 0.
         Raises:
             ModelError, ConfigError, NotEnoughMemory: as the rank says.
-            EngineDead: a rank has ended.
+            EngineDead: a rank has ended, or they have not met.
         """
-        for rank, link in enumerate(self._orders, 1):
-            _raise_failure(rank, _received(rank, link))
+        starting = {one.orders: rank for rank, one in enumerate(self._sockets, 1)}
+        while starting:
+            for connection in select.select(list(starting), [], [], LOOKS_S)[0]:
+                rank = starting.pop(connection)
+                try:
+                    _raise_failure(rank, self._orders[rank - 1].receive())
+                except LinkClosed as error:
+                    # Where one ends, all are ended: which one it was, the monitor knows.
+                    raise EngineDead(f"{self._monitor.wait_lost(NOTICED_S) or _ended(rank)}") from error
+            if meeting.done() and meeting.exception() is not None:
+                break
+        try:
+            met = meeting.result()
+        except RankLost as error:
+            raise EngineDead(f"the ranks have not met: {self.why_lost(error)}") from error
         self._monitor.loaded()
+        return met
 
     def close(self) -> None:
         """Have the ranks end, and wait for them."""

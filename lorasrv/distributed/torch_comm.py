@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from lorasrv.distributed.comm import TIMEOUT_S, Comm, RankLost, Shape
 
+LOOKS_S = 0.01
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The only network that ranks of one machine need; without it gloo listens where the host's name leads."""
 
@@ -42,6 +44,7 @@ class TorchComm(Comm):
         self._device = device
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         timeout = timedelta(seconds=TIMEOUT_S)
+        _wait_for_all(rank, num_ranks, meeting)
         with _told():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -80,6 +83,27 @@ class TorchComm(Comm):
     def close(self) -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def _wait_for_all(rank: int, num_ranks: int, meeting: Path) -> None:
+    """Wait until all ranks are about to make their group: torch can neither be told to stop waiting for one, nor make
+    a group of this process after one that failed.
+
+    Raises:
+        RankLost: not all ranks came, or the folder has been removed because one has ended.
+    """
+    signs = [meeting.with_suffix(f".{other}") for other in range(num_ranks)]
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        signs[rank].touch()
+        while missing := [other for other, sign in enumerate(signs) if not sign.exists()]:
+            if time.monotonic() > deadline:
+                raise RankLost(f"rank {missing[0]} has not come for {TIMEOUT_S:g} s")
+            if not meeting.parent.exists():
+                raise RankLost("the meeting has been given up")
+            time.sleep(LOOKS_S)
+    except OSError as error:
+        raise RankLost(f"the meeting has been given up: {error}") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,15 +15,22 @@ import pytest
 import torch.distributed as dist
 from partitions import SHORT, ranks, replica
 from process_tree import descendants
+from rank_threads import ThreadLauncher
 from tiny_engine import GREEDY, LONG, engine_config
 
 from lorasrv.distributed import pulse, rank_start
+from lorasrv.distributed import torch_comm as torch_comm_module
+from lorasrv.distributed.comm import Comm
 from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
+from lorasrv.distributed.rank_start import RankSetup, torch_comm
 from lorasrv.distributed.rank_worker import RankWorker
-from lorasrv.errors import ConfigError, EngineDead
+from lorasrv.errors import ConfigError, EngineDead, NotEnoughMemory
 from lorasrv.llm import LLM
+
+PATIENCE_S = 40.0
+"""What would be waited for in vain."""
 
 
 def test_a_stopped_rank_is_killed() -> None:
@@ -74,6 +82,53 @@ def test_a_rank_that_ends_while_it_starts(model: Path) -> None:
     died = patch.object(rank_start, "_load", side_effect=LinkClosed("this rank ends"))
     with died, pytest.raises(EngineDead, match="rank 1 has ended while it was starting"), replica(model, ranks("0;1")):
         pass
+
+
+def test_a_rank_that_cannot_meet_the_others_says_why(model: Path) -> None:
+    """Rank 2 lives and reports, while all others wait for it."""
+    given_up = threading.Event()
+
+    def meet(launcher: ThreadLauncher, setup: RankSetup) -> Comm:
+        if setup.rank == 2:
+            raise NotEnoughMemory("no memory for the meeting")
+        given_up.wait(PATIENCE_S)
+        raise LinkClosed("nobody came")
+
+    with (
+        patch.object(ThreadLauncher, "comm", meet),
+        patch.object(ThreadLauncher, "stop", lambda _: given_up.set()),
+        pytest.raises(NotEnoughMemory, match=r"^rank 2: no memory"),
+        replica(model, ranks("cp=3")),
+    ):
+        pass
+
+
+def test_a_rank_that_is_killed_in_the_meeting(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch itself would wait for two minutes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    meeting = ProcessLauncher.meeting
+
+    def stop_others(launcher: ProcessLauncher) -> str:
+        os.kill(launcher._processes[0].pid, signal.SIGSTOP)
+        return str(meeting.fget(launcher))  # type: ignore[attr-defined]
+
+    def meet(launcher: ProcessLauncher, setup: RankSetup) -> Comm:
+        launcher._processes[0].kill()
+        return torch_comm(setup, str(meeting.fget(launcher)))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ProcessLauncher, "meeting", property(stop_others))
+    monkeypatch.setattr(ProcessLauncher, "comm", meet)
+    config = replace(engine_config(model, quantization="int8", kernels="numba"), partition=ranks("cp=2"))
+    with (
+        patch.object(torch_comm_module, "TIMEOUT_S", PATIENCE_S),
+        pytest.raises(EngineDead, match=r"^rank 1 has ended, killed by SIGKILL"),
+    ):
+        LLM(str(model), config)
+    assert not descendants(os.getpid())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    with LLM(str(model), config) as llm:
+        assert llm.generate([LONG[:20]], SHORT)
 
 
 def test_a_second_group_of_a_process_is_refused_at_once(model: Path) -> None:
