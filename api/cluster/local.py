@@ -220,8 +220,8 @@ def _ray(home: Path, progress: Progress) -> Iterator[None]:
         try:
             with _ray_errors():
                 _start(home)
-            progress("starting Ray", 0.6)
             signal.signal(signal.SIGTERM, _interrupt)
+            progress("starting Ray", 0.6)
             with _ray_errors():
                 serve.start(proxy_location="Disabled")
             progress("starting Ray", 1.0)
@@ -248,6 +248,9 @@ def _start(home: Path) -> None:
                 configure_logging=False,
                 _temp_dir=str(home / f"ray{attempt}"),
             )
+        except SystemExit:
+            # Ray's own handler of SIGTERM. Its processes end with the thread that started them, so it stays this one.
+            raise _Terminated from None
         except Exception as error:
             ray.shutdown()
             if attempt + 1 == MAX_STARTS:
@@ -342,7 +345,16 @@ def edge_server(
     app = DrainMiddleware(_Watching(edge, watch), draining)
     allow_open_files(settings.max_connections)
     limits, cuts = settings.connection_limits(), edge.stats.cuts
-    return DrainingServer(app, limits, draining, settings.drain_s, on_started, cuts)
+    return _EdgeServer(app, limits, draining, settings.drain_s, on_started, cuts)
+
+
+class _EdgeServer(DrainingServer):
+    """Drain at a signal once it serves; before, the signal ends the start."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.started:
+            _interrupt(sig, frame)
+        super().handle_exit(sig, frame)
 
 
 class _Watching:

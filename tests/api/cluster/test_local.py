@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ import pytest
 from adapter_store.errors import StoreLocked
 from api.cli.doctor import cluster as doctor_cluster
 from api.cluster import local, shape
+from api.cluster.edge import Edge
 from api.cluster.log_pipe import log_pipe
+from api.cluster.pick import ReplicaWatch
 from api.config.sources import Sources
 from lorasrv.errors import ConfigError
+from lorasrv.placement.kinds import make_placement
 
 
 def settings(**given: Any) -> Any:
@@ -36,6 +41,22 @@ def test_a_signal_before_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
     with ends:
         local.run(settings(store=tmp_path), lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_an_edge_that_does_not_serve_yet(number: signal.Signals) -> None:
+    """No draining, at the end of which Ctrl-C would look like the end of a server that served."""
+    watch = ReplicaWatch(lambda: pytest.fail("it looks"), make_placement("hash"))
+    server = local.edge_server(settings(), Edge(watch), watch, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        server.handle_exit(number, None)
+
+
+def test_rays_own_handler_of_sigterm_ends_the_start_as_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has exit code 15, and is set by the call that starts Ray."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **_: sys.exit(signal.SIGTERM)))
+    with pytest.raises(local._Terminated):
+        local._start(tmp_path)
 
 
 def test_a_profile_is_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
