@@ -13,7 +13,7 @@ from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
-from api.schemas.unsupported import INERT_VALUES
+from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES
 from lorasrv.sampling_params import (
@@ -41,6 +41,8 @@ _AS_GIVEN = (
     "fsd_alpha",
     "fsd_ngram",
 )
+LIMIT_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+"""Names of how long an answer may be."""
 MAX_PROMPTS = 256
 MAX_COMPLETION_LOGPROBS = 5
 
@@ -94,10 +96,12 @@ class SamplingFields(DrawingFields, LengthFields):
 class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
     """Define the fields that both routes share."""
 
-    UNSUPPORTED: ClassVar = INERT_VALUES
+    UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_GENERATION}
 
     model: str | None = None
     max_completion_tokens: int | None = None
+    # TGI's name of the limit, which clients of several servers send beside the others.
+    max_new_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     use_beam_search: bool | None = None
@@ -234,11 +238,12 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         """Return the most tokens to generate; None is the rest of the context.
 
         Raises:
-            InvalidRequest: the older and the newer name of the limit differ.
+            InvalidRequest: two names of the limit differ.
         """
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        given = {name: limit for name in LIMIT_NAMES if (limit := getattr(self, name)) is not None}
+        if len(set(given.values())) > 1:
+            raise InvalidRequest(f"{' and '.join(given)} differ; send one", param=next(iter(given)))
+        return next(iter(given.values()), None)
 
 
 ContextOverflow = Literal["error", "drop_oldest"]

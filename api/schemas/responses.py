@@ -11,7 +11,7 @@ from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import GuidedFields
 from api.schemas.tools import MAX_TOOLS, FunctionFields, Message
-from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
+from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import MAX_LOGPROBS
 
@@ -181,7 +181,7 @@ class TextConfig(KnownBody):
 class ResponseStreamOptions(KnownBody):
     """Hold what other servers configure in streams; usage is always in the last event."""
 
-    UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
+    UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
 
 
 _Name = Annotated[str, Field(max_length=64)]
@@ -191,7 +191,7 @@ _Value = Annotated[str, Field(max_length=512)]
 class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
     """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
 
-    UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_RESPONSES}
+    UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_GENERATION}
 
     model: str | None = None
     input: Input

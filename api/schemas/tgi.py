@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from api.schemas.base import Body, Items, KnownBody
+from api.schemas.base import Items, KnownBody
 from api.schemas.openai import GenerationBody
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import ResponseFormat
-from api.schemas.unsupported import INERT_VALUES
+from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES
 from lorasrv.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from lorasrv.text.structured_output.grammar import Grammar
 MAX_TOP_TOKENS = 20
 # Names of OpenAI's fields (`max_tokens`) do not mean the same here.
 _INERT_VALUES: Mapping[str, Sequence[Any]] = {
-    **dict.fromkeys(GenerationBody.model_fields, (None,)),
+    **dict.fromkeys((*GenerationBody.model_fields, *INERT_IN_GENERATION), (None,)),
     **INERT_VALUES,
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
@@ -173,9 +173,12 @@ class Parameters(RequestFields, KnownBody):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-class GenerateBody(Body):
+class GenerateBody(KnownBody):
     """Continue a text. `model` may name an adapter as on the OpenAI routes; most clients do not send it."""
 
+    UNSUPPORTED: ClassVar = {
+        name: values for name, values in Parameters.UNSUPPORTED.items() if name not in Parameters.model_fields
+    }
     model_config = ConfigDict(extra="allow")
 
     inputs: Annotated[str, Field(min_length=1)]

@@ -1,4 +1,4 @@
-"""List the fields of generation bodies that only other servers support (`KnownBody` refuses them)."""
+"""List the fields of generation bodies that only other servers, or other routes, support (`KnownBody` refuses them)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -75,11 +75,10 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "store": _OFF,
 }
 
-INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    # what is stored, and answers that nobody waits for
+INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
+    # Responses: what is stored, and answers that nobody waits for
     "previous_response_id": _NULL,
     "conversation": _NULL,
-    "prompt": _NULL,
     "background": _OFF,
     "context_management": (None, []),
     "moderation": _NULL,
@@ -87,8 +86,15 @@ INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
         *(None, {}, {"effort": None}, {"effort": "none"}, {"summary": None}),
         *({"effort": None, "summary": None}, {"effort": "none", "summary": None}),
     ),
-    # fields of chat, some under another name here
+    # what answers, under the names of other routes
     "messages": _NULL,
+    "prompt": _NULL,
+    "input": _NULL,
+    "inputs": _NULL,
+    "instructions": (None, ""),
+    # without tools there are no calls, one after another or not
+    "parallel_tool_calls": (None, True, False),
+    # fields of chats and completions that responses do not have, some under another name there
     "max_tokens": _NULL,
     "max_completion_tokens": _NULL,
     "response_format": _NULL,
@@ -104,5 +110,28 @@ INERT_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": _OFF,
     "skip_special_tokens": (None, True),
     "add_special_tokens": _OFF,
+    # responses' names
+    "max_output_tokens": _NULL,
+    "text": (None, {}),
+    "truncation": (None, "disabled"),
+    "include": (None, []),
+    # names of TGI and LoRAX, whose fields are inside `parameters`
+    "parameters": (None, {}),
+    "max_new_tokens": _NULL,
+    "ignore_eos_token": _OFF,
+    "grammar": (None, ""),
+    "apply_chat_template": _NULL,
+    "details": _OFF,
+    "decoder_input_details": _OFF,
+    "top_n_tokens": _ZERO,
+    "return_k_alternatives": _ZERO,
+    "adapter_source": (None, "", "hub", "local"),
 }
-"""Fields that /v1/responses lacks beside those."""
+"""Fields of one generating route that another lacks: each refuses those that it does not declare."""
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "api_token": "opens private adapters on a hub; adapters are only uploaded",
+    "max_tool_calls": "limits tools that a server calls itself; there are none",
+    "metadata": "nothing is stored; `/v1/responses` repeats it",
+}
+"""Fields that clients send and that change no answer on any route, and why. They are accepted everywhere."""

@@ -23,7 +23,7 @@ from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from api.errors import ApiError
 from api.schemas.composition import PinnedAdapter
-from api.schemas.openai import ChatBody, GenerationBody, SamplingFields, bias_of_tokens
+from api.schemas.openai import LIMIT_NAMES, ChatBody, GenerationBody, SamplingFields, bias_of_tokens
 from api.schemas.personas import USER, Defaults, user_name
 from api.schemas.request_fields import RequestFields
 from api.schemas.tgi import Parameters
@@ -330,7 +330,7 @@ def _sampling(body: GenerationBody, defaults: Defaults) -> Json:
     """Return the sampling fields that the request gets, united or merged with its own where that is possible."""
     own = {name: value for name in _SAMPLING if (value := getattr(defaults, name)) is not None}
     said = {name for name in _SAMPLING if getattr(body, name) is not None}
-    if body.max_completion_tokens is not None:
+    if any(getattr(body, name) is not None for name in LIMIT_NAMES):
         said.add("max_tokens")
     if body.temperature is not None or body.fsd_alpha is not None:
         # FSD is deterministic: the one excludes the other.

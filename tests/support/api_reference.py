@@ -17,7 +17,7 @@ from api.schemas.responses import ResponsesBody, TextConfig
 from api.schemas.structured_output import StructuredOutputs
 from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
-from api.schemas.unsupported import INERT_IN_RESPONSES, INERT_VALUES
+from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES, WITHOUT_EFFECT
 from lorasrv.request import SamplingParams
 
 Json = dict[str, Any]
@@ -52,6 +52,9 @@ UNSUPPORTED = """
 These fields are refused, except with the values beside them, which have no effect: everywhere, or in the bodies that
 are named (`chat`, `completions`, `responses`, `tokenize`), where others have them. Bodies of TGI's form:
 [tgi.md](tgi.md).
+"""
+NO_EFFECT = """
+Every generating route accepts these, which clients send to several servers. They change no answer.
 """
 ERRORS = """
 `{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
@@ -114,7 +117,7 @@ def page() -> str:
     others = sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"})
     titles = FIELDS_OF | {name: name for name in others if shapes[name].get("properties")}
     inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
-    known = {**INERT_IN_RESPONSES, **INERT_VALUES, **inside}
+    known = {**INERT_IN_GENERATION, **INERT_VALUES, **inside}
     unsupported = ((f"`{name}`", _lacking(name), _values(values)) for name, values in sorted(known.items()))
     parts = [
         INTRO,
@@ -126,6 +129,11 @@ def page() -> str:
     for name, title in titles.items():
         parts += [f"### {title}", table(("field", "type", "default"), _fields(shapes[name], shapes))]
     parts += ["### Unsupported fields", UNSUPPORTED, table(("field", "refused in", "accepted"), unsupported)]
+    parts += [
+        "### Fields without effect",
+        NO_EFFECT,
+        table(("field", "why"), ((f"`{name}`", why) for name, why in WITHOUT_EFFECT.items())),
+    ]
     parts += ["## Errors", ERRORS, table(("status", "code", "meaning", "retried by openai-python"), _errors())]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -161,9 +169,7 @@ def _default(name: str, field: Json) -> str:
 
 def _lacking(name: str) -> str:
     """Return the bodies that lack a field, if others have it."""
-    if name in INERT_IN_RESPONSES and name not in INERT_VALUES:
-        return "responses"
-    lacking = [title for title, kind in _BODIES.items() if name not in kind.model_fields]
+    lacking = [title for title, kind in _BODIES.items() if name in kind.UNSUPPORTED.keys() - kind.model_fields.keys()]
     return "" if len(lacking) in (0, len(_BODIES)) else ", ".join(lacking)
 
 

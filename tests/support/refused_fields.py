@@ -46,6 +46,7 @@ OPENAI: list[Row] = [
     *wrong("seed", 2**70),
     *wrong("max_tokens", 0, -1, 2**31, 2**63, "8"),
     *wrong("max_tokens", 3, max_completion_tokens=4),
+    *wrong("max_tokens", 3, max_new_tokens=4),
     *wrong("stop", "", ["a", ""]),
     *wrong("stop", ["x"] * 17, [str(i) for i in range(10_000)], says=("16",)),
     *wrong("stop", ["x" * 257], [1], param="stop*"),

@@ -15,6 +15,7 @@ from spelled_engine import tiny_tokenizer
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from api.auth.principal import Caller, Scope
+from api.schemas.openai import LIMIT_NAMES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import is_salted
 from lorasrv.text.tool_parsers.parsers import OPEN
@@ -126,10 +127,11 @@ class TestPrecedence:
         }  # fmt: skip
         sampling = engine.added[-1].sampling
         assert (sampling.temperature, sampling.stop, sampling.max_tokens, sampling.top_p) == (0.5, ("END",), 7, 1.0)
-        told = persona(server.chat(model="muse", temperature=0.9, max_completion_tokens=3, stop="x"))
-        sampling = engine.added[-1].sampling
-        assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.9, ("x", "END"), 3)
-        assert told["applied"] == ["system", "stop"]
+        for name in LIMIT_NAMES:
+            told = persona(server.chat(model="muse", temperature=0.9, stop="x", **{name: 3}))
+            sampling = engine.added[-1].sampling
+            assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.9, ("x", "END"), 3)
+            assert told["applied"] == ["system", "stop"]
         assert persona(server.chat(model="muse", use_defaults=False))["applied"] == []
         assert (prompt(engine), engine.added[-1].sampling.temperature) == ("user:hi", 1.0)
         assert persona(server.chat(use_defaults=True)) is None

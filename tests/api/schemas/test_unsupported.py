@@ -14,8 +14,10 @@ from spelled_engine import spelled, tiny_tokenizer
 
 import api.schemas
 from api.schemas.base import ClosedBody, KnownBody
-from api.schemas.openai import ChatBody
+from api.schemas.openai import ChatBody, CompletionBody
 from api.schemas.responses import ResponsesBody
+from api.schemas.tgi import GenerateBody, Parameters
+from api.schemas.unsupported import WITHOUT_EFFECT
 from lorasrv.text.chat_template import ChatTemplate
 
 TEMPLATE = """<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}"""
@@ -60,6 +62,7 @@ GENERATION: dict[str, Any] = {
     "adapter_id": "mia",
     "max_tokens": 5,
     "max_completion_tokens": 5,
+    "max_new_tokens": 5,
     "temperature": 0.5,
     "top_p": 0.5,
     "top_k": 7,
@@ -408,6 +411,7 @@ def names(kind: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 
+GENERATING = (CompletionBody, ChatBody, ResponsesBody, Parameters)
 KINDS = {kind.__name__: kind for kind in schemas()}
 
 
@@ -439,8 +443,21 @@ def test_every_field_has_a_row() -> None:
     assert {name: names(kind) for name, kind in KINDS.items()} == {name: set(p.fields) for name, p in PLACES.items()}
 
 
-def test_responses_know_every_field_of_a_chat() -> None:
-    assert ChatBody.model_fields.keys() <= ResponsesBody.model_fields.keys() | ResponsesBody.UNSUPPORTED.keys()
+@pytest.mark.parametrize("kind", GENERATING)
+def test_every_route_knows_the_fields_of_the_others(kind: type[KnownBody]) -> None:
+    of_any = {name for other in (*GENERATING, GenerateBody) for name in other.model_fields}
+    assert of_any - kind.model_fields.keys() - kind.UNSUPPORTED.keys() <= WITHOUT_EFFECT.keys()
+
+
+@pytest.mark.parametrize("name", ["CompletionBody", "ChatBody", "ResponsesBody", "Parameters"])
+def test_fields_without_effect_are_told_and_have_none(ask, name: str) -> None:
+    place = PLACES[name]
+    sent = {"metadata": {"a": "b"}, "max_tool_calls": 1, "api_token": "x"}
+    assert sent.keys() == WITHOUT_EFFECT.keys()
+    # Which `/v1/responses` repeats.
+    repeated = KINDS[name].model_fields.keys() & {"metadata", "max_tool_calls"}
+    for key in sent.keys() - repeated:
+        assert ask(place, {**place.base, key: sent[key]}) == ask(place, place.base)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -7,7 +7,7 @@ import pytest
 from answers import failed
 from fake_engine import say
 
-from api.schemas.unsupported import INERT_VALUES
+from api.schemas.openai import GenerationBody
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_served_or_refused_by_name(generate, options: str, field: str) -> None:
 
 
 def test_the_servers_refusal_is_shown(cli, server, monkeypatch) -> None:
-    monkeypatch.setitem(INERT_VALUES, "some_day", (None,))
+    monkeypatch.setitem(GenerationBody.UNSUPPORTED, "some_day", (None,))
     for command, stdin in ((("generate", "hi"), ""), (("chat",), "hi\n")):
         done = cli(*command, "--field", "some_day=1", "--server", server.url, stdin=stdin)
         assert (done.code, done.out) == (2, "")
