@@ -304,7 +304,7 @@ def _apply_to_parameters(
         variables = defaults.chat_template_kwargs or {}
         applied = _told(stored, [message("user", turn)], None, [variables], bool(variables), may_read)
         _check_shows_nothing(parameters, applied)
-    tokens = {
+    tokens: Json = {
         "stop_token_ids": tuple(defaults.stop_token_ids or ()),
         "logit_bias": bias_of_tokens(defaults.logit_bias),
         "bad_words": tuple(defaults.bad_words or ()),
@@ -312,6 +312,9 @@ def _apply_to_parameters(
         "allowed_token_ids": tuple(defaults.allowed_token_ids or ()),
         "min_tokens": defaults.min_tokens,
     }
+    # FSD is deterministic: a temperature of the request replaces it, and so does sampling.
+    if parameters.temperature is None and not parameters.model_copy(update=update).is_sampled:
+        tokens |= {"fsd_alpha": defaults.fsd_alpha, "fsd_ngram": defaults.fsd_ngram}
     given = {name: value for name, value in tokens.items() if value}
     names = [name for name in (*_SAMPLING, "response_format") if _TGI_NAMES.get(name, name) in update] + list(given)
     names += ["chat_template_kwargs"] if variables else []

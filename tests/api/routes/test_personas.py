@@ -340,6 +340,18 @@ class TestTgi:
         assert persona(self.generate(server, use_defaults=False))["applied"] == []
 
     @pytest.mark.parametrize(
+        ("parameters", "alpha"),
+        [({}, 0.5), ({"apply_chat_template": True}, 0.5), ({"temperature": 0.7}, 0), ({"do_sample": True}, 0)],
+    )
+    def test_fsd_unless_the_request_samples(self, server, engine, parameters: dict[str, Any], alpha: float) -> None:
+        engine.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()), special_ids=frozenset())
+        post(server, "muse", defaults={"fsd_alpha": 0.5, "fsd_ngram": 2}).raise_for_status()
+        told = persona(self.generate(server, **parameters))
+        sampling = engine.added[-1].sampling
+        assert (sampling.fsd_alpha, sampling.fsd_ngram) == ((alpha, 2) if alpha else (0, 3))
+        assert told["applied"] == (["fsd_alpha", "fsd_ngram"] if alpha else [])
+
+    @pytest.mark.parametrize(
         ("stored", "parameters", "applied"),
         [
             (FREE, {"grammar": {"type": "regex", "value": "a"}}, []),
