@@ -91,8 +91,6 @@ async def _with_tokens(
 ) -> tuple[dict[str, Any] | None, Tokenizer | None]:
     """Return the config with the tokens that the uploaded tokenizer adds, and the tokenizer with them."""
     if body.config is None or body.tokenizer is None:
-        if body.tokenizer is not None:
-            raise InvalidRequest("a tokenizer belongs to weights; send config and weights, too", param="tokenizer")
         if body.config is not None and body.config.get("added_tokens"):
             why = "added_tokens are read from tokenizer.json; upload it, and send its digest as tokenizer"
             raise InvalidRequest(why, param="config.added_tokens")

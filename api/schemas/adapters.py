@@ -23,6 +23,7 @@ MAX_DEADLINE_MS = 600_000
 MAX_INT = 2**63 - 1
 QUOTES = "'\""
 _Count = Annotated[int, Field(le=MAX_INT)]
+_OF_WEIGHTS = ("stored", "allow_partial", "allow_drift", "tokenizer")
 
 
 class AdapterBody(ClosedBody):
@@ -51,6 +52,9 @@ class AdapterBody(ClosedBody):
             missing = "config" if self.config is None and self.weights is not None else "weights"
             why = "send config and weights together; defaults alone make a persona of the base"
             raise PydanticCustomError("missing_weights", why, {"field": missing})
+        if self.weights is None and (of_weights := [name for name in _OF_WEIGHTS if getattr(self, name)]):
+            why = "belongs to weights; send config and weights, too, or leave it out"
+            raise PydanticCustomError("missing_weights", why, {"field": of_weights[0]})
         return self
 
 

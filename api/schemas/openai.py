@@ -216,6 +216,9 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         elif self.length_penalty not in (None, 1.0) or self.early_stopping:
             name = "early_stopping" if self.early_stopping else "length_penalty"
             raise InvalidRequest(f"{name} needs use_beam_search: true", param=name)
+        if self.return_tokens_as_token_ids and self.top_shown is None and self.prompt_logprobs is None:
+            why = "return_tokens_as_token_ids is about log-probabilities; set logprobs or prompt_logprobs"
+            raise InvalidRequest(why, param="return_tokens_as_token_ids")
         if self.num_tried < self.num_choices:
             raise InvalidRequest(f"best_of must be at least n, which is {self.num_choices}", param="best_of")
         if self.stream and self.use_beam_search:

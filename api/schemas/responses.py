@@ -148,8 +148,10 @@ class ForcedFunction(Body):
     name: str
 
 
-class TextFormat(Body):
+class TextFormat(KnownBody):
     """Select the output format, with the schema beside its name."""
+
+    UNSUPPORTED: ClassVar = {"json_schema": (None,), "value": (None,)}
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -129,10 +129,17 @@ class Parameters(RequestFields, KnownBody):
             )
         if self.num_choices > 1:
             self._check_best_of(stream)
+        if not (stream or self.details or self.decoder_input_details):
+            self._check_no_details()
         if stream and self.decoder_input_details:
             raise InvalidRequest(
                 "decoder_input_details cannot be streamed; leave out stream", param="decoder_input_details"
             )
+
+    def _check_no_details(self) -> None:
+        for name in ("top_n_tokens", "return_k_alternatives"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} is part of the details; set details: true", param=name)
 
     def _check_best_of(self, stream: bool) -> None:
         if stream:

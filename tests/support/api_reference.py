@@ -13,7 +13,7 @@ from api.schemas.adapters import LoadBody
 from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, StreamOptions
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
-from api.schemas.responses import ResponsesBody, TextConfig
+from api.schemas.responses import ResponsesBody, ResponseStreamOptions, TextConfig, TextFormat
 from api.schemas.structured_output import StructuredOutputs
 from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
@@ -99,7 +99,7 @@ FIELDS_OF = {
     "Parameters": "Their `parameters`",
 }
 _BODIES = {"chat": ChatBody, "completions": CompletionBody, "responses": ResponsesBody, "tokenize": TokenizeBody}
-_OBJECTS = (LoadBody, Message, StreamOptions, StructuredOutputs, TextConfig)
+_OBJECTS = (LoadBody, Message, ResponseStreamOptions, StreamOptions, StructuredOutputs, TextConfig, TextFormat)
 
 
 def description() -> Json:

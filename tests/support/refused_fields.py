@@ -75,6 +75,7 @@ OPENAI: list[Row] = [
     *wrong("num_beams", 4),
     *wrong("truncate_prompt_tokens", 0, -2, 2**31, "3", True, 1.5),
     *wrong("return_token_ids", 1, "yes"),
+    *wrong("return_tokens_as_token_ids", True, says=("logprobs",)),
     *wrong("no_repeat_ngram_size", -1, 2**31, "3", True, 1.5),
     *wrong("do_sample", False),
     *wrong("stop_sequences", ["x"]),
@@ -162,6 +163,8 @@ TGI: list[Row] = [
     *wrong("best_of", 2, do_sample=True, stream=True),
     *wrong("decoder_input_details", True, stream=True),
     *wrong("top_n_tokens", 10**6),
+    *wrong("top_n_tokens", 2, says=("details: true",)),
+    *wrong("return_k_alternatives", 2, says=("details: true",)),
     *wrong("truncate", 0, 512),
     *wrong("grammar", {"type": "json", "value": 3}, {"type": "regex", "value": ""}, {"type": "lark", "value": "a"}),
     *wrong("grammar", {"type": "regex", "value": "a"}, response_format={"type": "json_object"}, says=("exclude",)),
@@ -178,6 +181,7 @@ TOKENIZE: list[Row] = [
     *wrong("add_special_tokens", True, messages=[{"role": "user", "content": "b"}]),
 ]
 DETOKENIZE: list[Row] = [*wrong("tokens", [-1], [251], [2**40], ["1"], [1.5], None, param="tokens*")]
+NO_WEIGHTS = {"config": None, "weights": None, "defaults": {"temperature": 0.5}}
 REGISTER: list[Row] = [
     *wrong("weights", "sha256:zz", param="digest"),
     *wrong("weights", 7),
@@ -186,6 +190,10 @@ REGISTER: list[Row] = [
     *wrong("if_not_exist", True),
     *wrong("alias", "Prod", 7),
     *wrong("defaults", [1], "x"),
+    *wrong("stored", "int8", says=("weights",), **NO_WEIGHTS),
+    *wrong("allow_partial", True, says=("weights",), **NO_WEIGHTS),
+    *wrong("allow_drift", True, says=("weights",), **NO_WEIGHTS),
+    *wrong("tokenizer", f"sha256:{'0' * 64}", says=("weights",), **NO_WEIGHTS),
 ]
 WARM: list[Row] = [
     *wrong("deadline_ms", -1, 600_001, 1.5, 10.0, "10", True, None, [1]),

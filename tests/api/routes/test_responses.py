@@ -318,6 +318,8 @@ class TestFailures:
             ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
             ({"text": {"format": {"type": "json_schema", "name": "x", "schema": False}}}, "text.format"),
             ({"text": {"verbosity": "high"}}, "text.verbosity"),
+            ({"text": {"format": {"type": "json_object", "json_schema": {"schema": {}}}}}, "text.format.json_schema"),
+            ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
             ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
             ({"include": ["everything"]}, "include[0]"),
             ({"top_logprobs": 1, "tools": [CLOCK]}, "top_logprobs"),
