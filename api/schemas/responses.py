@@ -228,9 +228,6 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
         fields = _given(self, _SHARED)
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
-            if self.tools and self.tool_choice != "none":
-                name = "include" if self.top_logprobs is None else "top_logprobs"
-                raise InvalidRequest("{param}: there are no log-probabilities beside tools; leave it out", param=name)
         if self.tools is not None:
             fields["tools"] = [tool.of_chat() for tool in self.tools]
         if isinstance(self.tool_choice, ForcedFunction):

@@ -23,6 +23,7 @@ from api.serving.generation import Generation, generate, plan_conversation
 from api.serving.logprobs import PlacedToken, ShownTokens
 from api.serving.openai_responses import ChatFormat, ResponseBuilder, ToolCallFormat
 from api.serving.services import Services
+from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.text.tool_parsers.base import ToolCall
 
@@ -39,6 +40,11 @@ async def generate_response(
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
 
     def write(form: ChatFormat, builder: ResponseBuilder) -> ResponsesWriter:
+        # Tools may be a persona's; tokens of calls stand between those of the texts.
+        if form.is_parsed and chat.logprobs:
+            name = "include" if body.top_logprobs is None else "top_logprobs"
+            why = "{param}: there are no log-probabilities beside tools; leave it out, or set tool_choice: none"
+            raise InvalidRequest(why, param=name)
         return ResponsesWriter(builder, form, asked)
 
     plan = partial(plan_conversation, write=write, id_prefix=ID_PREFIX)
@@ -168,8 +174,7 @@ class AnswerItems:
 
     def take(self, output: RequestOutput) -> Iterator[Json]:
         """Yield the events of an output. Take all of them."""
-        # Not beside tools, which a persona may bring: tokens of calls stand between those of the texts.
-        if self._chat.top is not None and not self._form.is_parsed:
+        if self._chat.top is not None:
             self._unplaced += self._shown.take(output)
         for part in self._form.parts(0, output):
             yield from self._write(part) if isinstance(part, str) else self._call(part)

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from answers import coded, error_of, named
+from answers import coded, error_of, named, refused
 from fake_engine import FakeEngine, say
 from pydantic import BaseModel
 from spelled_engine import spelled, tiny_tokenizer
@@ -204,12 +204,15 @@ class TestTools:
         chat, own = engine.added
         assert own.prompt == chat.prompt
 
-    def test_beside_a_personas_tools_there_are_no_log_probabilities(self, server, respond) -> None:
+    def test_beside_tools_also_of_a_persona_log_probabilities_are_refused(self, server, respond) -> None:
         function = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
         body = {"id": "muse", "defaults": {"tools": [function]}}
         server.http.post("/v1/adapters", json=body).raise_for_status()
-        said, *calls = respond(model="muse", top_logprobs=1).raise_for_status().json()["output"]
-        assert (said["content"][0]["text"], said["content"][0]["logprobs"], len(calls)) == ("Wait.", [], 2)
+        for name, value in (("top_logprobs", 1), ("include", ["message.output_text.logprobs"])):
+            refused(respond(model="muse", **{name: value}), 400, name, "tools")
+            refused(respond(tools=[CLOCK], **{name: value}), 400, name, "tools")
+            said = respond(model="muse", tool_choice="none", **{name: value}).raise_for_status().json()["output"][0]
+            assert said["content"][0]["logprobs"]
 
     def test_text_behind_a_call_is_a_message_of_its_own(self, respond, engine) -> None:
         engine.script = spelled(engine.tokenizer, SAID + "Done.")
@@ -319,11 +322,9 @@ class TestFailures:
             ({"text": {"format": {"type": "json_schema", "name": "x", "schema": False}}}, "text.format"),
             ({"text": {"verbosity": "high"}}, "text.verbosity"),
             ({"text": {"format": {"type": "json_object", "json_schema": {"schema": {}}}}}, "text.format.json_schema"),
-            ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+            ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
             ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
             ({"include": ["everything"]}, "include[0]"),
-            ({"top_logprobs": 1, "tools": [CLOCK]}, "top_logprobs"),
-            ({"include": ["message.output_text.logprobs"], "tools": [CLOCK]}, "include"),
             ({"input": 7}, "input"),
             ({"input": [{"role": "assistant", "content": "x", "tool_calls": [CALL]}]}, "input[0].tool_calls"),
             ({"input": [{"role": "assistant", "content": "x", "prefix": True}]}, "input[0].prefix"),
