@@ -267,7 +267,7 @@ def _describe_http(error: HTTPException) -> Failure:
 
 def _describe_validation(error: RequestValidationError) -> Failure:
     """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
-    problems = [(field_name(_location(problem)), problem["msg"]) for problem in error.errors()]
+    problems = [(field_name(location_of(problem)), problem["msg"]) for problem in error.errors()]
     shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > MAX_SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - MAX_SHOWN_PROBLEMS} more")
@@ -275,7 +275,7 @@ def _describe_validation(error: RequestValidationError) -> Failure:
     return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, code), {}, code)
 
 
-def _location(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
+def location_of(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
     """Return the location of a problem; one found by a whole object names its field in `ctx`."""
     field = problem.get("ctx", {}).get("field")
     return problem["loc"] if field is None else (*problem["loc"], field)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from api.asgi.json_body import parse_json
-from api.errors import ApiError
+from api.errors import ApiError, location_of
 from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.tool_parsers.base import Tool
@@ -120,6 +120,16 @@ class FunctionTool(Body):
     type: Literal["function"]
     function: Function
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_beside(cls, value: Any) -> Any:
+        """Refuse what describes the function beside it, as in a response's tools: it would not be read."""
+        if isinstance(value, dict) and isinstance(inside := value.get("function"), dict):
+            for name in FunctionFields.model_fields:
+                if value.get(name) not in (None, inside.get(name)):
+                    raise PydanticCustomError("misplaced", "belongs inside function", {"field": name})
+        return value
+
 
 class ChosenFunction(Body):
     name: str
@@ -216,7 +226,7 @@ def _function(number: int, tool: dict[str, Any]) -> Function:
         return FunctionTool.model_validate(tool).function
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
+        where = ".".join(map(str, location_of(problem)))
         raise InvalidRequest(f"tools[{number}].{where}: {problem['msg']}", param="tools") from None
 
 

@@ -148,6 +148,7 @@ CHATS: list[Row] = [
     *wrong("logprobs", 1),
     *wrong("echo", True),
     *wrong("add_special_tokens", True),
+    *wrong("tools", [{**CLOCK, "strict": True}], says=("tools[0].strict", "inside function")),
     *wrong("chat_template", "{{ cycler.__init__.__globals__ }}"),
 ]
 # Inside `parameters`.

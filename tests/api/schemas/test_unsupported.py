@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from spelled_engine import spelled, tiny_tokenizer
 
 import api.schemas
-from api.schemas.base import ClosedBody, KnownBody
+from api.schemas.base import KnownBody
 from api.schemas.openai import ChatBody, CompletionBody
 from api.schemas.responses import ResponsesBody
 from api.schemas.tgi import GenerateBody, Parameters
@@ -392,9 +392,35 @@ PLACES: dict[str, Place] = {
         {"lora_name": "bob", "lora_path": "none", "load_inplace": False},
     ),
     "UnloadBody": Place("/v1/unload_lora_adapter", {"lora_name": "nobody"}, {"lora_name": "none"}),
+    # Of the sums, policies and drafts of requests; unknown fields are refused.
+    "AdapterWeight": Place(
+        PLAIN, {"id": "mia"}, {"id": "ann", "weight": 0.5}, lambda one: {**BASE, "prompt": "hi", "adapters": [one]}
+    ),
+    "WindowBody": Place(
+        PLAIN,
+        {"kind": "window", "recent": 64},
+        {"kind": "select", "recent": 128, "sink": 32},
+        lambda one: {**BASE, "prompt": "hi", "kv_policy": one},
+    ),
+    "SelectBody": Place(
+        PLAIN,
+        {"kind": "select", "budget": 512},
+        {"kind": "window", "budget": 1024, "recent": 64, "every": 64, "sink": 32},
+        lambda one: {**BASE, "prompt": "hi", "kv_policy": one},
+    ),
+    "SpeculationBody": Place(
+        PLAIN,
+        {},
+        {"max_draft": 2, "drafters": ["prompt"], "remember": False},
+        lambda one: {**BASE, "prompt": "hi", "speculation": one},
+    ),
 }
-# Checked field by field in test_refused_fields and test_batches; an unknown field is refused.
-ELSEWHERE = {"Age"}
+# Checked field by field in test_refused_fields, test_adapters, test_personas and test_batches; an unknown field is
+# refused.
+ELSEWHERE = {
+    *("Age", "AdapterBody", "AdapterPatch", "LimitsBody", "WarmBody", "VerifyBody"),
+    *("Defaults", "SystemPrompt", "ExampleMessage", "PinnedAdapter"),
+}
 
 
 def schemas() -> Iterator[type[BaseModel]]:
@@ -402,8 +428,9 @@ def schemas() -> Iterator[type[BaseModel]]:
     modules = [importlib.import_module(f"api.schemas.{m.name}") for m in pkgutil.iter_modules(api.schemas.__path__)]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     for kind in sorted(found, key=lambda kind: kind.__name__):
-        is_used = issubclass(kind, BaseModel) and kind is not BaseModel and not kind.__subclasses__()
-        if is_used and not issubclass(kind, ClosedBody) and kind.__name__ not in ELSEWHERE:
+        is_used = issubclass(kind, BaseModel) and kind is not BaseModel
+        is_leaf = not kind.__subclasses__() or kind.__name__ in PLACES
+        if is_used and is_leaf and kind.__name__ not in ELSEWHERE:
             yield kind
 
 
