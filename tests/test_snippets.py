@@ -170,6 +170,35 @@ def test_commands_and_options_are_there() -> None:
     assert unknown_words(["sevre", "--port", "1"]) == ["sevre", "--port"]
 
 
+def script_commands(page: Path) -> Iterator[list[str]]:
+    """Words of every command of a page that runs a script of the benchmarks, up to the end of its line or quotation."""
+    text = page.read_text("utf-8").replace("\\\n", " ")
+    text = re.sub(r"(?<!`)`[^`]+`(?!`)", lambda quoted: quoted[0].replace("\n", " "), text)
+    for found in re.finditer(r"\b((?:bench|gpu)_\w+\.py|soak\.py|tune_triton\.py)( [^`\n]*)?", text):
+        yield shlex.split("".join(part or "" for part in found.groups()), comments=True)
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Options that the script does not declare, nor hands on to `serve`; the script itself if there is none."""
+    script = ROOT / "tests" / "benchmarks" / words[0]
+    if not script.is_file():
+        return words[:1]
+    source = script.read_text("utf-8")
+    given = [word.partition("=")[0] for word in words if re.match(r"--[a-z-]+(=|$)", word)]
+    own = [word for word in given if not re.search(rf'"{word}"|\b{word[2:].replace("-", "_")}=\(', source)]
+    return own if "parse_known_args" not in source else unknown_words(["serve", *own])
+
+
+def test_options_of_scripts_are_there() -> None:
+    commands = [(page.name, words) for page in PAGES for words in script_commands(page)]
+    assert len(commands) >= 60
+    gone = {"bench_isolation.py"}  # the page says up to which commit it was there
+    assert [(name, bad) for name, words in commands if (bad := unknown_options(words)) and {*bad} != gone] == []
+    assert unknown_options(["bench_step.py", "--work", "1/0", "--no-such-flag"]) == ["--no-such-flag"]
+    assert unknown_options(["bench_snapshots.py", "--quantization", "int4", "--no-such-flag"]) == ["--no-such-flag"]
+    assert unknown_options(["bench_nothing.py"]) == ["bench_nothing.py"]
+
+
 @pytest.mark.parametrize("code", OF_SERVERS)
 def test_python_of_a_server(served, capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path, code: str) -> None:
     assert PLACES[0] in code

@@ -1,6 +1,6 @@
 """Measure what a step's planning costs beside a long queue, and what it costs to make room among idle adapters.
 
-    python tests/benchmarks/bench_queue.py [--accounts 4000] [--policies fair fcfs]
+    python tests/benchmarks/bench_queue.py [--accounts 4000] [--policies fair,fcfs]
 
 The bare scheduler with 16 running requests and one waiting request of each account, without a model. Times are this
 thread's own, in milliseconds, of `schedule` alone; the first of the steps meets all requests as they have arrived.
