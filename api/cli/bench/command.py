@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import server_address
-from api.cli.bench.run import BenchOptions
+from api.cli.bench.options import BenchOptions
 from api.cli.common.options import JsonOption, check_png
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
 

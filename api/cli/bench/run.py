@@ -3,14 +3,15 @@
 import asyncio
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from api.cli.bench.client import BenchClient
 from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
+from api.cli.bench.options import BenchOptions
 from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
 from api.cli.bench.server_info import Served, read_server_info, work_of
@@ -21,17 +22,13 @@ from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, progress
 from api.client import Client, Refused
 
-if TYPE_CHECKING:
-    from lorasrv.metrics.trace import TraceRequest
-
-DEFAULT_ADAPTERS = 8
 MAX_NAMED = 8
 
 
 class Bench:
     """Run the points of a sweep on one server. `run` yields a result per point, and stops after an interrupted one."""
 
-    def __init__(self, options: "BenchOptions", url: str, rates: MachineRates | None) -> None:
+    def __init__(self, options: BenchOptions, url: str, rates: MachineRates | None) -> None:
         self._options, self._url, self._rates = options, url, rates
         with connected(url, options.key) as client:
             self._served = read_server_info(client)
@@ -118,7 +115,7 @@ class Bench:
         return BenchClient(self._url, chat=self._options.chat, key=self._options.key, timeout_s=self._options.timeout_s)
 
 
-def _wanted_names(options: "BenchOptions", served: Served) -> tuple[str, ...]:
+def _wanted_names(options: BenchOptions, served: Served) -> tuple[str, ...]:
     """Return the names of the adapters that may take part."""
     if options.names is not None:
         return options.names
@@ -146,7 +143,7 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
             raise CliError(f"{option}: {name!r} is unknown at {client.url}; known: {shown}") from None
 
 
-def _work(options: "BenchOptions", reported: Work | None) -> Work | None:
+def _work(options: BenchOptions, reported: Work | None) -> Work | None:
     """Return the model's costs from the command line where given, else from the server."""
     if reported is None and not (options.model_bytes or options.model_ops):
         return None
@@ -167,39 +164,3 @@ def _machine(rates: MachineRates | None) -> dict[str, object]:
             "int8_ops_per_s": float(f"{rates.int8_ops:.4g}"),
         }
     return {**machine(), "measured": measured}
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Hold the validated command line."""
-
-    url: str | None
-    key: str | None
-    flags: tuple[str, ...]
-    rank: int
-    # None: the server's.
-    names: tuple[str, ...] | None
-    adapters: tuple[int, ...] | None
-    loads: tuple[dict[str, Any], ...]
-    requests: dict[str, Any]
-    trace: "tuple[TraceRequest, ...] | None"
-    chat: bool
-    timeout_s: float
-    slo: dict[str, float]
-    model_bytes: float
-    model_ops: float
-    measure: bool
-    label: str
-    as_json: bool
-
-    @property
-    def made_names(self) -> tuple[str, ...]:
-        """Return the adapters to generate for a started server."""
-        from api.cli.bench.server import adapter_names
-        from api.cli.bench.sweep import trace_names
-
-        if self.names is not None:
-            return self.names
-        if self.trace is not None and self.adapters is None:
-            return tuple(trace_names(self.trace))
-        return adapter_names(max(self.adapters or (DEFAULT_ADAPTERS,)))

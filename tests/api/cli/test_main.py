@@ -245,9 +245,14 @@ class TestExitCodes:
 
 def test_help_and_client_commands_import_neither_torch_nor_the_server() -> None:
     heavy = {"torch", "numpy", "fastapi", "uvicorn", "pydantic"}
-    script = f"import sys, api.cli.program, api.client; print({heavy} & set(sys.modules))"
+    assert imported_by("api.cli.program, api.client") & heavy == set()
+    assert "httpx2" not in imported_by("api.cli.program")
+
+
+def imported_by(modules: str) -> set[str]:
+    script = f"import sys, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "set()"
+    return set(done.stdout.split())
 
 
 class TestTables:
