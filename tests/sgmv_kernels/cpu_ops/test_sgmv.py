@@ -1,5 +1,6 @@
 """SGMV of the CPU's default kernels, for any adapters and rows."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,3 +23,18 @@ def test_any_batch_of_any_adapters(data: st.DataObject) -> None:
         pool.add([data.draw(ranks)], [(400 * i, 400)], codes=data.draw(st.booleans()))
     rows = data.draw(st.lists(st.integers(-1, count - 1), min_size=1, max_size=40))
     pool.check(Ops(torch.device("cpu")), rows, 0, layer=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["floats", "codes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_row_of_a_tile_has_the_bits_that_it_has_alone(dtype: torch.dtype, codes: bool) -> None:
+    """Tiles of one to three rows, and later ones of a task that take two rank rows at a time; odd ranks, and widths
+    that no vector divides.
+    """
+    ops, pool = Ops(torch.device("cpu")), KernelPool((SiteDims(205, (150, 33)),), dtype, 1, 1024, 400)
+    pool.add([[17, 5]], [(0, 400)], codes=codes)
+    for count in (2, 4, 5, 100):
+        x, y = pool.inputs(count, 0)
+        together = pool.added(ops, [0] * count, 0, x, y, layer=0)
+        for i in range(count):
+            assert torch.equal(pool.added(ops, [0], 0, x[i : i + 1], y[i : i + 1], layer=0), together[i : i + 1])
