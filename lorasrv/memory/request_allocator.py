@@ -56,7 +56,8 @@ class RequestAllocator:
             self._ops.append(SwapIn(rid, self._kv.held_pages(rid, request.num_computed_tokens)))
             self._free_swap(request)
         elif not request.num_preemptions:
-            request.num_cached_tokens = shared
+            # A resumed answer may find some of itself, too.
+            request.num_cached_tokens = min(shared, request.num_prompt_tokens)
             self._count_uses(request)
         return True
 

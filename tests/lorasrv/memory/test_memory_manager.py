@@ -43,6 +43,14 @@ async def test_a_prompt_that_was_seen_is_not_computed_again(engine, keys, alone)
     assert engine.metrics.snapshot().cached_tokens_total == 2 * 96
 
 
+async def test_cached_tokens_of_a_resumed_answer_are_those_of_its_prompt(engine) -> None:
+    """Pages of the answer may be there, too: a peer has sent them, or it was cut while it was computed here."""
+    whole = tokens(await ask(engine, None))
+    resumed = await ask(engine, None, resumed_token_ids=tuple(whole[:19]))
+    assert tokens(resumed) == whole
+    assert resumed[-1].timing.num_cached_tokens == engine.metrics.snapshot().cached_tokens_total == len(PROMPT)
+
+
 @pytest.mark.parametrize("length", [1, 16, 45, *(pytest.param(n, marks=pytest.mark.long) for n in (15, 17, 48))])
 @pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.long), "three"])
 @pytest.mark.engine(max_num_seqs=16, max_num_batched_tokens=32)
