@@ -302,7 +302,7 @@ class Exchange:
             raise Broken(str(self._why))
         self._stats.lost += 1
         why = self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why))
-        await self._send_chunk(_failed(self._path, why))
+        await self._send_chunk(_failed(self._path, why, self._copy.num_events))
         await self._end()
 
 
@@ -310,12 +310,12 @@ def _is_stream(reply: UpstreamReply) -> bool:
     return reply.status == 200 and reply.header(b"content-type").startswith(b"text/event-stream")
 
 
-def _failed(path: str, why: ReplicaLost) -> bytes:
-    """Return the last events of a stream whose replica is gone, in the form of its route."""
+def _failed(path: str, why: ReplicaLost, num_events: int) -> bytes:
+    """Return the last events of a stream whose replica is gone, in the form of its route, behind so many others."""
     body = describe_at(path, why).body
     if path == RESPONSES_PATH:
         # "error" is what openai-python raises by, "type" what others read.
-        return named_event("error", {**body["error"], **body, "type": "error"})
+        return named_event("error", {**body["error"], **body, "type": "error", "sequence_number": num_events})
     return event(body) if path in TGI_PATHS else event(body) + DONE
 
 

@@ -4,7 +4,8 @@ A replica that is asked with the cluster's secret writes a comment behind the ev
 and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what a comment follows
 is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a comment
 `: draining` follows; where its engine ends, `: stopping` comes before the event that says so. There are no other
-comments, so what is passed on is events alone, which the next replica may have to go on numbering.
+comments, so what is passed on is events alone: the next replica, or the edge where there is none, numbers its own
+behind them.
 """
 
 import json
@@ -50,10 +51,17 @@ class EventStreamCopy:
         """Return how many tokens were passed on, as far as they are known."""
         return len(self._tokens)
 
+    @property
+    def num_events(self) -> int:
+        """Return how many events were passed on."""
+        return self._num_events
+
     def push(self, piece: bytes) -> bytes:
         """Take what has arrived, and return what may go on to the client."""
         held = self._held + piece if self._held else piece
-        return self._marked(held) if self._offer else self._whole(held)
+        ready = self._marked(held) if self._offer else self._whole(held)
+        self._num_events += ready.count(_END)
+        return ready
 
     def end(self) -> bytes:
         """Return the rest of a stream that has ended.
@@ -91,7 +99,6 @@ class EventStreamCopy:
         begin = 0
         for mark in _MARK.finditer(held):
             pieces.append(held[begin : mark.start()])
-            self._num_events += pieces[-1].count(_END)
             if mark[1] is not None:
                 self._tokens.extend(map(int, mark[1].split()))
             elif mark[2] == b"draining":

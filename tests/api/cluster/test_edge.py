@@ -143,6 +143,7 @@ def test_a_stream_that_breaks_ends_with_an_error_behind_whole_events(cluster: An
     assert name == (b"event: error\n" if path == "/v1/responses" else b"")
     if path == "/v1/responses":
         assert (error["type"], error["code"], error["error"]["code"]) == ("error", "replica_lost", "replica_lost")
+        assert error["sequence_number"] == 1
         assert events == [b""]
     elif path == CHAT:
         assert error["error"]["code"] == "replica_lost"

@@ -301,6 +301,16 @@ def test_what_cannot_be_resumed_exactly_ends_with_an_error(cluster: Any, name: s
     assert cluster.edge.stats.resumed == 0
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_logprobs": 1}], ids=["resumed twice", "not resumed"])
+def test_the_error_that_ends_a_lost_response_has_the_next_number(cluster: Any, fields: dict[str, Any]) -> None:
+    path, body = sent("response")
+    parts = broken(cluster, path, body | fields, 2500, 900, 900).split(b"\n\n")
+    events = [json.loads(part.partition(b"data: ")[2]) for part in parts[:-1]]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events].count("error") == (events[-1]["type"] == "error") == 1
+    assert cluster.edge.stats.resumed == (0 if fields else 2)
+
+
 def test_a_replica_of_another_kind_is_not_asked(cluster: Any) -> None:
     addresses = cluster.chooser.replicas()
     cluster.chooser.set_addresses([addresses[0], *(replace(one, kernels="other") for one in addresses[1:])])
