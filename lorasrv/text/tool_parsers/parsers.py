@@ -112,17 +112,16 @@ class TaggedReader:
         parts: list[Part] = []
         while self._inside is not None or OPEN in self._outside:
             if self._inside is None:
-                self._outside, _, self._inside = self._outside.partition(OPEN)
+                before, _, self._inside = self._outside.partition(OPEN)
+                parts += self._said(before, "")
             if CLOSE not in self._inside:
                 break
             inside, _, rest = self._inside.partition(CLOSE)
             parts += self._ended(inside, CLOSE)
             self._outside, self._inside = rest, None
         if self._inside is None:
-            held = possible_beginning(self._outside, OPEN)
-            certain = self._outside[: len(self._outside) - held].rstrip()
-            parts += self._text(certain)
-            self._outside = self._outside[len(certain) :]
+            at = len(self._outside) - possible_beginning(self._outside, OPEN)
+            parts += self._said(self._outside[:at], self._outside[at:])
         return parts
 
     def flush(self) -> list[Part]:
@@ -134,12 +133,16 @@ class TaggedReader:
         return [] if self._has_called and not text.strip() else self._text(text)
 
     def _ended(self, inside: str, close: str) -> list[Part]:
-        """Return the pending text in front of a tag, followed by the tag's content."""
+        """Return the content of a tag, behind the white space in front of it if it is no call."""
         before, self._outside = self._outside, ""
         call = read_call(parse_json(inside.strip()), self._names, ("arguments", "parameters"))
-        if call is None:
-            return self._text(before + OPEN + inside + close)
-        return [*self._text(before.rstrip()), *self._called(call)]
+        return self._text(before + OPEN + inside + close) if call is None else self._called(call)
+
+    def _said(self, text: str, held: str) -> list[Part]:
+        """Return text outside of tags, but for white space at its end, which is held back with what follows."""
+        certain = text.rstrip()
+        self._outside = text[len(certain) :] + held
+        return self._text(certain)
 
     def _called(self, call: ToolCall) -> list[Part]:
         if self._has_called and not self._parallel:

@@ -22,11 +22,11 @@ PARIS = ToolCall("get_weather", '{"city": "Paris"}')
 CLOCK = ToolCall("clock", "{}")
 
 
-def read(form: ToolFormat, pieces: list[str], parallel: bool = True) -> list[Any]:
+def read(form: ToolFormat, pieces: list[str], parallel: bool = True, *, has_ended: bool = True) -> list[Any]:
     """The parts, neighbouring text joined."""
     reader = form.reader(NAMES, parallel)
     parts: list[Any] = []
-    for part in [part for piece in pieces for part in reader.push(piece)] + reader.flush():
+    for part in [part for piece in pieces for part in reader.push(piece)] + (reader.flush() if has_ended else []):
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] += part
         else:
@@ -91,6 +91,9 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(form, pieces) == parts
+    for end in cuts:
+        piece_by_piece = read(form, [text[at : at + 1] for at in range(end)], has_ended=False)
+        assert read(form, [text[:end]], has_ended=False) == piece_by_piece, "what goes on with it has said the same"
 
 
 @settings(max_examples=300, deadline=None)
