@@ -1,10 +1,10 @@
 """Copy a stream of events in whole events, and remember the tokens in it, so that another replica can go on.
 
 A replica that is asked with the cluster's secret writes a comment behind the events of each output, `: tokens 17 4`,
-and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what a comment follows
-is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a comment
-`: draining` follows; where its engine ends, `: stopping` comes before the event that says so. There are no other
-comments, so what is passed on is events alone: the next replica, or the edge where there is none, numbers its own
+and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what such a comment
+follows is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a
+comment `: draining` follows; where its engine ends, `: stopping` comes before the event that says so. There are no
+other comments, so what is passed on is events alone: the next replica, or the edge where there is none, numbers its own
 behind them.
 """
 
@@ -98,8 +98,8 @@ class EventStreamCopy:
         pieces: list[bytes] = []
         begin = 0
         for mark in _MARK.finditer(held):
-            pieces.append(held[begin : mark.start()])
             if mark[1] is not None:
+                pieces.append(held[begin : mark.start()])
                 self._tokens.extend(map(int, mark[1].split()))
             elif mark[2] == b"draining":
                 self.is_draining = True

@@ -223,12 +223,15 @@ def test_a_replica_whose_engine_ends_sends_its_requests_on(cluster: Any, path: s
 
 @pytest.mark.parametrize("path", [CHAT, "/generate_stream"])
 def test_a_stream_whose_engine_ends_goes_on_elsewhere(path: str) -> None:
-    """The event that says so is the replica's, in any protocol; its client reads the next one's."""
+    """The event that says so is the replica's, in any protocol, and so is one whose tokens are not told; its client
+    reads the next one's.
+    """
     offer = json.dumps({"answer_id": "a", "created_s": 1, "seed": 1, "digest": "d"})
 
     def ends(seen: Seen) -> None:
         seen.begin_stream(f"x-lorasrv-resume: {offer}")
-        seen.chunk(EVENT + b": tokens 17\n\n: stopping\n\n" + event(describe_at(path, EngineDead("dead")).body))
+        seen.chunk(EVENT + b": tokens 17\n\n" + EVENT + b": stopping\n\n")
+        seen.chunk(event(describe_at(path, EngineDead("dead")).body))
         seen.end()
 
     def goes_on(seen: Seen) -> None:
