@@ -16,7 +16,7 @@ from lorasrv.outputs import RequestOutput
 
 
 class EventWriter(Protocol):
-    """Write the events of one stream in a protocol's format; implemented by `ChunkEvents` and `TokenEvents`."""
+    """Write the events of one stream in a protocol's format: `ChunkEvents`, `ResponseEvents`, `TokenEvents`."""
 
     def write(self, index: int, output: RequestOutput) -> bytes:
         """Return the events of a choice's output; b"" if it has none."""

@@ -37,7 +37,7 @@ from lorasrv.text.tokenizer import Tokenizer
 
 
 class Writer(Protocol):
-    """Write the response in a protocol's format; implemented by `ResponseBuilder` and `TgiResponseBuilder`."""
+    """Write the response in a protocol's format: `ResponseBuilder`, `ResponsesWriter`, `TgiResponseBuilder`."""
 
     @property
     def answer_id(self) -> str:
