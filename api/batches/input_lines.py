@@ -7,22 +7,25 @@ they are represented by keys of 8 bytes, so that a million lines take 8 MB.
 import hashlib
 import secrets
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from adapter_store.errors import show
 from api.asgi.body_limits import MAX_JSON_BYTES
 from api.asgi.json_body import parse_json
 from api.errors import ApiError
 
+FIELDS = ("custom_id", "method", "url", "body")
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_LINE_BYTES = MAX_JSON_BYTES + (64 << 10)
 MAX_ID_CHARS = 512
 MAX_SHOWN_PROBLEMS = 100
 SKIP_BYTES = 1 << 20
+QUOTES = "'\""
 _BOM = b"\xef\xbb\xbf"
 # Random per process, so that lines with colliding keys cannot be crafted.
 _SECRET = secrets.token_bytes(16)
@@ -156,12 +159,20 @@ def parse_line(number: int, data: bytes, endpoint: str | None = None) -> Line:
         message = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
         return MalformedLine(number, None, message, "custom_id")
     url, body = fields.get("url"), fields.get("body")
-    wrong = _wrong(fields.get("method"), url, body, endpoint)
+    wrong = _unknown(fields) or _wrong(fields.get("method"), url, body, endpoint)
     if wrong is not None:
         return MalformedLine(number, custom_id, wrong[1], wrong[0])
     assert isinstance(url, str)
     assert isinstance(body, dict)
     return BatchLine(number, custom_id, url, body)
+
+
+def _unknown(fields: Mapping[str, object]) -> tuple[str, str] | None:
+    unknown = next((name for name in fields if name not in FIELDS), None)
+    if unknown is None:
+        return None
+    shown, known = show(unknown), ", ".join(FIELDS)
+    return shown.strip(QUOTES), f"a line has no field {shown}, only {known}; fields of the request belong into body"
 
 
 def _wrong(method: object, url: object, body: object, endpoint: str | None) -> tuple[str, str] | None:

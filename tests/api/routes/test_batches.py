@@ -228,12 +228,16 @@ class TestBatches:
             b"[" * 5000,
             b'{"a":' * 200 + b"1" + b"}" * 200,
             b'{"custom_id":"n","custom_id":"n"}',
+            (line("k")[:-1] + ', "priority": 5}').encode(),
+            (line("l")[:-1] + ', "\\u0000\\u202e": null}').encode(),
         ]
         batch = finished(b"\n".join([line("good").encode(), b"", *wrong]))
         assert (batch.status, engine.added) == ("failed", [])
         errors = batch.errors.data
         assert [error.line for error in errors] == list(range(3, 3 + len(wrong)))
         assert [error.param for error in errors[3:9]] == ["custom_id", "custom_id", "method", "url", "url", "body"]
+        assert [error.param for error in errors[-2:]] == ["priority", r"\x00\u202e"]
+        assert "'priority', only custom_id, method, url, body;" in errors[-2].message
 
     def test_a_repeated_custom_id(self, finished, engine) -> None:
         batch = finished([line("a"), line("b"), line("a")])

@@ -65,11 +65,12 @@ class TestAnswers:
 
     def test_failures(self, batch, files) -> None:
         wrong = [line("b", model="nobody"), "", "{", line("c", stream=True), line("d", temperature=-1), "[]"]
-        done = batch([line("a"), *wrong])
-        assert (done.code, "5 of 6 lines failed" in done.err) == (1, True)
-        assert done.out.startswith("1 of 6 lines answered")
+        done = batch([line("a"), *wrong, line("e")[:-1] + ', "model": "mia"}'])
+        assert (done.code, "6 of 7 lines failed" in done.err) == (1, True)
+        assert done.out.startswith("1 of 7 lines answered")
         found = results(files[1])
-        assert set(found) == {"a", "b", "c", "d", "line 4", "line 7"}
+        assert set(found) == {"a", "b", "c", "d", "e", "line 4", "line 7"}
+        assert found["e"]["error"]["param"] == "model", "which stands in the body"
         assert found["b"]["response"]["status_code"] == 404
         assert found["c"]["response"]["body"]["error"]["param"] == "stream"
         assert found["d"]["response"]["body"]["error"]["param"] == "temperature"
