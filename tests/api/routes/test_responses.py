@@ -15,6 +15,7 @@ from fake_engine import FakeEngine, say
 from pydantic import BaseModel
 from spelled_engine import spelled, tiny_tokenizer
 
+from adapter_store.quota import ANONYMOUS
 from api.schemas.openai import MAX_MESSAGES
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded
 from lorasrv.outputs import FinishReason
@@ -101,6 +102,15 @@ class TestAnswers:
         assert (body["id"], bytes(engine.added[0].prompt)) == (engine.added[0].id, b"system:be kind\nuser:hi")
         assert (body["instructions"], body["metadata"], body["user"]) == ("be kind", {"a": "b"}, "Ann")
         assert body["store"] is False, "nothing is stored, though clients ask for it by default"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_admission_is_asked_as_often_as_for_a_chat(self, server, respond, engine, monkeypatch, stream) -> None:
+        asked: list[str] = []
+        monkeypatch.setattr(engine, "check_admission", asked.append)
+        server.chat(stream=stream).raise_for_status()
+        of_chat = list(asked)
+        respond(stream=stream).raise_for_status()
+        assert asked == 2 * of_chat == 2 * [ANONYMOUS]
 
     def test_a_stream_tells_the_same(self, respond) -> None:
         events = read(respond(stream=True))
