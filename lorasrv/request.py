@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.kv_policy import MAX_TOKENS, KvPolicy
@@ -445,7 +446,7 @@ class EngineCoreRequest:
     terms: tuple[AdapterTerm, ...] = ()
     # Tier of the adapter on arrival, before any work for this request.
     found: AdapterTier | None = None
-    principal: str = "anonymous"
+    principal: str = ANONYMOUS
     on_cold: OnCold = OnCold.WAIT
     # Requests share prefix pages only with requests of the same salt.
     cache_salt: str = ""

@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import StoreFull, StoreUnusable
-from api.auth.principal import NAME_RULE, NO_LIMITS, Key, KeyLimits, Scope, digest_of, is_name, is_pattern, new_secret
+from api.auth.principal import (
+    NAME_RULE,
+    NO_LIMITS,
+    RESERVED_NAMES,
+    Key,
+    KeyLimits,
+    Scope,
+    digest_of,
+    is_name,
+    is_pattern,
+    new_secret,
+)
 
 FILE = "keys.db"
 BUSY_MS = 5000
@@ -254,7 +265,7 @@ class KeyStore:
 def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> None:
     if not is_name(name):
         raise InvalidKey(
-            "--name", f"{name!r} is not a valid name of a key: {NAME_RULE}; anonymous and api-key are taken"
+            "--name", f"{name!r} is not a valid name of a key: {NAME_RULE}; taken: {', '.join(sorted(RESERVED_NAMES))}"
         )
     if not scopes:
         raise InvalidKey("--scope", f"a key needs one of the scopes {', '.join(Scope)}")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.draft_rules import NOTHING_DRAFTS, DraftRules, restrict
 from lorasrv.engine.poison_requests import PoisonGuard
@@ -132,7 +133,7 @@ class InputProcessor:
         sampling: SamplingParams,
         adapter: AdapterKey | None = None,
         *,
-        principal: str = "anonymous",
+        principal: str = ANONYMOUS,
         on_cold: OnCold = OnCold.WAIT,
         cache_salt: str = "",
         adapter_id: str = "",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.memory_manager import MemoryManager
@@ -25,7 +26,7 @@ class RequestPages:
     shared: int
     page_ids: tuple[int, ...] = ()
     # Key that the request belongs to.
-    principal: str = "anonymous"
+    principal: str = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from tiny_adapter import BASE, FFN, HIDDEN, LAYERS
 
 from adapter_store.errors import AdapterError
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits, LimitShare
 from lorasrv.engine.in_flight_requests import InFlightRequests
@@ -55,7 +56,7 @@ Script = Callable[[RequestId, int, Asked], Sequence[RequestOutput | Exception | 
 """(id, choice, request) -> its outputs; an exception is raised in place of one."""
 DEFAULTS: RequestOptions = {
     "adapter": None,
-    "principal": "anonymous",
+    "principal": ANONYMOUS,
     "on_cold": OnCold.WAIT,
     "cache_salt": "",
     "adapter_id": "",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adapter_store.host_cache import HostCache
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import MemoryOptions, SchedulerOptions
@@ -333,7 +334,7 @@ class SimReplica:
                 self._traffic.prompts.of(outcome.number)[: request.prompt_tokens],
                 SamplingParams(max_tokens=most, temperature=0.0),
                 None if request.adapter is None else key_of(request.adapter),
-                principal=request.key or "anonymous",
+                principal=request.key or ANONYMOUS,
                 adapter_id=request.adapter or "",
                 priority=request.priority,
                 timeout_s=request.timeout_s,
