@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
+from adapter_store.errors import StoreUnusable
+from adapter_store.registry.feed import is_followed
 from api import early_stop
 from api.app import create_app
 from api.asgi.draining_server import DrainingServer
@@ -189,17 +191,28 @@ def check_guarded(settings: ServerSettings) -> None:
 
     Raises:
         ConfigError: they need none.
-        StoreUnusable: the store's keys cannot be read.
+        StoreUnusable: the store's keys cannot be read, or a registry's would replace them.
     """
+    root = settings.store.expanduser()
     if settings.registry is not None:
         # Its keys are not here yet; until they are, no request is served.
+        _check_no_own_keys(root)
         return
-    if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
+    if settings.serves_without_keys or settings.api_key is not None or has_keys(root):
         return
     raise ConfigError(
         f"--host {settings.host} opens the server to other machines without a key; create one with lorasrv key create "
         "or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
     )
+
+
+def _check_no_own_keys(root: Path) -> None:
+    """Check that a follower's folder has no keys but those of its registry, which replace all that are there."""
+    if has_keys(root) and not is_followed(root / "index.sqlite3"):
+        raise StoreUnusable(
+            f"store {root} has keys of its own (keys.db), and a server that follows a registry has that one's: create "
+            "keys in the registry's folder, and name another --store here"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:

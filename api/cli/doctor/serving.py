@@ -158,8 +158,10 @@ def port(settings: ServerSettings) -> Check:
     place = f"{settings.host}:{settings.port}"
     try:
         check_guarded(settings)
-    except (ConfigError, AdapterError) as error:
+    except ConfigError as error:
         return Check("fail", str(error), "lorasrv key create --scope admin")
+    except AdapterError as error:
+        return Check("fail", str(error), "another --store")
     try:
         _try_address(settings)
     except OSError as error:

@@ -335,6 +335,24 @@ class TestServe:
         assert "lorasrv key create" in done.err
         assert not (tmp_path / "store").exists(), "nothing is made before"
 
+    @pytest.mark.parametrize("more", [(), ("--replicas", 2)])
+    def test_a_first_start_as_a_follower_drops_no_keys(
+        self, cli, tmp_path: Path, more: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its registry's keys replace those of its folder, which until then has none of them."""
+        monkeypatch.setattr("api.cluster.local.find_spec", lambda name: object())
+        cli("key", "create", "--name", "alice", "--store", tmp_path)
+        registry = "http://127.0.0.1:1"
+        follows = ("--model", tmp_path / "none", "--registry", registry, "--cluster-secret", "s" * 16)
+        done = cli("serve", *follows, "--store", tmp_path, *more)
+        failed(done, 1, f"store {tmp_path} has keys of its own", "in the registry's folder", "another --store")
+        assert has_keys(tmp_path)
+        AdapterStore(tmp_path / "cache", SHAPES, origin=NearOrigin(lambda: None)).close()
+        cache = KeyStore(tmp_path / "cache")
+        cache.create("of-the-registry", INFER)
+        cache.close()
+        check_guarded(ServerSettings(store=tmp_path / "cache", registry=registry))
+
     @pytest.mark.parametrize("guard", [None, {"api_key": SecretStr("s3cret-key")}, {"insecure": True}])
     def test_other_addresses_with_keys_are_served(self, keys, tmp_path: Path, guard: dict[str, object] | None) -> None:
         if guard is None:

@@ -188,3 +188,5 @@ class TestKeys:
         assert (found.status, found.fix) == ("fail", "lorasrv key create --scope admin")
         KeyStore(tmp_path).create("ops", frozenset({Scope.ADMIN}))
         assert doctor_serving.port(ServerSettings(**options)).status == "ok"
+        follower = doctor_serving.port(ServerSettings(**options, registry="http://127.0.0.1:1"))
+        assert (follower.status, follower.fix) == ("fail", "another --store"), "these keys would be dropped"
