@@ -24,6 +24,7 @@
     ├── CacheFull                          a follower's cache has no room beside weights in use
     │   └── CacheTooSmall                  nor would it have any if it were empty
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
+    │   └── AdaptersRefused                adapters of it cannot be served; carries the reason for each
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
         ├── OriginDenied                   the registry refuses this server's key, or is none
         └── OriginRefused                  the registry refuses what it was asked
@@ -31,6 +32,7 @@
 Messages contain no path, except those of a store that cannot be opened, which only the operator sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 MAX_PROBLEMS = 100
@@ -282,6 +284,14 @@ class StoreLocked(AdapterError):
 
 class InvalidArchive(AdapterError, ValueError):
     """Report an import file that is not an archive, is damaged, or has an unknown format."""
+
+
+class AdaptersRefused(InvalidArchive):
+    """Report an archive with adapters that are refused. `reasons` has a line for each of them."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__(f"adapters of the archive are refused, and nothing was imported: {'; '.join(reasons)}")
+        self.reasons = reasons
 
 
 class StoreFollows(AdapterError):

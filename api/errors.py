@@ -122,6 +122,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.CacheTooSmall: Answer(503, "adapter_cache_too_small", SERVER, retry=False),
     store_errors.CacheFull: Answer(503, "adapter_cache_full", SERVER, retry_after_s=5.0),
     store_errors.InvalidArchive: Answer(400, "invalid_archive"),
+    store_errors.AdaptersRefused: Answer(400, "invalid_archive"),
     store_errors.StoreLocked: Answer(
         503, "store_locked", SERVER, retry_after_s=10.0, message="another server uses the adapter store"
     ),

@@ -9,12 +9,20 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, StoreFull, StoreUnusable, show
+from adapter_store.errors import (
+    AdapterCorrupt,
+    AdapterInvalid,
+    BlobTooLarge,
+    InvalidArchive,
+    StoreFull,
+    StoreUnusable,
+    show,
+)
 from adapter_store.maintenance.archive_format import (
     BLOBS,
     MANIFEST,
@@ -24,7 +32,7 @@ from adapter_store.maintenance.archive_format import (
     ArchivedUpload,
     read_manifest_json,
 )
-from adapter_store.maintenance.archived_sums import ArchivedPart, check_sums
+from adapter_store.maintenance.archive_refusals import CheckDefaults, CheckLimits, Refusals
 from adapter_store.maintenance.offline_store import OfflineStore, Progress
 from adapter_store.registry.base_identity import BaseIdentity, stored_base
 from adapter_store.registry.index import Upload
@@ -167,8 +175,9 @@ def import_store(
     base: BaseShapes,
     max_lora_rank: int,
     progress: Progress = lambda done, total: None,
-    check_limits: Callable[[Mapping[str, float]], object] = dict,
-    check_defaults: Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]] = lambda defaults, config: (),
+    check_limits: CheckLimits = dict,
+    check_defaults: CheckDefaults = lambda defaults, config: (),
+    skip: Callable[[AdapterId, str], object] | None = None,
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
 
@@ -184,11 +193,13 @@ def import_store(
         check_limits: raises ValueError or TypeError for invalid limits of an id.
         check_defaults: raises ValueError for invalid defaults of a version; gets them as JSON, and the config of its
             weights, {} without any. Returns what a stored sum consists of.
+        skip: called with each adapter that is refused and the reason, and the others are imported; None: nothing is.
 
     Raises:
+        AdaptersRefused: limits, defaults or weights of some adapters cannot be served, and `skip` is None.
         InvalidArchive: it is not an archive, is damaged, was made for another base, or holds ids that the store has
             already.
-        AdapterInvalid, InvalidAdapterId, DigestMismatch: it holds something that cannot be served.
+        InvalidAdapterId, DigestMismatch: it holds something that cannot be served.
         StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
     """
     if store.index.position() is not None:
@@ -196,16 +207,21 @@ def import_store(
     reader = TarReader(file)
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
-    _check_limits(archive, check_limits)
-    sums = _check_defaults(archive, check_defaults)
-    check_sums(archive, sums, store.index.records(), store.index.last_versions())
+    refusals = Refusals(archive, check_limits, check_defaults, store.index.records(), store.index.last_versions())
+    refusals.settle(skip)
     with ExitStack() as undo:
-        _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
-        uploads = _validate_uploads(archive, store, base, max_lora_rank)
+        added = _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
+        uploads = _validate_uploads(archive.without(refusals.reasons), store, base, max_lora_rank, refusals.add)
+        refusals.settle(skip)
+        kept = archive.without(refusals.reasons)
         _bind_base(archive, store)
-        store.index.restore(archive.records, uploads, archive.last_versions, archive.owners, archive.defaults)
+        uploads = {at: uploads[at] for at in kept.uploads}
+        store.index.restore(kept.records, uploads, kept.last_versions, kept.owners, kept.defaults)
         undo.pop_all()
-    return _summary(archive)
+    with suppress(StoreUnusable, StoreFull):
+        # Else the next collection does.
+        store.blobs.remove([digest for digest in added if digest not in kept.blobs])
+    return _summary(kept)
 
 
 def _read_manifest(reader: TarReader) -> Archive:
@@ -241,32 +257,13 @@ def _check_fits(archive: Archive, store: OfflineStore, base: BaseShapes) -> None
         )
 
 
-def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], object]) -> None:
-    for record in archive.records:
-        try:
-            check(record.limits)
-        except (ValueError, TypeError) as error:
-            raise InvalidArchive(f"the archive has invalid limits for {record.adapter_id!r}: {error}") from None
-
-
-def _check_defaults(
-    archive: Archive, check: Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]]
-) -> dict[tuple[AdapterId, int], Sequence[ArchivedPart]]:
-    """Return the parts of what is a sum."""
-    parts = {}
-    for at, defaults in archive.defaults.items():
-        upload = archive.uploads.get(at)
-        try:
-            parts[at] = check(defaults, {} if upload is None else upload.config)
-        except ValueError as error:
-            raise InvalidArchive(f"the archive has invalid defaults for {at[0]}@{at[1]}: {error}") from None
-    return parts
-
-
 def _import_blobs(
     reader: TarReader, archive: Archive, store: OfflineStore, max_bytes: int, undo: ExitStack, progress: Progress
-) -> None:
-    """Write each blob under its verified digest; a member's name only announces which it is."""
+) -> list[str]:
+    """Write each blob under its verified digest; a member's name only announces which it is.
+
+    Returns: those that the store did not have.
+    """
     awaited, added = archive.blobs, list[str]()
     undo.callback(_remove, store, added)
     done, total = 0, sum(awaited.values())
@@ -291,6 +288,7 @@ def _import_blobs(
             upload.commit()
     if awaited:
         raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
+    return added
 
 
 def _remove(store: OfflineStore, digests: Sequence[str]) -> None:
@@ -302,16 +300,23 @@ def _remove(store: OfflineStore, digests: Sequence[str]) -> None:
 
 
 def _validate_uploads(
-    archive: Archive, store: OfflineStore, base: BaseShapes, max_lora_rank: int
+    archive: Archive,
+    store: OfflineStore,
+    base: BaseShapes,
+    max_lora_rank: int,
+    refuse: Callable[[AdapterId, str], object],
 ) -> dict[tuple[AdapterId, int], Upload]:
     """Check every version as at its upload, reading weights once for all versions that describe them alike."""
     uploads: dict[tuple[AdapterId, int], Upload] = {}
     known: dict[tuple[AdapterKey, bool, str], Upload] = {}
     for at, archived in archive.uploads.items():
         identity = archived.key, archived.is_partial, json.dumps(archived.config)
-        if identity not in known:
-            known[identity] = _check_upload(archived, archive.contents[archived.key], store, base, max_lora_rank)
-        uploads[at] = known[identity]
+        try:
+            if identity not in known:
+                known[identity] = _check_upload(archived, archive.contents[archived.key], store, base, max_lora_rank)
+            uploads[at] = known[identity]
+        except AdapterInvalid as error:
+            refuse(at[0], f"{at[0]}@{at[1]}: {error}")
     return uploads
 
 

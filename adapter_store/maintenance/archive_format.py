@@ -8,7 +8,7 @@ Verdicts are not included: they describe the machine they were found on.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,6 +80,20 @@ class Archive:
     def blobs(self) -> dict[str, int]:
         """Return bytes by digest, sorted."""
         return dict(sorted((c.weights_digest, c.num_bytes) for c in self.contents.values()))
+
+    def without(self, refused: Collection[AdapterId]) -> "Archive":
+        """Return the archive without some ids, and without what only they refer to."""
+        uploads = {at: upload for at, upload in self.uploads.items() if at[0] not in refused}
+        keys = {upload.key for upload in uploads.values()}
+        return Archive(
+            self.base,
+            {key: content for key, content in self.contents.items() if key in keys},
+            tuple(record for record in self.records if record.adapter_id not in refused),
+            uploads,
+            {name: version for name, version in self.last_versions.items() if name not in refused},
+            {at: owner for at, owner in self.owners.items() if at[0] not in refused},
+            {at: defaults for at, defaults in self.defaults.items() if at[0] not in refused},
+        )
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON. The order of a config's fields is kept, since it can matter."""

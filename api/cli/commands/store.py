@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -94,16 +94,23 @@ def import_(
     source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
+    skip_refused: Annotated[
+        bool, typer.Option("--skip-refused", help="Import the others where adapters are refused; ends with code 1.")
+    ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Import an archive into a store, which is created if missing: verified, validated, all or nothing."""
+    """Import an archive into a store, which is created if missing: verified, validated, all or nothing.
+
+    Adapters that this version refuses are all told, each with the reason.
+    """
     from adapter_store.maintenance.archive import import_store
 
+    refused: dict[str, str] = {}
     path = source / ARCHIVE_NAME if source.is_dir() else source
     with path.open("rb") as file:
         base = shapes_of(model)
-        with _opened(store, create=True) as closed, progress(in_bytes=True) as step:
+        with _told_refused(), _opened(store, create=True) as closed, progress(in_bytes=True) as step:
             moved = import_store(
                 closed,
                 file,
@@ -112,8 +119,27 @@ def import_(
                 lambda done, total: step("reading weights", done, total),
                 _check_limits,
                 partial(_check_defaults, base),
+                refused.__setitem__ if skip_refused else None,
             )
-    _print_moved("imported", moved, path, as_json)
+    _print_moved("imported", moved, path, as_json, refused=refused)
+    if refused:
+        raise CliError(_refused(refused), details=list(refused.values()))
+
+
+@contextmanager
+def _told_refused() -> Iterator[None]:
+    """Report each adapter that is refused, and how to go on."""
+    from adapter_store.errors import AdaptersRefused
+
+    try:
+        yield
+    except AdaptersRefused as error:
+        how = "nothing was imported; --skip-refused imports the others"
+        raise CliError(f"{_refused(error.reasons)}, and {how}", details=list(error.reasons)) from None
+
+
+def _refused(adapters: Sized) -> str:
+    return f"{len(adapters)} adapter{'s are' if len(adapters) != 1 else ' is'} refused"
 
 
 def _check_limits(limits: Mapping[str, Any]) -> None:
@@ -162,9 +188,9 @@ def _written(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _print_moved(what: str, moved: "ArchiveSummary", path: Path, as_json: bool) -> None:
+def _print_moved(what: str, moved: "ArchiveSummary", path: Path, as_json: bool, **more: object) -> None:
     if as_json:
-        print_json({"path": str(path), **asdict(moved)})
+        print_json({"path": str(path), **asdict(moved), **more})
         return
     note(str(path))
     say(f"{what} {moved.adapters} adapters, {moved.versions} versions, {moved.blobs} blobs ({size(moved.bytes)})")

@@ -17,7 +17,7 @@ from whole_archives import manifest_of, opened, rebuilt
 from adapter_store.errors import (
     AdapterCorrupt,
     AdapterError,
-    AdapterInvalid,
+    AdaptersRefused,
     DigestMismatch,
     InvalidArchive,
     StoreUnusable,
@@ -87,9 +87,9 @@ class TestArchive:
             store.register("mia", config, put(store, build.file()), allow_partial=True)
         data = exported(tmp_path / "partial")
         for wrong in (None, 1):
-            with pytest.raises((AdapterInvalid, InvalidArchive), match="partial"):
+            with pytest.raises(InvalidArchive, match="partial"):
                 take(rebuilt(data, lambda m, wrong=wrong: first_version(m).update(partial=wrong)))
-        with pytest.raises(AdapterInvalid, match="allow-partial"):
+        with pytest.raises(AdaptersRefused, match=r"mia@1: .*allow-partial"):
             take(rebuilt(data, lambda m: first_version(m).pop("partial")))
         assert take(data).versions == 1
         with AdapterStore(tmp_path / "new", BASE) as store:
@@ -156,15 +156,37 @@ class TestArchive:
                 store.load(version.key)
         assert b"secret" not in (tmp_path / "new" / "index.sqlite3").read_bytes()
 
-    def test_limits_that_no_server_would_start_with(self, data: bytes, tmp_path: Path) -> None:
-        def refuse(limits: Mapping[str, float]) -> None:
-            if "tokens_per_s" in limits:
+    @pytest.mark.parametrize("refused", ["mia", "zoe", "mia zoe", ""])
+    def test_others_come_without_those_that_are_refused(self, data: bytes, tmp_path: Path, refused: str) -> None:
+        """Of mia the limits, which are looked at first, of zoe the weights: as if the archive never had them."""
+
+        def check_limits(limits: Mapping[str, float]) -> None:
+            if "tokens_per_s" in limits and "mia" in refused:
                 raise ValueError("tokens_per_s is too much")
 
-        why = "invalid limits for 'mia': tokens_per_s is too much"
-        with OfflineStore(tmp_path / "new", create=True) as closed, pytest.raises(InvalidArchive, match=why):
-            import_store(closed, io.BytesIO(data), BASE, 16, check_limits=refuse)
-        self.assert_nothing_came(tmp_path)
+        def change(manifest: dict[str, Any]) -> None:
+            if "zoe" in refused:
+                manifest["adapters"]["zoe"]["versions"]["1"]["config"].update(use_qalora=True)
+
+        archive, told = rebuilt(data, change), dict[str, str]()
+        says = {"mia": "mia: limits: tokens_per_s is too much", "zoe": "zoe@1: adapter refused, 1 problem: use_qalora"}
+        with OfflineStore(tmp_path / "new", create=True) as closed:
+            if refused:
+                with pytest.raises(AdaptersRefused, match=f"nothing was imported: {says[refused[:3]]}"):
+                    import_store(closed, io.BytesIO(archive), BASE, 16, check_limits=check_limits)
+                assert (closed.index.records(), blobs(tmp_path / "new")) == ({}, {})
+            arguments = closed, io.BytesIO(archive), BASE, 16
+            moved = import_store(*arguments, check_limits=check_limits, skip=told.__setitem__)
+        assert [why for name, why in told.items() if not why.startswith(says[name])] == []
+        assert told.keys() == set(refused.split())
+        expected, found = manifest_of(data), manifest_of(exported(tmp_path / "new"))
+        for name in told:
+            del expected["adapters"][name], expected["last_versions"][name]
+        used = {v["content"] for of in expected["adapters"].values() for v in of["versions"].values()}
+        expected["contents"] = {key: of for key, of in expected["contents"].items() if key in used}
+        assert found == expected
+        assert blobs(tmp_path / "new").keys() == {of["weights"] for of in found["contents"].values()}
+        assert (moved.adapters, moved.blobs) == (len(found["adapters"]), len(blobs(tmp_path / "new")))
 
     def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
         assert exported(root) == data
@@ -314,7 +336,7 @@ class TestArchive:
         ]
     )  # fmt: skip
     def test_manifests_that_lie(self, data: bytes, take: Any, tmp_path: Path, change: Any, says: str) -> None:
-        with pytest.raises((InvalidArchive, AdapterInvalid, AdapterError), match=says):
+        with pytest.raises(AdapterError, match=says):
             take(rebuilt(data, change))
         self.assert_nothing_came(tmp_path)
 
@@ -346,6 +368,6 @@ class TestArchive:
         with OfflineStore(tmp_path / "new", create=True) as closed:
             with pytest.raises(InvalidArchive, match="base of other shapes"):
                 import_store(closed, io.BytesIO(data), replace(BASE, num_layers=3), 16)
-            with pytest.raises(AdapterInvalid, match="max-lora-rank"):
+            with pytest.raises(AdaptersRefused, match=r"mia@1: .*max-lora-rank.*; zoe@1: "):
                 import_store(closed, io.BytesIO(data), BASE, 2)
         self.assert_nothing_came(tmp_path)

@@ -133,6 +133,29 @@ class TestMoving:
         failed(cli("store", "import", tmp_path / "b.tar", *new), 1, says)
         assert cli("store", "import", tmp_path / "a.tar", *new).code == 0
 
+    def test_what_is_refused_today_is_told_and_the_others_can_be_imported(
+        self, run, cli, own_defaults: Path, store: AdapterStore, tmp_path: Path
+    ) -> None:
+        run("export", tmp_path / "a.tar")
+
+        def altered(manifest: dict[str, Any]) -> None:
+            manifest["adapters"]["mia"]["versions"]["1"]["defaults"] = {"bogus": 1}
+
+        (tmp_path / "b.tar").write_bytes(rebuilt((tmp_path / "a.tar").read_bytes(), altered))
+        new = ("--store", tmp_path / "new")
+        reasons = "\n  mia@1: bogus: Extra inputs", "\n  night@1: a sum of 'mia@1', which is refused"
+        refused = cli("store", "import", tmp_path / "b.tar", *new)
+        failed(refused, 1, "2 adapters are refused, and nothing was imported; --skip-refused imports the", *reasons)
+        done = cli("store", "import", tmp_path / "b.tar", *new, "--skip-refused", "--json")
+        moved = json.loads(done.out)
+        assert (done.code, all(reason in done.err for reason in reasons)) == (1, True), done.err
+        assert (moved["adapters"], moved["versions"], moved["blobs"]) == (1, 2, 1)
+        assert moved["refused"].keys() == {"mia", "night"}
+        assert json.loads(cli("store", "fsck", *new, "--json").out) == {"ok": True, "blobs": 1, "findings": []}
+        with AdapterStore(tmp_path / "new", store.base) as opened:
+            assert [(name, record.current_version) for name, record in opened.records().items()] == [("zoe", 2)]
+        assert cli("store", "import", tmp_path / "a.tar", "--store", tmp_path / "all", "--skip-refused").code == 0
+
     def test_a_failed_export_leaves_nothing(self, run, filled: Path, tmp_path: Path) -> None:
         damage(filled)
         failed(run("export", tmp_path / "a.tar"), 1, "are damaged")
