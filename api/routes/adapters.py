@@ -74,7 +74,7 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
         raise InvalidRequest("defaults say nothing; a version without weights needs some", param="defaults")
     options: dict[str, Any] = {
         "if_not_exists": body.if_not_exists,
-        "alias": body.alias or None,
+        "alias": body.alias,
         "if_match": if_match,
     }
     if config is None or body.weights is None:
@@ -83,7 +83,7 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
         terms = {"allow_partial": body.allow_partial, "stored": body.stored, "allow_drift": body.allow_drift}
         add = partial(view.register, body.id, config, body.weights, defaults=defaults, **terms, **options)
     done = await run_in_threadpool(add)
-    return registered(done, checked, {"alias": body.alias} if body.alias else {})
+    return registered(done, checked, {} if body.alias is None else {"alias": body.alias})
 
 
 async def _with_tokens(

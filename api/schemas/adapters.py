@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from adapter_store.errors import InvalidAlias, show
 from adapter_store.registry.records import Change
 from adapter_store.registry.references import AliasTarget, target_from_json
+from adapter_store.spec import BF16
 from api.schemas.base import Body, ClosedBody, Items, KnownBody
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits, InvalidRequest
@@ -55,6 +56,9 @@ class AdapterBody(ClosedBody):
         if self.weights is None and (of_weights := [name for name in _OF_WEIGHTS if getattr(self, name)]):
             why = "belongs to weights; send config and weights, too, or leave it out"
             raise PydanticCustomError("missing_weights", why, {"field": of_weights[0]})
+        if self.allow_drift and self.stored == BF16:
+            why = "belongs to int8, which is the form that changes weights; leave it out, or set stored to int8"
+            raise PydanticCustomError("unsupported", why, {"field": "allow_drift"})
         return self
 
 

@@ -54,7 +54,10 @@ are named (`chat`, `completions`, `responses`, `tokenize`), where others have th
 [tgi.md](tgi.md).
 """
 NO_EFFECT = """
-Every generating route accepts these, which clients send to several servers. They change no answer.
+Every generating route accepts these, which clients send to several servers. They change no answer. Bodies below
+`/v1/adapters` have no such fields: unknown ones are refused, and so is what belongs to another field without it
+(`stored` without weights, `allow_drift` beside `stored: "bf16"`). `POST /v1/unload_lora_adapter` ignores `lora_int_id`,
+as vLLM does.
 """
 ERRORS = """
 `{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
