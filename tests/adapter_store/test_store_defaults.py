@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from store_kit import BASE, add, build, put
 
-from adapter_store.errors import AdapterNotFound, InvalidArchive
+from adapter_store.errors import AdapterNotFound, AdaptersRefused
 from adapter_store.maintenance.archive import export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.registry.records import Change
@@ -116,6 +116,6 @@ def test_an_archive_keeps_defaults(store: AdapterStore, tmp_path: Path) -> None:
 
     with (
         OfflineStore(tmp_path / "other", create=True) as closed,
-        pytest.raises(InvalidArchive, match=r"invalid defaults for mia@2: no"),
+        pytest.raises(AdaptersRefused, match=r"mia@2: no; muse@1: no"),
     ):
         import_store(closed, io.BytesIO(file.getvalue()), BASE, 16, check_defaults=refuse)

@@ -451,15 +451,25 @@ def test_every_route_reads_its_body_strictly() -> None:
     assert len([route for route in routes if route.body_field]) > 10
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-def test_a_full_queue_refuses_before_anything_of_the_body_is_checked(server, engine, monkeypatch, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "x"}),
+        ("/generate", {"inputs": "x"}),
+    ],
+)
+def test_a_full_queue_refuses_before_anything_of_the_body_is_used(
+    server, engine, monkeypatch, path: str, body: dict[str, Any]
+) -> None:
     def full(principal: str) -> None:
         assert principal == ANYBODY.principal
         raise EngineOverloaded("4 requests are queued already, and 4 may be", retry_after_s=7.2)
 
     monkeypatch.setattr(engine, "check_admission", full)
     monkeypatch.setattr(engine, "chat_template", None)
-    answer = server.http.post(path, json={"model": "tiny-base", "prompt": "x", "messages": MESSAGES, "inputs": "x"})
+    answer = server.http.post(path, json={"model": "tiny-base", **body})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
     assert "4 may be" in answer.text
 
