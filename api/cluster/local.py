@@ -36,6 +36,7 @@ from api.asgi.draining_server import DrainingServer
 from api.asgi.protocol import allow_open_files
 from api.cluster.certificates import write_certificate
 from api.cluster.edge import Edge
+from api.cluster.interruption import Interruption
 from api.cluster.log_pipe import log_pipe
 from api.cluster.pick import ReplicaWatch
 from api.cluster.shape import ClusterShape
@@ -77,10 +78,9 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
     started = time.monotonic()
     check_options(settings)
     check_guarded(settings)
-    out = sys.stdout
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    settings = settings.with_cluster_secret()
+    out, interruption = sys.stdout, Interruption()
+    interruption.install()
+    progress = interruption.checking(progress)
     is_ready = False
 
     def tell() -> None:
@@ -88,25 +88,24 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
         is_ready = True
         _tell(out, on_ready, ready)
 
-    try:
+    with interruption.instead_of_errors():
+        settings = settings.with_cluster_secret()
         with (
             bind(settings.host, settings.port) as listener,
             _home(settings.store.expanduser()) as home,
             log_pipe(home / LOG),
-            _ray(home, progress),
+            _ray(home, progress, interruption),
         ):
             watch, registry, ready = _replicas(settings, home, progress)
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             ready = replace(ready, url=url, seconds=round(time.monotonic() - started, 2))
             edge = Edge(watch, registry, settings.read_cluster_secret())
+            interruption.check()
             # Until a signal, in the main thread.
-            edge_server(settings, edge, watch, tell).run(sockets=[listener])
-    except _Terminated:
-        return
-    except KeyboardInterrupt:
-        if not is_ready:
-            raise
+            edge_server(settings, edge, watch, tell, interruption).run(sockets=[listener])
+    if interruption.number == signal.SIGINT and not is_ready:
+        raise KeyboardInterrupt
 
 
 def check_options(settings: ServerSettings) -> None:
@@ -205,7 +204,7 @@ def ray_variables(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _ray(home: Path, progress: Progress) -> Iterator[None]:
+def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator[None]:
     """Run a Ray for the block."""
     progress("starting Ray", 0.0)
     os.environ.update(ray_variables(home))
@@ -220,7 +219,8 @@ def _ray(home: Path, progress: Progress) -> Iterator[None]:
         try:
             with _ray_errors():
                 _start(home)
-            signal.signal(signal.SIGTERM, _interrupt)
+            # Ray has set a handler of its own.
+            interruption.install()
             progress("starting Ray", 0.6)
             with _ray_errors():
                 serve.start(proxy_location="Disabled")
@@ -233,7 +233,10 @@ def _ray(home: Path, progress: Progress) -> Iterator[None]:
 
 
 def _start(home: Path) -> None:
-    """Start Ray's processes. On a busy machine some may not be up within Ray's own 30 s."""
+    """Start Ray's processes, which end with the thread that started them: this one.
+
+    On a busy machine some may not be up within Ray's own 30 s.
+    """
     import ray
 
     for attempt in range(MAX_STARTS):
@@ -248,9 +251,6 @@ def _start(home: Path) -> None:
                 configure_logging=False,
                 _temp_dir=str(home / f"ray{attempt}"),
             )
-        except SystemExit:
-            # Ray's own handler of SIGTERM. Its processes end with the thread that started them, so it stays this one.
-            raise _Terminated from None
         except Exception as error:
             ray.shutdown()
             if attempt + 1 == MAX_STARTS:
@@ -338,23 +338,39 @@ def reason_of(message: str) -> str:
 
 
 def edge_server(
-    settings: ServerSettings, edge: Edge, watch: ReplicaWatch, on_started: Callable[[], None]
+    settings: ServerSettings,
+    edge: Edge,
+    watch: ReplicaWatch,
+    on_started: Callable[[], None],
+    interruption: Interruption,
 ) -> DrainingServer:
     """Return the server of the edge, which keeps the list of replicas while it runs."""
     draining = Draining()
     app = DrainMiddleware(_Watching(edge, watch), draining)
     allow_open_files(settings.max_connections)
     limits, cuts = settings.connection_limits(), edge.stats.cuts
-    return _EdgeServer(app, limits, draining, settings.drain_s, on_started, cuts)
+    return _EdgeServer(app, limits, draining, settings.drain_s, on_started, cuts, interruption=interruption)
 
 
 class _EdgeServer(DrainingServer):
     """Drain at a signal once it serves; before, the signal ends the start."""
 
+    def __init__(self, *arguments: Any, interruption: Interruption) -> None:
+        super().__init__(*arguments)
+        self._interruption = interruption
+        self._starting: asyncio.Task[Any] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._starting = asyncio.current_task()
+        await super().serve(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.started:
-            _interrupt(sig, frame)
-        super().handle_exit(sig, frame)
+        if self.started or self._starting is None:
+            super().handle_exit(sig, frame)
+            return
+        # Not by an exception: uvicorn would serve without what an application begins with where it is raised there.
+        self._interruption.remember(sig)
+        asyncio.get_running_loop().call_soon_threadsafe(self._starting.cancel)
 
 
 class _Watching:
@@ -382,12 +398,3 @@ class _RayLines(io.TextIOBase):
         for line in filter(None, map(str.strip, text.splitlines())):
             _LOG.debug("ray: %s", line)
         return len(text)
-
-
-class _Terminated(KeyboardInterrupt):
-    """Signal SIGTERM."""
-
-
-def _interrupt(number: int, _: FrameType | None) -> None:
-    # Unlike one server alone: Ray's processes and files have to be removed.
-    raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt

@@ -1,24 +1,23 @@
 """What `serve --replicas` does before and beside Ray: refusals, folders of killed starts, shares of memory, logs."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from served import ROOT
 
 from adapter_store.errors import StoreLocked
+from api import early_stop
 from api.cli.doctor import cluster as doctor_cluster
 from api.cluster import local, shape
-from api.cluster.edge import Edge
 from api.cluster.log_pipe import log_pipe
-from api.cluster.pick import ReplicaWatch
 from api.config.sources import Sources
 from lorasrv.errors import ConfigError
-from lorasrv.placement.kinds import make_placement
 
 
 def settings(**given: Any) -> Any:
@@ -31,32 +30,34 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
         local.check_options(settings())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_it_is_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C is no start: `lorasrv` ends with its own exit code."""
-    handlers: dict[int, Any] = {}
-    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(local, "find_spec", lambda name: object())
-    monkeypatch.setattr(local, "bind", lambda *_: handlers[number](number, None))
-    ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
-    with ends:
-        local.run(settings(store=tmp_path), lambda *_: None, lambda _: None)
+MOMENTS = (
+    *("the handlers are there", "Ray is imported", "Ray's processes start", "a destructor runs"),
+    *("Ray has handlers of its own", "replicas start", "the edge starts", "the edge waits"),
+)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_an_edge_that_does_not_serve_yet(number: signal.Signals) -> None:
-    """No draining, at the end of which Ctrl-C would look like the end of a server that served."""
-    watch = ReplicaWatch(lambda: pytest.fail("it looks"), make_placement("hash"))
-    server = local.edge_server(settings(), Edge(watch), watch, lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        server.handle_exit(number, None)
-
-
-def test_rays_own_handler_of_sigterm_ends_the_start_as_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It has exit code 15, and is set by the call that starts Ray."""
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **_: sys.exit(signal.SIGTERM)))
-    with pytest.raises(local._Terminated):
-        local._start(tmp_path)
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [*((moment, signal.SIGINT) for moment in MOMENTS), (MOMENTS[0], signal.SIGTERM), (MOMENTS[4], signal.SIGTERM)],
+)
+def test_a_signal_before_it_is_ready(tmp_path: Path, moment: str, how: signal.Signals) -> None:
+    """Ctrl-C is no start. Whatever becomes of the exception in the main thread, the command ends, and cleans up."""
+    options = ("serve", "--replicas", "2", "--port", "0", "--store", str(tmp_path / "store"), "--log-level", "warning")
+    command = [sys.executable, str(ROOT / "tests/support/interrupted_start.py"), moment, *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:
+        while "held" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        process.send_signal(how)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    progress = re.compile(r"starting (Ray|replicas)( \.\.\.|: \d+ %| done)?")
+    told = [line for line in err.splitlines() if not progress.fullmatch(line)]
+    assert (process.returncode, out, told) == (early_stop.EXIT_CODES[how], "", [])
+    assert list((tmp_path / "store").glob("*")) == []
 
 
 def test_a_profile_is_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""End a start at SIGINT or SIGTERM by an exception, as what has been started has to be ended and removed.
+
+An exception that a handler raises surfaces wherever the main thread is: an extension module makes another error of it,
+and a destructor drops it. So the signal is remembered, too.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+class Interruption:
+    """Remember which signal has ended the start; for the main thread."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def remember(self, number: int) -> None:
+        """Remember a signal; the first one counts."""
+        self.number = self.number or number
+
+    def handle(self, number: int, _: FrameType | None = None) -> None:
+        """Handle a signal.
+
+        Raises:
+            KeyboardInterrupt.
+        """
+        self.remember(number)
+        raise KeyboardInterrupt
+
+    def install(self) -> None:
+        """Handle both signals from now on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def check(self) -> None:
+        """Raise again what was dropped.
+
+        Raises:
+            KeyboardInterrupt.
+        """
+        if self.number is not None:
+            raise KeyboardInterrupt
+
+    def checking(self, function: Called) -> Called:
+        """Return a function that checks first."""
+
+        def checked(*arguments: Any) -> Any:
+            self.check()
+            return function(*arguments)
+
+        return cast(Called, checked)
+
+    @contextmanager
+    def instead_of_errors(self) -> Iterator[None]:
+        """End the block without an error if a signal has ended it, whatever became of its exception."""
+        report = sys.unraisablehook
+
+        def report_others(dropped: Any) -> None:
+            if self.number is None:
+                report(dropped)
+
+        sys.unraisablehook = report_others
+        try:
+            yield
+        except SystemExit:
+            # Ray's own handler of SIGTERM, which is there until `install` is called again.
+            self.remember(signal.SIGTERM)
+        except BaseException:
+            if self.number is None:
+                raise
+        finally:
+            sys.unraisablehook = report
