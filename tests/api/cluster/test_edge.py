@@ -22,6 +22,7 @@ from api.cluster import forwarding
 from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge import Edge
 from api.cluster.exchange import Exchange
+from api.cluster.interruption import Interruption
 from api.cluster.load import ReplicaLoad, ReplicaStatus
 from api.cluster.local import edge_server
 from api.cluster.pick import ReplicaWatch
@@ -499,7 +500,7 @@ def test_a_body_that_stops_in_the_middle_is_refused_and_counted_once(path: str) 
         watch = ReplicaWatch(look, make_placement("hash"))
         settings = Sources.of_flags({"replicas": 1, "body_timeout_s": 0.3}).settings()
         listener, started = bind("127.0.0.1", 0), threading.Event()
-        server = edge_server(settings, Edge(watch, registry.url), watch, started.set)
+        server = edge_server(settings, Edge(watch, registry.url), watch, started.set, Interruption())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
