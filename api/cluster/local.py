@@ -227,6 +227,7 @@ def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator
             progress("starting Ray", 1.0)
             yield
         finally:
+            _LOG.info("stopping the replicas, which may take half a minute")
             with contextlib.suppress(Exception):
                 serve.shutdown()
             ray.shutdown()

@@ -6,7 +6,7 @@ import typer
 
 from api.cli.common.options import ConfigOption, JsonOption
 from api.cli.common.settings_options import given_settings
-from api.cli.common.terminal import CliError, print_json, progress, say
+from api.cli.common.terminal import CliError, print_json, progress_of_start, say
 from lorasrv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ def registry(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOptio
     settings = sources.settings()
     try:
         settings.check_is_registry()
-        with written(settings.log_format, settings.log_level), progress() as step:
-            run(
-                settings,
-                lambda what, share: step(what, share, 1.0),
-                lambda ready: _print_ready(ready, as_json),
-                computes=False,
-            )
+        with (
+            written(settings.log_format, settings.log_level),
+            progress_of_start(lambda ready: _print_ready(ready, as_json)) as (step, on_ready),
+        ):
+            run(settings, step, on_ready, computes=False)
     except ConfigError as error:
         raise type(error)(sources.reworded(str(error))) from None
     except CannotListen as error:

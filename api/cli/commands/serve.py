@@ -7,7 +7,7 @@ import typer
 
 from api.cli.common.options import ConfigOption, JsonOption
 from api.cli.common.settings_options import given_settings
-from api.cli.common.terminal import CliError, note, print_json, progress, say
+from api.cli.common.terminal import CliError, note, print_json, progress_of_start, say
 from lorasrv.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
@@ -110,8 +110,11 @@ def serve(
     if settings.inject_faults:
         note(f"WARNING: --inject-faults makes this server fail on purpose: {settings.inject_faults}")
     try:
-        with written(settings.log_format, settings.log_level), progress() as step:
-            _run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
+        with (
+            written(settings.log_format, settings.log_level),
+            progress_of_start(lambda ready: _print_ready(ready, as_json)) as (step, on_ready),
+        ):
+            _run(settings, step, on_ready)
     except (ConfigError, NotEnoughMemory) as error:
         raise type(error)(sources.reworded(str(error))) from None
     except ModulesRefused as error:

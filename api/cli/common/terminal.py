@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -149,6 +149,25 @@ def progress(*, in_bytes: bool = False) -> Iterator[Steps]:
         yield from _bar(in_bytes)
     else:
         yield _Lines()
+
+
+@contextmanager
+def progress_of_start(
+    tell: Callable[[Any], None],
+) -> Iterator[tuple[Callable[[str, float], None], Callable[[Any], None]]]:
+    """Show the progress of a server's start until it is ready: bars that stayed would be drawn over its log.
+
+    Yields: what is called with a step and its share that is done, and what is called when the server is ready, which
+        ends the bars and tells.
+    """
+    with ExitStack() as shown:
+        step = shown.enter_context(progress())
+
+        def end(ready: object) -> None:
+            shown.close()
+            tell(ready)
+
+        yield lambda what, share: step(what, share, 1.0), end
 
 
 def _bar(in_bytes: bool) -> Iterator[Steps]:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,30 @@ def test_plain_ready_line(start: Start) -> None:
     assert not line.startswith("ready: http://127.0.0.1:8000 "), "--port 0 is a free port, not the default"
     assert "model house (int8)" in line
     assert process.stdout.readline() == f"console: {line.split()[1]}/console\n"
+
+
+def test_on_a_terminal_the_bars_end_when_it_is_ready(tmp_path: Path) -> None:
+    """Bars that stay are drawn ten times a second, over what the log says."""
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+        process = fake_serve.serve("--store", tmp_path / "store", **ends, env=env, start_new_session=True)
+        os.close(theirs)
+        try:
+            begun = b""
+            while b"console: " not in begun:
+                begun += screen.read(4096)
+            assert "loading the model" in begun.decode()
+            url = re.search(rb"ready: (\S+)", begun)[1].decode()
+            httpx2.get(f"{url}/v1/models").raise_for_status()
+            time.sleep(0.5)
+            later = screen.read(4096).decode()
+        finally:
+            process.kill()
+            process.wait()
+    assert "route=" in later.replace("\x1b[0m", "").replace("\x1b[36m", "")
+    assert ("loading the model" in later, "\x1b[1A" in later) == (False, False)
 
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
