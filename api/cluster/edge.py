@@ -109,18 +109,29 @@ class Edge:
     # Requests.
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counted = self._counted(send)
         try:
             check_framing(scope["headers"])
             if scope["method"] in ("GET", "HEAD") and await self._answered_here(scope, receive, send):
                 return
             if destination(scope["method"], scope["path"]) is Destination.REPLICA:
-                await self._ask_replicas(scope, receive, send)
+                await self._ask_replicas(scope, receive, counted)
             else:
-                await self._ask_registry(scope, receive, send)
+                await self._ask_registry(scope, receive, counted)
         except ClientDisconnected:
             return
         except (ApiError, LorasrvError) as error:
-            await describe_at(scope["path"], error).response()(scope, receive, send)
+            await describe_at(scope["path"], error).response()(scope, receive, counted)
+
+    def _counted(self, send: Send) -> Send:
+        """Count the answer by its status when it begins."""
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.stats.answers[message["status"]] += 1
+            await send(message)
+
+        return count_and_send
 
     async def _ask_replicas(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read_body(receive)

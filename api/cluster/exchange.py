@@ -108,6 +108,8 @@ class Exchange:
         while self._num_failed <= MAX_RETRIES:
             try:
                 async with self._replicas.choose(self._peers.answer, self._tried) as replica:
+                    if self._tried:
+                        self._stats.retries += 1
                     self._tried.add(replica.id)
                     if await self._answered_by(replica):
                         return
@@ -115,7 +117,6 @@ class Exchange:
                 self._why = self._why or error
                 break
             self._num_failed += 1
-            self._stats.retries += 1
         await self._give_up()
 
     async def _answered_by(self, replica: ReplicaAddress) -> bool:
@@ -277,7 +278,6 @@ class Exchange:
 
     async def _send_head(self, status: int, headers: RawHeaders) -> None:
         self._has_begun = True
-        self._stats.answers[status] += 1
         await self._send({"type": "http.response.start", "status": status, "headers": returned(headers, _HIDDEN)})
 
     async def _send_body(self, body: bytes) -> None:

@@ -89,7 +89,8 @@ def metrics(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
 
 
 def _metrics(chooser: Chooser, stats: EdgeStats) -> Iterator[Metric]:
-    answers = CounterMetricFamily("lorasrv_edge_answers", "Answers that have begun, by status.", labels=["status"])
+    text = "Answers of replicas and the registry, and the edge's own in their place, by status."
+    answers = CounterMetricFamily("lorasrv_edge_answers", text, labels=["status"])
     for status, count in sorted(stats.answers.items()):
         answers.add_metric([str(status)], count)
     yield answers

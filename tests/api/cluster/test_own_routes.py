@@ -101,6 +101,18 @@ def test_metrics_count(cluster: Any) -> None:
     assert found["lorasrv_edge_replica_ready", "both", "r2"] == 1
 
 
+def test_requests_that_nobody_answers_are_counted(cluster: Any) -> None:
+    """An alert on errors must see them: the replicas that could count them are gone."""
+    for replica in cluster.replicas:
+        replica.answer = dies
+    assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 502
+    assert cluster.http.get("/v1/models").status_code == 503, "there is no registry"
+    assert (cluster.edge.stats.answers, cluster.edge.stats.retries) == ({502: 1, 503: 1}, 2)
+    cluster.chooser.set_addresses([])
+    assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 503
+    assert (cluster.edge.stats.answers, cluster.edge.stats.retries) == ({502: 1, 503: 2}, 2)
+
+
 def test_a_query_names_a_replica(cluster: Any) -> None:
     for path in ("/metrics", "/v1/pool", "/info"):
         for query, sent_on in (("replica=r2&x=1", "?x=1"), ("x=1&replica=r2", "?x=1"), ("replica=r2", "")):
