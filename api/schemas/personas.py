@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from adapter_store.registry.near_names import near_names
+from api.errors import field_name
 from api.schemas.base import ClosedBody, Items
 from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields
@@ -53,8 +54,10 @@ class ExampleMessage(ClosedBody):
     content: Annotated[str, Field(min_length=1)]
 
 
-def _kind(value: object) -> str:
-    return "Text" if isinstance(value, str) else "Prompt"
+def _kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "Text"
+    return "Prompt" if isinstance(value, Mapping | SystemPrompt) else None
 
 
 class Defaults(SamplingFields, ClosedBody):
@@ -64,7 +67,9 @@ class Defaults(SamplingFields, ClosedBody):
     system: (
         Annotated[
             Annotated[str, Field(min_length=1), Tag("Text")] | Annotated[SystemPrompt, Tag("Prompt")],
-            Discriminator(_kind),
+            Discriminator(
+                _kind, custom_error_type="system", custom_error_message="must be a text, or an object with text"
+            ),
         ]
         | None
     ) = None
@@ -144,9 +149,9 @@ class Defaults(SamplingFields, ClosedBody):
             return cls.model_validate(json.loads(text))
         except ValidationError as error:
             problem = error.errors()[0]
-            place = ".".join(map(str, problem["loc"]))
+            place = field_name(("defaults", *problem["loc"])) or ".".join(map(str, problem["loc"]))
             if problem["type"] == "extra_forbidden":
-                near = near_names(place, cls.model_fields)
+                near = near_names(place, cls.model_fields) if len(problem["loc"]) == 1 else []
                 raise ValueError(f"unknown field {place}{f'; did you mean {near[0]}?' if near else ''}") from None
             raise ValueError(f"{place}: {problem['msg']}") from None
 

@@ -66,6 +66,26 @@ def test_a_typo_is_told_before_anything_is_sent(cli, make_adapter, tmp_path: Pat
     assert (done.code, done.err) == (1, f"lorasrv: {path}: unknown field sytem; did you mean system?\n")
 
 
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [
+        ("3", "system: must be a text, or an object with text"),
+        ('{"text": ""}', "system.text: String should have at least 1 character"),
+        ('{"text": "Mia", "mod": "lock"}', "unknown field system.mod"),
+    ],
+)
+def test_a_wrong_system_prompt_is_named_as_it_was_written(
+    cli, run, make_adapter, tmp_path: Path, system: str, says: str
+) -> None:
+    """By the check of the command, and by that of the server."""
+    path = tmp_path / "wrong.json"
+    path.write_text(f'{{"system": {system}}}')
+    done = cli("upload", make_adapter(), "--defaults", path)
+    assert (done.code, done.err) == (1, f"lorasrv: {path}: {says}\n")
+    field, _, why = says.partition(": ")
+    failed(run("defaults", "mia", path, "--new"), 1, f"{field.removeprefix('unknown field ')}: {why}")
+
+
 def test_cleared(run, file: Path, make_adapter) -> None:
     run("upload", make_adapter(), "--id", "mia", "--defaults", file)
     assert run("defaults", "mia", "--clear").out.startswith("registered mia@2")
