@@ -143,6 +143,7 @@ def with_api_key(command: Callable[..., None]) -> Callable[..., None]:
     return keyed
 
 
+_IN_HEADER = re.compile(r"[!-~]+")
 _given_key: ContextVar[str | None] = ContextVar("given_key", default=None)
 
 
@@ -150,11 +151,25 @@ def client_key(url: str) -> str | None:
     """Return the API key for a server: `--api-key`, else LORASRV_API_KEY, else the key in [client].
 
     For a server on this machine, also the `api_key` of serve in the same file, so that one line configures both.
+
+    Raises:
+        CliError: no header can hold it.
     """
     import os
 
     found = _given_key.get() or os.environ.get("LORASRV_API_KEY") or _client_option("api_key")
-    return found or (_own_key() if is_loopback(urlsplit(url).hostname or "") else None)
+    return _sendable(found or (_own_key() if is_loopback(urlsplit(url).hostname or "") else None))
+
+
+def _sendable(key: str | None) -> str | None:
+    """Return a key that a header can hold.
+
+    Raises: CliError.
+    """
+    if key is not None and not _IN_HEADER.fullmatch(key):
+        why = "holds what no key holds: give printable ASCII characters without spaces"
+        raise CliError(f"the API key of --api-key, LORASRV_API_KEY or [client] {why}", code=ExitCode.USAGE)
+    return key
 
 
 def _own_key() -> str | None:
@@ -177,7 +192,7 @@ def connected(
     from api.client import Client, InvalidAddress, Refused, ServerUnreachable
 
     try:
-        with Client(url, key or client_key(url), wait_s=wait_s) as client:
+        with Client(url, _sendable(key) or client_key(url), wait_s=wait_s) as client:
             yield client
     except InvalidAddress as error:
         raise CliError(str(error), code=ExitCode.USAGE) from None
@@ -208,10 +223,10 @@ def _key_message(error: "Refused") -> str:
 def adapter_name(given: str | list[str]) -> str | list[str]:
     """Check arguments that name an adapter; the server looks up what they name.
 
-    Raises: typer.BadParameter: a name is empty or has a slash, and no path of a request can hold it.
+    Raises: typer.BadParameter: a name has no id or has a slash, and no path of a request can hold it.
     """
     for name in [given] if isinstance(given, str) else given:
-        if not name or "/" in name:
+        if not name or name[0] in ":@" or "/" in name:
             raise typer.BadParameter(f"adapter id {name!r} is not allowed: use {ID_RULE}")
     return given
 

@@ -46,6 +46,8 @@ def defaults(
     """Print the defaults of a persona, or make a version with others, of the same weights."""
     if clear and (file is not None or new):
         raise CliError("--clear goes with neither FILE nor --new", code=ExitCode.USAGE)
+    if new and file is None:
+        raise CliError("--new needs FILE, the defaults of the new persona", code=ExitCode.USAGE)
     if file is None and not clear:
         _print_defaults(reference, server, as_json)
         return

@@ -372,6 +372,15 @@ class TestCommandLine:
             assert done.code == 0, done.err
             assert key not in done.out + done.err
 
+    @pytest.mark.parametrize("key", ["schlüssel", "a\nb", "two words"])
+    def test_a_key_that_no_header_can_hold(self, cli, server, key: str, monkeypatch) -> None:
+        monkeypatch.setenv("LORASRV_API_KEY", key)
+        for command in (["list"], ["generate", "hi"], ["bench", "--url", server.url, "--adapters", "0"]):
+            done = cli(*command, *([] if command[0] == "bench" else ["--server", server.url]))
+            assert (done.code, done.out) == (2, ""), done.err
+            assert "LORASRV_API_KEY" in done.err
+            assert key not in done.err
+
     def test_the_servers_own_key_goes_to_no_other_machine(self, tmp_path, monkeypatch) -> None:
         (tmp_path / "c.toml").write_text('api_key = "s3cret-key"\n')
         monkeypatch.setenv("LORASRV_CONFIG", str(tmp_path / "c.toml"))

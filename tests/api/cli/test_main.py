@@ -152,6 +152,7 @@ class TestExitCodes:
             (f"generate x --field x={'[' * 100_000}", "--field x: "),
             ("generate x --timeout -1", "'--timeout'"),
             ("defaults mia --clear --new", "--clear"),
+            ("defaults mia --new", "--new needs FILE"),
             ("defaults mia FILE --clear", "--clear"),
             # What only the server knows.
             ("verify mia --timeout 0", "--timeout: "),
@@ -170,7 +171,7 @@ class TestExitCodes:
         failed(done, 2, says)
         assert done.err.count("\n") == 1
 
-    @pytest.mark.parametrize("reference", ["", "mia/x"])
+    @pytest.mark.parametrize("reference", ["", "mia/x", ":x", "@1"])
     @pytest.mark.parametrize(
         "command",
         ["show", "defaults", "limit", "rollback", "warm", "pin", "unpin", "verify", "snapshot", "rm", "alias"],
