@@ -10,6 +10,7 @@ WINDOW_S = 60.0
 """Latencies cover the requests that ended in this window; before there are any, all requests."""
 PARTS = ("kv", "prefix", "adapters", "free")
 _BUCKET = re.compile(r'lorasrv_(\w+)_seconds_bucket\{le="([^"]+)"\}')
+_COUNTER = re.compile(r"_(?:total|count)(?:\{|$)")
 _LATENCIES = {"first_token": "time_to_first_token", "inter_token": "inter_token", "request": "e2e"}
 _RATES = {
     "output_tokens_per_s": "lorasrv_generated_tokens_total",
@@ -46,7 +47,7 @@ class History:
 
     def add(self, sample: Sample) -> dict[str, Any]:
         """Return the figures of this sample relative to earlier ones. The history restarts if the server did."""
-        if self.samples and _total(sample, "lorasrv_steps_total") < _total(self.samples[-1], "lorasrv_steps_total"):
+        if self.samples and _has_fallen(sample, self.samples[-1]):
             self.samples.clear()
         before = self.samples[-1] if self.samples else None
         while len(self.samples) > 1 and sample.time_s - self.samples[0].time_s > WINDOW_S:
@@ -91,6 +92,12 @@ def _rates(now: Sample, before: Sample | None) -> dict[str, float | None]:
     rates = {name: (_total(now, metric) - _total(before, metric)) / seconds for name, metric in _RATES.items()}
     rates["ended_per_s"] = (_sum(now, _FINISHED) - _sum(before, _FINISHED)) / seconds
     return {name: round(rate, 2) for name, rate in rates.items()}
+
+
+def _has_fallen(now: Sample, before: Sample) -> bool:
+    """Return whether a counter is smaller than before: it began anew."""
+    counters = ((name, value) for name, value in before.metrics.items() if _COUNTER.search(name))
+    return any(now.metrics.get(name, value) < value for name, value in counters)
 
 
 def _total(sample: Sample, name: str) -> float:

@@ -124,6 +124,16 @@ class TestFigures:
         restarted = history.add(self.sample(4.0, 3, (0, 0, 0)))
         assert restarted["rates"]["steps_per_s"] is None
 
+    def test_a_restart_is_seen_though_many_steps_followed(self) -> None:
+        """Of two samples that are long apart: some counter is behind, if not that of the steps."""
+        history = History()
+        history.add(self.sample(0.0, 100, (10, 20, 20), lorasrv_steps_total=50))
+        again = history.add(self.sample(60.0, 90, (0, 9, 9), lorasrv_steps_total=70))
+        assert again["rates"]["output_tokens_per_s"] == 5.5, "what the server says of the last seconds"
+        assert again["rates"]["steps_per_s"] is None
+        assert again["latency_ms"]["first_token"]["p50"] == 150.0
+        assert len(history.samples) == 1
+
     def test_latencies_are_those_of_the_last_minute(self) -> None:
         history = History()
         assert history.add(self.sample(0.0, 1, (10, 10, 10)))["latency_ms"]["first_token"]["p50"] == 50.0
