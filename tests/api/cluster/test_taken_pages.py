@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from fake_replicas import Dies, InOrder, Seen, edge_of, fake_replica
-from server import server
+from server import eventually, server
 
 from api.cluster.chooser import ReplicaAddress
 from lorasrv.placement import prefill
@@ -174,6 +174,26 @@ def test_a_draining_replica_hands_its_streams_over_with_their_pages(cluster: Any
     stats = cluster.edge.stats
     assert (stats.moved, stats.resumed, stats.lost, stats.failed) == (1, 1, 0, {})
     assert SENT < received(cluster.b) - before < SENT + TOKENS, "pages of the prompt, and of the answer so far"
+
+
+def test_a_stream_that_moves_is_a_request_of_both(cluster: Any) -> None:
+    """Each counts what it has generated, so that sums over replicas are of tokens that were computed."""
+
+    def counted() -> list[tuple[int, int, int]]:
+        stats = [one.engine.request_stats for one in (cluster.a, cluster.b)]
+        return [(one.total.requests, one.aborted["client"], one.total.tokens) for one in stats]
+
+    before = counted()
+    stream = Stream(cluster, "mia", "counted", TOKENS)
+    assert stream.begun.wait(60)
+    cluster.a.draining.begin(60.0)
+    stream.thread.join(60)
+    eventually(lambda: counted()[0][1] > before[0][1])
+    first, second = (
+        [now - then for now, then in zip(*pair, strict=True)] for pair in zip(counted(), before, strict=True)
+    )
+    assert (first[:2], second[:2]) == ([1, 1], [1, 0])
+    assert 0 < second[2] < TOKENS <= first[2] + second[2] < 2 * TOKENS
 
 
 def test_a_draining_replica_hands_a_response_over(cluster: Any) -> None:
