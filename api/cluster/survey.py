@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.upstream import Broken, Unreachable, UpstreamRequest, Upstreams
+from api.replication.headers import REPLICA
 from lorasrv.placement.speed import speed_weights
 from lorasrv.placement.work import WorkRates
 
@@ -69,7 +70,7 @@ class Survey:
     def _question(self, replica: ReplicaAddress) -> UpstreamRequest:
         # A replica without keys answers to its own address alone.
         host = urlsplit(replica.url).netloc.encode()
-        return UpstreamRequest("GET", b"/v1/replica", [(b"host", host), (b"authorization", self._secret)])
+        return UpstreamRequest("GET", REPLICA.encode(), [(b"host", host), (b"authorization", self._secret)])
 
     async def _ask(self, replica: ReplicaAddress) -> ReplicaFigures | None:
         try:

@@ -19,10 +19,10 @@ from structlog.types import EventDict, ExcInfo, Processor
 
 from api.asgi.json_lines import one_line
 from api.observability.access_middleware import CURRENT, NO_ROUTE, RequestInfo
-from api.replication.headers import CHANGES, LEASE, USAGE
+from api.replication.headers import CHANGES, LEASE, REPLICA, USAGE
 
 OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
-PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", LEASE, CHANGES, USAGE})
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", LEASE, CHANGES, USAGE, REPLICA})
 """Polled by machines every few seconds: logged at debug."""
 MAX_SHOWN = 500
 """Shown characters of a body."""

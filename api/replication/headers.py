@@ -8,6 +8,7 @@ CHANGES = "/v1/registry/changes"
 BLOBS = "/v1/registry/blobs/"
 LEASE = "/v1/registry/lease"
 USAGE = "/v1/registry/usage"
+REPLICA = "/v1/replica"
 LEASE_S = 30.0
 """Time for which a follower answers after it has last known that it is up to date."""
 RENEW_S = 1.0

@@ -4,12 +4,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from api.replication.headers import REPLICA
 from api.serving.services import ServicesDep
 
 router = APIRouter()
 
 
-@router.get("/v1/replica", include_in_schema=False)
+@router.get(REPLICA, include_in_schema=False)
 async def show_replica(services: ServicesDep) -> dict[str, Any]:
     """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
     figures = services.engine.metrics.snapshot()

@@ -64,6 +64,17 @@ def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
         assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
 
 
+def test_what_an_edge_asks_by_itself_fills_no_log(model, adapter_dirs) -> None:
+    with started(model, adapter_dirs, 0) as cluster:
+        replica = cluster.replicas[0]
+        asked = 'lorasrv_http_requests_total{method="GET",route="/v1/replica",status="200"}'
+        replica.until(lambda: replica.figure(asked) > 0)
+        answer = httpx2.post(f"{cluster.url}/v1/completions", json=body_of(1, 2), timeout=60, trust_env=False)
+        assert answer.status_code == 200
+        replica.until(lambda: "/v1/completions" in replica.log)
+        assert "/v1/replica" not in replica.log
+
+
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
     """Whole answers are computed again, streams go on: all say what the other replica says alone."""
     victim, other = cluster.replicas
