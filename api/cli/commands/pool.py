@@ -11,6 +11,7 @@ from api.cli.common.options import (
     ReplicaOption,
     ServerOption,
     adapter_name,
+    check_one_server,
     complete_adapter_ids,
     connected,
 )
@@ -82,6 +83,8 @@ def _set_pinned(reference: str, server: str, as_json: bool, *, pinned: bool) -> 
 def pool(replica: ReplicaOption = None, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
     """Show the server's memory: free pages, and the adapters and requests that hold the others."""
     with connected(server) as client:
+        if replica is None:
+            check_one_server(client.url, client.metrics())
         shown = client.pool(replica)
     if as_json:
         print_json(shown)

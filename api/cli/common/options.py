@@ -220,6 +220,21 @@ def _key_message(error: "Refused") -> str:
     return f"the server refuses the API key: {error}; give another with --api-key or LORASRV_API_KEY"
 
 
+def check_one_server(url: str, metrics: Mapping[str, float]) -> None:
+    """Check by its metrics that a server has figures of its own.
+
+    Raises: CliError: it is the address of several replicas.
+    """
+    if ids := [_REPLICA.findall(name)[0] for name in metrics if name.startswith(_OF_EDGE)]:
+        raise CliError(
+            f"{url} is the address of several replicas; choose one with --replica {' or '.join(sorted(ids))}"
+        )
+
+
+_OF_EDGE = "lorasrv_edge_replica_ready{"
+_REPLICA = re.compile(r'replica="([^"]*)"')
+
+
 def adapter_name(given: str | list[str]) -> str | list[str]:
     """Check arguments that name an adapter; the server looks up what they name.
 

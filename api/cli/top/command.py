@@ -1,6 +1,5 @@
 """Watch a running server live (top)."""
 
-import re
 import select
 import sys
 import time
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ReplicaOption, ServerOption, connected
-from api.cli.common.terminal import CliError, note, out, print_json, say
+from api.cli.common.options import JsonOption, ReplicaOption, ServerOption, check_one_server, connected
+from api.cli.common.terminal import note, out, print_json, say
 from api.cli.top.stats import History, Sample
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 WAIT_S = 5.0
 """A server without a response for so long is shown as gone, and polled again."""
-_OF_EDGE = "lorasrv_edge_replica_ready{"
-_REPLICA = re.compile(r'replica="([^"]*)"')
 KEY_POLL_S = 0.2
 """Interval of checks for a pressed key or a resized terminal."""
 
@@ -66,10 +63,7 @@ class _Watch:
             CliError: the address is an edge's, and no replica was chosen.
         """
         metrics = self._client.metrics(self._replica)
-        if ids := [_REPLICA.findall(name)[0] for name in metrics if name.startswith(_OF_EDGE)]:
-            raise CliError(
-                f"{self.url} is the address of several replicas; choose one with --replica {' or '.join(sorted(ids))}"
-            )
+        check_one_server(self.url, metrics)
         self.model = self.model or self._client.info(self._replica)["model_id"]
         sample = Sample(time.monotonic(), metrics, self._client.pool(self._replica))
         about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}

@@ -55,9 +55,10 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
 def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
     with started(model, adapter_dirs, 0, 0) as cluster:
         at = ("--server", cluster.url, "--json")
-        unnamed = cli_process.run("top", "--once", *at)
-        assert (unnamed.returncode, unnamed.stdout) == (1, "")
-        assert "is the address of several replicas; choose one with --replica r0 or r1" in unnamed.stderr
+        for command in (("top", "--once"), ("pool",)):
+            unnamed = cli_process.run(*command, *at)
+            assert (unnamed.returncode, unnamed.stdout) == (1, "")
+            assert "is the address of several replicas; choose one with --replica r0 or r1" in unnamed.stderr
         assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
         total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
         assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
