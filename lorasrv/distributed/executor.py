@@ -90,7 +90,8 @@ class PartitionedExecutor(InProcessExecutor):
         return swapped if ops else self.runner.apply_page_ops(())
 
     def recover(self) -> bool:
-        return not self._exchange.is_within_pass and super().recover()
+        is_amid = self._exchange.is_within_pass or self._ranks.team.is_broken_off
+        return not is_amid and super().recover()
 
     def close(self) -> None:
         super().close()
@@ -120,14 +121,8 @@ class PartitionedExecutor(InProcessExecutor):
             yield
 
     def _apply(self, op: PageOp) -> int:
-        frame = encode_page_op(op, self._number_of)
-        self._ranks.team.tell(frame)
-        try:
+        with self._ranks.team.asking(encode_page_op(op, self._number_of)):
             swapped = self.runner.apply_page_ops((op,))
-        finally:
-            # Also if this rank's part has failed: replies are taken in the order of the orders.
-            replies = self._ranks.team.take_replies()
-        self._ranks.team.check(replies)
         if isinstance(op, SwapIn | DropSwap):
             self._requests.pop(op.request_id, None)
         return swapped
@@ -162,10 +157,10 @@ class PartitionedExecutor(InProcessExecutor):
             self.runner.write_adapter(packed, self._places.make(packed.layout, placed.runs))
 
     def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
-        with self._reaching():
-            replies = self._ranks.team.ask(Frame(READ, {}, [np.array(pages, dtype=np.int64)]))
-        others = [torch.from_numpy(reply.arrays[0]) for reply in replies]
-        return torch.cat([self.runner.read_pages(pages), *others], dim=1)
+        frame = Frame(READ, {}, [np.array(pages, dtype=np.int64)])
+        with self._reaching(), self._ranks.team.asking(frame) as replies:
+            own = self.runner.read_pages(pages)
+        return torch.cat([own, *(torch.from_numpy(reply.arrays[0]) for reply in replies)], dim=1)
 
     def _write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
         sizes = [self._ranks.block_bytes(rank) for rank in range(len(self._ranks.specs))]
@@ -179,7 +174,5 @@ class PartitionedExecutor(InProcessExecutor):
 
         Waits for all ranks: else the next step would wait for every piece that a slower rank has not done yet.
         """
-        with self._reaching():
-            self._ranks.team.tell(Frame(COMMIT, {"piece": [slab, first_page, num_pages]}))
+        with self._reaching(), self._ranks.team.asking(Frame(COMMIT, {"piece": [slab, first_page, num_pages]})):
             self.runner.commit_pages(slab, first_page, num_pages)
-            self._ranks.team.check(self._ranks.team.take_replies())

@@ -21,6 +21,8 @@ DTYPES = ("int64", "int32", "int8", "uint8", "uint16", "float16", "float32", "fl
 MAX_BYTES = 1 << 40
 _LENGTH_BYTES = 8
 _PIECE = 1 << 20
+_SKIPPED = 1 << 14
+"""Bytes that are passed over together."""
 
 
 class LinkClosed(Exception):
@@ -79,7 +81,14 @@ class Link:
         Raises:
             LinkClosed: the other end has gone.
         """
-        pieces = frame.encode()
+        self.send_pieces(frame.encode())
+
+    def send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send a frame that is encoded.
+
+        Raises:
+            LinkClosed: the other end has gone.
+        """
         length = sum(len(piece) for piece in pieces)
         try:
             self._socket.sendall(length.to_bytes(_LENGTH_BYTES, "little") + pieces[0])
@@ -93,11 +102,17 @@ class Link:
 
         Raises:
             LinkClosed: the other end has gone.
+            MemoryError: there is too little memory for it; it is passed over, so that the next one can be received.
         """
-        length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(self._fill(bytearray(_LENGTH_BYTES)), "little")
         if length > MAX_BYTES:
             raise LinkClosed(f"a frame of {length} bytes is none")
-        return Frame.decode(self._read(length))
+        try:
+            data = bytearray(length)
+        except MemoryError:
+            self._skip(length)
+            raise
+        return Frame.decode(self._fill(data))
 
     def close(self) -> None:
         """End the connection; the other end's `receive` raises."""
@@ -106,18 +121,26 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, length: int) -> bytearray:
-        data, at = bytearray(length), 0
+    def _fill(self, data: bytearray) -> bytearray:
+        at = 0
         with memoryview(data) as view:
-            while at < length:
-                try:
-                    count = self._socket.recv_into(view[at : at + _PIECE])
-                except OSError as error:
-                    raise LinkClosed(str(error)) from error
-                if not count:
-                    raise LinkClosed("the other end has closed the link")
-                at += count
+            while at < len(data):
+                at += self._receive_into(view[at : at + _PIECE])
         return data
+
+    def _skip(self, length: int) -> None:
+        with memoryview(bytearray(min(length, _SKIPPED))) as view:
+            while length:
+                length -= self._receive_into(view[:length])
+
+    def _receive_into(self, view: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(view)
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        if not count:
+            raise LinkClosed("the other end has closed the link")
+        return count
 
 
 def _aligned(data: npt.NDArray[np.uint8], dtype: str) -> Array:

@@ -58,6 +58,12 @@ class OrdersDone:
             self._has_ended = True
             self._changed.notify_all()
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether no more will be done."""
+        with self._changed:
+            return self._has_ended
+
     def wait_for(self, count: int) -> bool:
         """Wait until so many are done; return whether they are, and not given up."""
         with self._changed:
@@ -99,8 +105,15 @@ class RankWorker:
         """Fill pages until the link or `serve` ends."""
         work: dict[str, Callable[[Frame], Frame]] = {WRITE: self._write, FILL: self._fill}
         try:
-            while self._done.wait_for((frame := bulk.receive()).fields[AFTER]):
-                bulk.send(_reply(work[frame.kind], frame))
+            while not self._done.has_ended:
+                try:
+                    frame = bulk.receive()
+                except MemoryError as error:
+                    _LOG.warning("there is too little memory for what rank 0 sends for pages")
+                    bulk.send(failure(error, MEMORY))
+                    continue
+                if self._done.wait_for(frame.fields[AFTER]):
+                    bulk.send(_reply(work[frame.kind], frame))
         except LinkClosed:
             pass  # rank 0 has ended, which `serve` notices, too
 

@@ -56,6 +56,59 @@ class RankSockets:
             connection.close()
 
 
+class LinkSet:
+    """Exchange frames with all ranks, over a link to each. For one thread at a time.
+
+    An exchange that is broken off, as by Ctrl-C, leaves replies behind which the next one would take for its own: from
+    then on nothing can be exchanged.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = links
+        self._is_within = False
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Return whether an exchange has not come to its end. For the thread whose turn it is."""
+        return self._is_within
+
+    def tell(self, frames: Sequence[Frame]) -> None:
+        """Send each rank its frame, to which it does not reply.
+
+        Raises:
+            LinkClosed: a rank has gone, or an exchange was broken off.
+        """
+        self._send(frames)
+        self._is_within = False
+
+    @contextlib.contextmanager
+    def asking(self, frames: Sequence[Frame]) -> Iterator[list[Frame]]:
+        """Send each rank its frame, and wait at the end of the block for the replies, which are in the list then.
+
+        Raises:
+            RankFailed, RankOutOfMemory: one could not do it, or its reply finds no memory here.
+            LinkClosed: a rank has gone, or an exchange was broken off.
+        """
+        self._send(frames)
+        replies: list[Frame] = []
+        try:
+            yield replies
+        finally:
+            # Also if the caller's part has failed: replies come in the order of the questions.
+            replies += map(_received_reply, self.links)
+            self._is_within = False
+        _check(replies)
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        if self._is_within:
+            raise LinkClosed("an exchange with the other ranks was broken off")
+        # First all of them: none is sent if one cannot be.
+        encoded = [frame.encode() for frame in frames]
+        self._is_within = True
+        for link, pieces in zip(self.links, encoded, strict=True):
+            link.send_pieces(pieces)
+
+
 class Team:
     """Speak to the other ranks. Methods with `bulk` are for loader threads, the others for the thread of the engine.
 
@@ -67,13 +120,24 @@ class Team:
 
     def __init__(self, sockets: Sequence[RankSockets], monitor: PulseMonitor, stop: Callable[[], None]) -> None:
         self._sockets = sockets
-        self._orders = [Link(one.orders) for one in sockets]
-        self._bulk = [Link(one.bulk) for one in sockets]
+        self._orders = LinkSet([Link(one.orders) for one in sockets])
+        self._bulk = LinkSet([Link(one.bulk) for one in sockets])
         self._bulk_lock = threading.Lock()
         # Orders to all ranks so far.
         self._num_told = 0
         self._monitor, self._stop = monitor, stop
         self._is_closed = False
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Return whether an exchange was broken off. For the thread of the engine, while it exchanges nothing; loader
+        threads end theirs."""
+        if not self._bulk_lock.acquire(blocking=False):
+            return self._orders.is_broken_off
+        try:
+            return self._orders.is_broken_off or self._bulk.is_broken_off
+        finally:
+            self._bulk_lock.release()
 
     def tell(self, frame: Frame) -> None:
         """Send an order to all ranks, which do not reply.
@@ -81,9 +145,8 @@ class Team:
         Raises:
             LinkClosed: a rank has gone.
         """
+        self._orders.tell(self._to_all(frame))
         self._num_told += 1
-        for link in self._orders:
-            link.send(frame)
 
     def tell_one(self, rank: int, frame: Frame) -> None:
         """Send one rank, which does not serve yet, how to start.
@@ -92,41 +155,22 @@ class Team:
             EngineDead: it has ended.
         """
         try:
-            self._orders[rank - 1].send(frame)
+            self._orders.links[rank - 1].send(frame)
         except LinkClosed as error:
             raise _ended(rank) from error
 
-    def ask(self, frame: Frame) -> list[Frame]:
-        """Send an order to all ranks, and return their replies.
+    @contextlib.contextmanager
+    def asking(self, frame: Frame) -> Iterator[list[Frame]]:
+        """Send an order to all ranks, let the caller do its own part meanwhile, and wait for the replies, which are in
+        the list then.
 
         Raises:
-            RankFailed: one could not do it.
+            RankFailed, RankOutOfMemory: one could not do it, or its reply finds no memory here.
             LinkClosed: a rank has gone.
         """
-        self.tell(frame)
-        replies = self.take_replies()
-        self.check(replies)
-        return replies
-
-    def take_replies(self) -> list[Frame]:
-        """Return the replies to an order that was told.
-
-        Raises:
-            LinkClosed: a rank has gone.
-        """
-        return [link.receive() for link in self._orders]
-
-    @staticmethod
-    def check(replies: Sequence[Frame]) -> None:
-        """Raise what a rank replies to an order that it could not do.
-
-        Raises:
-            RankFailed, RankOutOfMemory: one could not.
-        """
-        for rank, frame in enumerate(replies, 1):
-            if frame.kind == FAILED:
-                kind = RankOutOfMemory if frame.fields["error"] == MEMORY else RankFailed
-                raise kind(f"rank {rank}: {frame.fields['message']}")
+        with self._orders.asking(self._to_all(frame)) as replies:
+            self._num_told += 1
+            yield replies
 
     @contextlib.contextmanager
     def asking_bulk(self, frames: Sequence[Frame]) -> Iterator[None]:
@@ -135,18 +179,16 @@ class Team:
         A rank does what a frame says after the orders that it was told so far.
 
         Raises:
-            RankFailed: one could not do it.
+            RankFailed, RankOutOfMemory: one could not do it.
             LinkClosed: a rank has gone.
         """
         with self._bulk_lock:
-            num_told = self._num_told
-            for link, frame in zip(self._bulk, frames, strict=True):
-                link.send(replace(frame, fields={**frame.fields, AFTER: num_told}))
-            try:
+            after = {AFTER: self._num_told}
+            with self._bulk.asking([replace(frame, fields={**frame.fields, **after}) for frame in frames]):
                 yield
-            finally:
-                replies = [link.receive() for link in self._bulk]
-            self.check(replies)
+
+    def _to_all(self, frame: Frame) -> list[Frame]:
+        return [frame] * len(self._sockets)
 
     @property
     def monitor(self) -> PulseMonitor:
@@ -165,7 +207,7 @@ class Team:
             EngineDead: a rank has ended.
         """
         loaded = []
-        for rank, link in enumerate(self._orders, 1):
+        for rank, link in enumerate(self._orders.links, 1):
             frame = _received(rank, link)
             while frame.kind == PROGRESS:
                 progress(f"rank {rank}: {frame.fields['what']}", frame.fields["done"])
@@ -190,7 +232,7 @@ class Team:
             for connection in select.select(list(starting), [], [], LOOKS_S)[0]:
                 rank = starting.pop(connection)
                 try:
-                    _raise_failure(rank, self._orders[rank - 1].receive())
+                    _raise_failure(rank, self._orders.links[rank - 1].receive())
                 except LinkClosed as error:
                     # Where one ends, all are ended: which one it was, the monitor knows.
                     raise EngineDead(f"{self._monitor.wait_lost(NOTICED_S) or _ended(rank)}") from error
@@ -212,7 +254,7 @@ class Team:
         with contextlib.suppress(LinkClosed):
             self.tell(Frame(STOP))
         self._stop()
-        for link in (*self._orders, *self._bulk):
+        for link in (*self._orders.links, *self._bulk.links):
             link.close()
         for one in self._sockets:
             one.close()
@@ -232,6 +274,26 @@ def _ended(rank: int) -> EngineDead:
 def _raise_failure(rank: int, frame: Frame) -> None:
     if frame.kind == FAILED:
         raise _KINDS[frame.fields["error"]](f"rank {rank}: {frame.fields['message']}")
+
+
+def _received_reply(link: Link) -> Frame:
+    """Return the next reply; that it failed, if there is too little memory for it."""
+    try:
+        return link.receive()
+    except MemoryError as error:
+        return failure(error, MEMORY)
+
+
+def _check(replies: Sequence[Frame]) -> None:
+    """Raise what a rank replies to an order that it could not do.
+
+    Raises:
+        RankFailed, RankOutOfMemory: one could not.
+    """
+    for rank, frame in enumerate(replies, 1):
+        if frame.kind == FAILED:
+            kind = RankOutOfMemory if frame.fields["error"] == MEMORY else RankFailed
+            raise kind(f"rank {rank}: {frame.fields['message']}")
 
 
 def failure(error: Exception, kind: str = "config") -> Frame:
