@@ -84,37 +84,52 @@ class Loader(Protocol):
 
 
 class InlineLoader:
-    """Do everything at once, in the caller's thread."""
+    """Do what was ordered in `poll`, in the caller's thread. What Ctrl-C ends is done again."""
 
     def __init__(self, source: HostAdapterStore, write: WriteAdapter) -> None:
         self._source = source
         self._write = write
+        self._work: dict[AdapterKey, Callable[[], LoaderReport]] = {}
         self._reports: list[LoaderReport] = []
         self._pinned: set[AdapterKey] = set()
 
     def load(self, key: AdapterKey) -> None:
-        report = _load(self._source, key)
-        self._reports.append(report)
-        if report.done is Done.LOADED:
-            self._pinned.add(key)
+        self._work[key] = partial(_load, self._source, key)
 
     def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
-        self._pinned.remove(key)
-        self._reports.append(_copy(self._source, self._write, key, placed))
+        self._work[key] = partial(self._copy_pinned, key, placed)
 
     def cancel(self, key: AdapterKey) -> None:
+        self._work.pop(key, None)
         self._reports = [report for report in self._reports if report.key != key]
         if key in self._pinned:
             self._pinned.remove(key)
             self._source.unpin(key)
 
     def poll(self) -> list[LoaderReport]:
+        while self._work:
+            key = next(iter(self._work))
+            report = self._work[key]()
+            del self._work[key]
+            self._reports.append(report)
+            if report.done is Done.LOADED:
+                self._pinned.add(key)
         reports, self._reports = self._reports, []
         return reports
 
     def close(self) -> None:
+        self._work.clear()
         while self._pinned:
             self._source.unpin(self._pinned.pop())
+
+    def _copy_pinned(self, key: AdapterKey, placed: PlacedAdapter) -> LoaderReport:
+        if key not in self._pinned:
+            # The copy was interrupted, which has unpinned it.
+            report = _load(self._source, key)
+            if report.done is not Done.LOADED:
+                return report
+        self._pinned.discard(key)
+        return _copy(self._source, self._write, key, placed)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import BeamOptions
 from lorasrv.text.bad_words import bad_word_ids
 from lorasrv.worker import adapter_loader
+from lorasrv.worker.adapter_source import HostAdapterStore
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -41,6 +42,20 @@ def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: 
                 llm.generate([PROMPT] * 3, GREEDY)
         assert not llm.engine.has_requests
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 20
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("place", ["fetch_pinned", "pinned"])
+def test_a_load_that_ctrl_c_ends_is_done_again(
+    model: Path, adapter_dirs: dict[str, Path], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C ends it in its middle; later calls would wait for it for ever."""
+    with offline_engine(model, adapter_dirs) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(HostAdapterStore, place, _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT] * 2, GREEDY, ["one", "two"])
+        assert all(answer.token_ids for answer in llm.generate([PROMPT] * 2, GREEDY, ["one", "two"]))
         llm.engine.check_integrity()
 
 
