@@ -118,6 +118,8 @@ def test_a_query_names_a_replica(cluster: Any) -> None:
         for query, sent_on in (("replica=r2&x=1", "?x=1"), ("x=1&replica=r2", "?x=1"), ("replica=r2", "")):
             answer = cluster.http.get(f"{path}?{query}", headers=ADMIN).json()
             assert answer == {"by": "r2", "line": f"GET {path}{sent_on} HTTP/1.1"}
+        assert cluster.http.get(f"{path}?xreplica=r9", headers=ADMIN).status_code != 404, "another name"
+        assert cluster.http.get(f"{path}?replica=", headers=ADMIN).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/pool", "/info"])
