@@ -259,7 +259,7 @@ GUARDS: dict[str, Guard] = {
     "prefixes by tokens": Guard(_prefixes_by_place),
     "recomputed from the start": Guard(_skip_recomputing, caught_by=Exception),
     "swapped pages come back": Guard(_lose_swapped_pages, preemption="swap"),
-    "pages are arranged first": Guard(_fill_before_arranging, preemption="swap"),
+    "pages are arranged first": Guard(_fill_before_arranging, threaded=True, preemption="swap"),
     "tables follow moves": Guard(_stay_behind),
     "what moves is copied": Guard(_move_without_copying),
     "what is being filled is not read": Guard(_read_while_filling, threaded=True),
