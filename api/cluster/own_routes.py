@@ -28,10 +28,10 @@ def named_replica(chooser: Chooser, path: str, query: bytes) -> ReplicaAddress |
     Raises:
         ApiError: there is no such replica.
     """
-    names = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("replica")
-    if path not in OF_REPLICA or names is None:
+    given = parse_qs(query.decode("latin-1"), keep_blank_values=True) if path in OF_REPLICA else {}
+    if "replica" not in given:
         return None
-    name = names[0]
+    name = given["replica"][0]
     known = {one.id: one for one in chooser.replicas()}
     if name not in known:
         why = f"there is no replica {name[:64]!r}; there are {', '.join(sorted(known)) or 'none'}"

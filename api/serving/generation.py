@@ -134,19 +134,6 @@ async def generate(
         LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
     await services.admission.check(caller)
-    return await generate_checked(plan, model, fields, services, caller, turn, resumption)
-
-
-async def generate_checked(
-    plan: Planner,
-    model: str | None,
-    fields: RequestFields,
-    services: Services,
-    caller: Caller,
-    turn: str | None = None,
-    resumption: Resumption | None = None,
-) -> Generation:
-    """Plan and admit a request that admission has checked; arguments and errors as of `generate`."""
     if resumption is not None and resumption.goes_on:
         fields = fields.model_copy(update=seeded(resumption))
     fields, target = await _resolve(model, fields, services, caller, turn)

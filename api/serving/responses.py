@@ -19,7 +19,7 @@ from api.auth.principal import Caller
 from api.errors import describe
 from api.schemas.responses import REPEATED, ResponsesBody
 from api.serving.choice_stream import ChoiceStream
-from api.serving.generation import Generation, generate_checked, plan_conversation
+from api.serving.generation import Generation, generate, plan_conversation
 from api.serving.logprobs import PlacedToken, ShownTokens
 from api.serving.openai_responses import ChatFormat, ResponseBuilder, ToolCallFormat
 from api.serving.services import Services
@@ -35,8 +35,6 @@ async def generate_response(
     body: ResponsesBody, services: Services, caller: Caller, resumption: Resumption | None = None
 ) -> Generation:
     """Plan and admit a body of /v1/responses; arguments and errors as of `generate`."""
-    # Before the work of turning it into a chat.
-    await services.admission.check(caller)
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
 
     def write(form: ChatFormat, builder: ResponseBuilder) -> ResponsesWriter:
@@ -48,7 +46,7 @@ async def generate_response(
         return ResponsesWriter(builder, form, asked)
 
     plan = partial(plan_conversation, write=write, id_prefix=ID_PREFIX)
-    return await generate_checked(plan, chat.model, chat, services, caller, resumption=resumption)
+    return await generate(plan, chat.model, chat, services, caller, resumption=resumption)
 
 
 def _repeated(body: ResponsesBody) -> Json:
