@@ -336,7 +336,7 @@ async def _plan(
         body.num_tried,
         grammar,
         text,
-        # A prompt alone is not searched behind.
+        # Beams search for an answer, and none is wanted.
         None if sampling.prompt_only else body.beams,
     )
 

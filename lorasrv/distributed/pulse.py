@@ -44,7 +44,7 @@ class PulseMonitor:
         pulses: connection of each rank.
         end: called once, when one is dead; ends the others.
         exit_: ends this process, with the reason, if it serves.
-        how: says of a rank that has ended what else is known.
+        how: returns how a rank has ended, as far as that is known; the end of a sentence.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Pages ahead: which pages of the pool will be used soon, so that the system gives memory to them
-while there is nothing to compute.
+"""Pages ahead: which pages of the pool will be used soon, so that the system gives memory
+to them while there is nothing to compute.
 
 A system gives memory to a buffer when it is first written, in pieces of 2 MiB where it can. In a virtual machine a
 piece may take milliseconds, and a page of keys and values needs one in every slab.

@@ -95,7 +95,8 @@ def import_(
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     skip_refused: Annotated[
-        bool, typer.Option("--skip-refused", help="Import the others where adapters are refused; ends with code 1.")
+        bool,
+        typer.Option("--skip-refused", help="Import the other adapters if some are refused; the exit code is 1 then."),
     ] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,

@@ -167,7 +167,7 @@ def _sendable(key: str | None) -> str | None:
     Raises: CliError.
     """
     if key is not None and not _IN_HEADER.fullmatch(key):
-        why = "holds what no key holds: give printable ASCII characters without spaces"
+        why = "has characters that no key has: give printable ASCII without spaces"
         raise CliError(f"the API key of --api-key, LORASRV_API_KEY or [client] {why}", code=ExitCode.USAGE)
     return key
 
