@@ -146,6 +146,6 @@ def test_several_tokens_at_once_are_those_tokens_one_by_one(
             outputs.append(processor.process(output))
         return functools.reduce(RequestOutput.followed_by, outputs)
 
-    whole = said(iter(sizes))
+    whole = said(itertools.cycle(sizes))
     assert whole == said(itertools.repeat(1))
     assert "".join(whole.token_texts) == whole.text
