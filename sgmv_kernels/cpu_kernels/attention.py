@@ -1,7 +1,4 @@
-"""Compute paged attention on the CPU, one kernel for each KV format; over pages of floats in this file.
-
-While a page of keys is processed, the next one is prefetched; the last one prefetches the first values.
-"""
+"""Compute paged attention on the CPU, one kernel for each KV format; over pages of floats in this file."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +8,7 @@ import numpy as np
 from numba import carray
 
 from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS, K8V4_STEPS
-from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
+from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, make_attention, pages_from
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
     DIM,
@@ -21,8 +18,6 @@ from sgmv_kernels.cpu_ops.attention import (
     OUT,
     PAGE,
     PAGE_BYTES,
-    TABLE_WIDTH,
-    TABLES,
     VALUES,
 )
 from sgmv_kernels.cpu_simd.elementwise import scaled
@@ -40,7 +35,7 @@ def make_by_rows(most: int, product_of: Callable[[int], Intrinsic]) -> Any:
     time as a product takes.
 
     `product_of(n)` returns the product of n rows: (a, as_, *matrix, c, cs, ahead, kind). The first prefetches what is
-    `ahead`, the others what is likely there already, from `again` on.
+    `ahead`, the others what is likely there already, `again`.
     """
     product_most, product_6, product_3, product_2, product_1 = (product_of(n) for n in (most, 6, 3, 2, 1))
 
@@ -88,45 +83,42 @@ def make_float_steps(kind: Any) -> Steps:
         interleave(sums, args[DIM], factor, args[OUT] + 4 * args[DIM] * (row * args[HEADS] + head), kind)
 
     @kernel_part
-    def page_of(args, base, sequence, head, token):  # type: ignore[no-untyped-def]
-        """Return the address of the keys or values of one head in the page of a token."""
-        index = i32(args[TABLES], sequence * args[TABLE_WIDTH] + min(token // args[PAGE], args[TABLE_WIDTH] - 1))
-        return base + index * args[PAGE_BYTES] + head * args[DIM] * args[PAGE] * itemsize(kind)
+    def keys_of(args, head, ids, index):  # type: ignore[no-untyped-def]
+        """Return the address of the keys of one head in a page of a table."""
+        return args[KEYS] + i32(ids, index) * args[PAGE_BYTES] + head * args[DIM] * args[PAGE] * itemsize(kind)
 
     @kernel_part
-    def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-        """Compute scores[i, j] = query i . key j for whole pages; other keys than `first` to `stop` are masked later.
-
-        A page prefetches the next one, the last one the first values.
-        """
+    def score(args, queries, units, scores, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
+        """Compute scores[i, j] = query i . key j for whole pages; the loop masks keys outside `first` to `stop`."""
         page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
         bytes_, line = 4 * dim, page * itemsize(kind)
         token = first // page * page
-        while token < stop:
+        ids, count = pages_from(args, sequence, token)[0], (stop - token + page - 1) // page
+        upcoming = ahead_of(following, args[KEYS], dim * line)
+        j = np.int64(0)
+        while j < count:
+            keys, out = keys_of(args, head, ids, j), scores + 4 * (token - at + page * j)
+            ahead = address_ahead(args, upcoming, j)
             # Two pages at a time, where one is a vector.
-            beside = page == LANES and token + page < stop
-            end = token + 2 * page if beside else token + page
-            keys, out = page_of(args, args[KEYS], sequence, head, token), scores + 4 * (token - at)
-            ahead = page_of(
-                args, args[KEYS] if end < stop else args[VALUES], sequence, head, end if end < stop else first
-            )
-            if beside:
-                matrix = dim, keys, page_of(args, args[KEYS], sequence, head, token + page), line
-                _keys_beside(rows, queries, bytes_, matrix, out, stride, ahead, keys, kind)
+            if page == LANES and j + 1 < count:
+                other = keys_of(args, head, ids, j + 1)
+                both = ahead, address_ahead(args, upcoming, j + 1)
+                _keys_beside(rows, queries, bytes_, (dim, keys, other, line), out, stride, both, (keys, other), kind)
+                j += 2
             else:
                 _keys(rows, queries, bytes_, (dim, keys, line, page), out, stride, ahead, keys, kind)
-            token = end
+                j += 1
 
     @kernel_part
-    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-        """Add weight[i, j] * value j to sums[i]; a page prefetches the next one, the last one the next keys."""
-        page, dim = args[PAGE], args[DIM]
+    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
+        """Add weight[i, j] * value j to sums[i]."""
+        page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
         line = dim * itemsize(kind)
-        ids = args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + first // page)
+        ids, pages = pages_from(args, sequence, first)
         values = args[VALUES] + head * page * line
-        ahead = page_of(args, args[KEYS], sequence, head, stop)
         matrix = ids, first % page, stop - first, values, page, args[PAGE_BYTES], line, dim
-        _values(rows, weights + 4 * (first - at), 4 * args[BLOCK], matrix, sums, 4 * dim, ahead, values, kind)
+        ahead, again = ahead_of(following, args[VALUES], page * line), (ids, pages, values, ids, pages, values)
+        _values(rows, weights + 4 * (first - at), stride, matrix, sums, 4 * dim, ahead, again, kind)
 
     return Steps(width, width, prepare, score, collect, finish)
 

@@ -1,14 +1,13 @@
 """Compute paged attention on the CPU over pages of codes.
 
-Queries are rotated as keys were, and rounded; so are the weights of a block, each times the scale of its value. While
-the keys of a block are processed, its values are prefetched, and meanwhile the keys of the next block.
+Queries are rotated as keys were, and rounded; so are the weights of a block, each times the scale of its value.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgmv_kernels.cpu_kernels.attention_loop import Steps
+from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, pages_from
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_ops.attention import (
     BLOCK,
@@ -19,8 +18,6 @@ from sgmv_kernels.cpu_ops.attention import (
     OUT,
     PAGE,
     PAGE_BYTES,
-    TABLE_WIDTH,
-    TABLES,
     VALUE_MINIMA,
     VALUE_SCALES,
     VALUES,
@@ -37,7 +34,7 @@ from sgmv_kernels.cpu_simd.kv_codes import (
     weigh,
     weigh_ranges,
 )
-from sgmv_kernels.cpu_simd.memory_access import i32, put_f32, put_i32
+from sgmv_kernels.cpu_simd.memory_access import fetch, i32, put_f32, put_i32
 from sgmv_kernels.formats.kv_format import LEAST
 
 _round_query, _round_weights = make_rounding(True), make_rounding(False)
@@ -46,13 +43,16 @@ _round_query, _round_weights = make_rounding(True), make_rounding(False)
 class Values(NamedTuple):
     """Hold what attention does in its own way over one kind of values; every function is a part of a kernel.
 
-    So many codes share a byte (`in_a_byte`). `width(dim)` returns the fp32 numbers of a row of sums. `weigh(args,
-    weights, head, page)` multiplies the weights of the page at an offset with the scales of its values, and returns
-    what they add to every number of the sums. `finish(args, sums, factor, row, head)` writes a head of the result.
+    So many codes share a byte (`in_a_byte`). `width(dim)` returns the fp32 numbers of a row of sums.
+    `fetch_scales(args, following, at)` prefetches the scales of the values that are read a block later than the page at
+    place `at` of this one. `weigh(args, weights, head, page)` multiplies the weights of the page at an offset with the
+    scales of its values, and returns what they add to every number of the sums. `finish(args, sums, factor, row, head)`
+    writes a head of the result.
     """
 
     in_a_byte: int
     width: Any
+    fetch_scales: Any
     weigh: Any
     finish: Any
 
@@ -67,16 +67,10 @@ def _unit(size, levels):  # type: ignore[no-untyped-def]
     return np.float32(levels) / size, size * np.float32(1 / levels)
 
 
-@kernel_part
-def _table(args, sequence, token):  # type: ignore[no-untyped-def]
-    """Return the address of the id of a token's page."""
-    return args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + token // args[PAGE])
-
-
 def make_code_steps(values: Values) -> Steps:
     """Return the steps over pages of codes with values of a kind."""
-    in_a_byte, width_of, weigh_page, finish = values
-    scores_1, scores_2, scores_3, scores_6 = (make_scores(n, in_a_byte) for n in (1, 2, 3, 6))
+    in_a_byte, width_of, fetch_scales, weigh_page, finish = values
+    scores_1, scores_2, scores_3, scores_6 = (make_scores(n) for n in (1, 2, 3, 6))
     sums_1, sums_2, sums_3, sums_6 = (make_sums(n, in_a_byte) for n in (1, 2, 3, 6))
 
     @kernel_part
@@ -96,12 +90,15 @@ def make_code_steps(values: Values) -> Steps:
         put_i32(units, 1, _round_query(room, width, factor, queries))
 
     @kernel_part
-    def score(args, queries, units, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+    def score(args, queries, units, scores, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
         """Compute scores[i, j] = query i . key j for whole pages."""
         page, dim, width, stride = args[PAGE], code_dim(args[DIM]), width_of(args[DIM]), 4 * args[BLOCK]
         token = first // page * page
-        ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
-        keys, ahead = args[KEYS] + head * dim * page, args[VALUES] + head * (width // in_a_byte) * page
+        ids, pages = pages_from(args, sequence, token)[0], (stop - token + page - 1) // page
+        keys, ahead = args[KEYS] + head * dim * page, ahead_of(following, args[KEYS], dim * page)
+        scales_ahead = ahead_of(following, args[KEY_SCALES], 4 * page)
+        for j in range(pages):
+            fetch(address_ahead(args, scales_ahead, j))
         scales, out = args[KEY_SCALES] + 4 * head * page, scores + 4 * (token - at)
         i = 0
         while i < rows:
@@ -118,15 +115,18 @@ def make_code_steps(values: Values) -> Steps:
             else:
                 scores_1(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
                 i += 1
-            ahead = keys
+            ahead = ids, pages, keys, ids, pages, keys
 
     @kernel_part
-    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
         """Round the weights of whole pages in their place, and add weight[i, j] * value j to sums[i]."""
         page, width, stride = args[PAGE], width_of(args[DIM]), 4 * args[BLOCK]
         token = first // page * page
-        ids, pages = _table(args, sequence, token), (stop - token + page - 1) // page
+        ids, pages = pages_from(args, sequence, token)[0], (stop - token + page - 1) // page
         values = args[VALUES] + head * (width // in_a_byte) * page
+        ahead = ahead_of(following, args[VALUES], (width // in_a_byte) * page)
+        for j in range(pages):
+            fetch_scales(args, following, j)
         out = weights + 4 * (token - at)
         for i in range(rows):
             own, added = out + stride * i, np.float32(0)
@@ -136,28 +136,29 @@ def make_code_steps(values: Values) -> Steps:
             put_f32(units + 8 * i, 0, unit)
             put_f32(units + 8 * i, 1, added)
             _round_weights(own, pages * page, factor, own)
-        following, ahead = ids + 4 * pages, args[KEYS] + head * code_dim(args[DIM]) * page
-        if token // page + 2 * pages > args[TABLE_WIDTH]:
-            # Ids are read up to the table's end.
-            following, ahead = ids, values
         i = 0
         while i < rows:
             a, u, c, left = out + stride * i, units + 8 * i, sums + 4 * width * i, rows - i
             if left >= 6:
-                sums_6(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                sums_6(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
                 i += 6
             elif left >= 3:
-                sums_3(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                sums_3(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
                 i += 3
             elif left == 2:
-                sums_2(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                sums_2(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
                 i += 2
             else:
-                sums_1(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, following, ahead, c)
+                sums_1(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
                 i += 1
-            following, ahead = ids, values
+            ahead = ids, pages, values, ids, pages, values
 
     return Steps(width, width, prepare, score, collect, finish)
+
+
+@kernel_part
+def _fetch_int8(args, following, at):  # type: ignore[no-untyped-def]
+    fetch(address_ahead(args, ahead_of(following, args[VALUE_SCALES], 4 * args[PAGE]), at))
 
 
 @kernel_part
@@ -177,6 +178,12 @@ def _paired(dim):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
+def _fetch_nibbles(args, following, at):  # type: ignore[no-untyped-def]
+    fetch(address_ahead(args, ahead_of(following, args[VALUE_SCALES], 2 * args[PAGE]), at))
+    fetch(address_ahead(args, ahead_of(following, args[VALUE_MINIMA], 2 * args[PAGE]), at))
+
+
+@kernel_part
 def _weigh_nibbles(args, weights, head, page):  # type: ignore[no-untyped-def]
     skip = 2 * head * args[PAGE] + page
     return weigh_ranges(weights, args[PAGE], args[VALUE_SCALES] + skip, args[VALUE_MINIMA] + skip)
@@ -188,5 +195,5 @@ def _finish_nibbles(args, sums, factor, row, head):  # type: ignore[no-untyped-d
     scaled(sums, args[DIM], factor, args[OUT] + 4 * args[DIM] * (row * args[HEADS] + head))
 
 
-INT8_STEPS = make_code_steps(Values(1, code_dim, _weigh_int8, _finish_int8))
-K8V4_STEPS = make_code_steps(Values(2, _paired, _weigh_nibbles, _finish_nibbles))
+INT8_STEPS = make_code_steps(Values(1, code_dim, _fetch_int8, _weigh_int8, _finish_int8))
+K8V4_STEPS = make_code_steps(Values(2, _paired, _fetch_nibbles, _weigh_nibbles, _finish_nibbles))

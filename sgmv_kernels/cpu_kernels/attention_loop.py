@@ -14,6 +14,7 @@ from sgmv_kernels.cpu_ops.attention import (
     LENS,
     NUM_TASKS,
     PAGE,
+    PAGE_BYTES,
     POSITIONS,
     ROWS,
     SCALE,
@@ -22,8 +23,11 @@ from sgmv_kernels.cpu_ops.attention import (
     SLOPES,
     SOFTCAP,
     STARTS,
+    TABLE_WIDTH,
+    TABLES,
     TASK_INTS,
     TASKS,
+    THREADS,
     TREES,
     WINDOW,
     WORDS,
@@ -39,11 +43,14 @@ class Steps(NamedTuple):
 
     `width(args)` returns the fp32 numbers of a row of queries, `sums_width(args)` those of a row of sums, as many at
     least. `prepare(args, source, scale, units, room, queries)` makes a row of queries, whose sums are not needed yet,
-    of a head at `source`. `score(args, queries, units, scores, sequence, head, rows, at, first, stop)` computes the
-    scores of keys from `first` to `stop`, the block's first key being `at`; it may write those of the other keys of
-    their pages, which the loop masks. `collect(args, scores, units, sums,
-    sequence, head, rows, at, first, stop)` adds their values by weight. `finish(args, sums, factor, row, head)` writes
-    a query head of a row of the result.
+    of a head at `source`. `score(args, queries, units, scores, sequence, head, rows, at, first, stop, following)`
+    computes the scores of keys from `first` to `stop`, the block's first key being `at`; it may write those of the
+    other keys of their pages, which the loop masks. `collect(args, scores, units, sums, sequence, head, rows, at,
+    first, stop, following)` adds their values by weight. `finish(args, sums, factor, row, head)` writes a query head of
+    a row of the result.
+
+    `following` says which pages are read a block later (`ahead_of`): each page of a block prefetches one of them, since
+    a page takes less time than memory, and a block takes more.
     """
 
     width: Any
@@ -54,13 +61,75 @@ class Steps(NamedTuple):
     finish: Any
 
 
+@kernel_part
+def pages_from(args, sequence, token):  # type: ignore[no-untyped-def]
+    """Return the address of the ids of a sequence's pages from that of a token on, and how many these are."""
+    first = token // args[PAGE]
+    pages = (i32(args[LENS], sequence) + args[PAGE] - 1) // args[PAGE]
+    return args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + first), pages - first
+
+
+@kernel_part
+def _first_key(args, sequence, begin):  # type: ignore[no-untyped-def]
+    """Return the first key that query rows from `begin` on see."""
+    if not args[WINDOW]:
+        return np.int64(0)
+    length = i32(args[LENS], sequence)
+    slot = length - (i32(args[STARTS], sequence + 1) - i32(args[STARTS], sequence)) + begin
+    tree = i32(args[TREES], sequence) if args[TREES] else length
+    return max(0, min(slot, tree) - args[WINDOW] + 1)
+
+
+@kernel_part
+def _pages_of(args, task, head):  # type: ignore[no-untyped-def]
+    """Return the address of the ids of the pages that a task reads of a key head, how many these are, and the head."""
+    sequence, begin = i32(task, 0), i32(task, 3)
+    ids, count = pages_from(args, sequence, _first_key(args, sequence, begin))
+    return ids, count, head
+
+
+@kernel_part
+def _following(args, ids, count, head, done, behind):  # type: ignore[no-untyped-def]
+    """Return the pages that are read a block later than those from place `done` on, and those after them.
+
+    Args:
+        ids, count, head: the pages that a task reads of a key head.
+        behind: those of the next head or task.
+    """
+    later = done + min(args[BLOCK] // args[PAGE], count)
+    then_ids, then_count, then_head = behind
+    if later < count:
+        return ids + 4 * later, count - later, head, then_ids, then_count, then_head
+    begun = min(later - count, then_count - 1)
+    return ids, np.int64(0), head, then_ids + 4 * begun, then_count - begun, then_head
+
+
+@kernel_part
+def ahead_of(following, base, head_bytes):  # type: ignore[no-untyped-def]
+    """Return what to prefetch (`PAGES_AHEAD`) of pages in which a head has `head_bytes`, the first one's at `base`."""
+    ids, count, head, then_ids, then_count, then_head = following
+    return ids, count, base + head * head_bytes, then_ids, then_count, base + then_head * head_bytes
+
+
+@kernel_part
+def address_ahead(args, ahead, at):  # type: ignore[no-untyped-def]
+    """Return the address to prefetch while the page at place `at` of a block is read."""
+    ids, count, base, then_ids, then_count, then_base = ahead
+    if at < count:
+        return base + i32(ids, at) * args[PAGE_BYTES]
+    return then_base + i32(then_ids, min(at - count, then_count - 1)) * args[PAGE_BYTES]
+
+
 def make_attention(steps: Steps) -> Any:
     """Return the kernel of a KV format, which takes tasks until none is left."""
     width_of, sums_width_of, prepare, score, collect, finish = steps
 
     @kernel_part
-    def attend(args, scale, softcap, scratch, sequence, head, begin, end):  # type: ignore[no-untyped-def]
-        """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head."""
+    def attend(args, scale, softcap, scratch, sequence, head, begin, end, behind):  # type: ignore[no-untyped-def]
+        """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head.
+
+        `behind` are the pages that the thread is likely to read next (`_pages_of`).
+        """
         dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
         width, sums_width = width_of(args), sums_width_of(args)
         group = heads // args[KV_HEADS]
@@ -81,15 +150,17 @@ def make_attention(steps: Steps) -> Any:
             put_f32(totals, i, np.float32(0))
         fill(sums, rows * sums_width, np.float32(0))
         tree = i32(args[TREES], sequence) if args[TREES] else length
-        first = max(0, min(offset + begin, tree) - args[WINDOW] + 1) if args[WINDOW] else np.int64(0)
+        first = _first_key(args, sequence, begin)
         last = offset + end
+        page = args[PAGE]
+        ids, count = pages_from(args, sequence, first)[0], (last + page - 1) // page - first // page
         at = first // block * block
         while at < last:
             stop = min(at + block, last)
-            score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop)
+            following = _following(args, ids, count, head, max(at, first) // page - first // page, behind)
+            score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop, following)
             # Scores beyond the end of the block count as masked, so that the order of a sum does not depend on the end;
             # so do those of the rest of the last page.
-            page = args[PAGE]
             padded = min(block, max((stop - at + 31) // 32 * 32, (stop - at + page - 1) // page * page))
             if at + padded > min(tree, offset + begin + 1) or args[WINDOW] or softcap != 0 or args[SLOPES]:
                 for i in range(rows):
@@ -99,7 +170,7 @@ def make_attention(steps: Steps) -> Any:
                         args, scores + 4 * block * i, padded, row, row - start + offset, tree, at, stop, softcap, slope
                     )
             _soften(scores, 4 * block, padded, sums, sums_width, maxima, totals, factors, rows)
-            collect(args, scores, weight_units, sums, sequence, head, rows, at, max(at, first), stop)
+            collect(args, scores, weight_units, sums, sequence, head, rows, at, max(at, first), stop, following)
             at = stop
         for i in range(rows):
             total = f32(totals, i)
@@ -115,8 +186,14 @@ def make_attention(steps: Steps) -> Any:
             if task >= args[NUM_TASKS]:
                 return
             at = args[TASKS] + task * (4 * TASK_INTS)
-            for head in range(i32(at, 1), i32(at, 2)):
-                attend(args, scale, softcap, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4))
+            # Meanwhile the other threads take the tasks between.
+            next_at = args[TASKS] + min(task + args[THREADS], args[NUM_TASKS] - 1) * (4 * TASK_INTS)
+            last_head = i32(at, 2) - 1
+            for head in range(i32(at, 1), last_head + 1):
+                behind = (
+                    _pages_of(args, at, head + 1) if head < last_head else _pages_of(args, next_at, i32(next_at, 1))
+                )
+                attend(args, scale, softcap, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4), behind)
 
     return work
 

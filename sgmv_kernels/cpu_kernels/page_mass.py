@@ -23,7 +23,7 @@ def make_mass_steps(steps: Steps) -> Steps:
         return max(width_of(args), args[TABLE_WIDTH])
 
     @kernel_part
-    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
+    def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
         """Add up the weights of whole pages; those behind `stop` are 0."""
         page, width = args[PAGE], sums_width(args)
         for i in range(rows):

@@ -26,10 +26,10 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA, SLOPES = range(23, 31)
+SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA, SLOPES, THREADS = range(23, 32)
 """Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and positions
 are 0 without draft trees, scales for pages of floats, minima for those without, SLOPES without ALiBi."""
-NUM_ARGS = SLOPES + 1
+NUM_ARGS = THREADS + 1
 ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
 """KV formats that the kernel reads, and its entry for each."""
 
@@ -132,6 +132,7 @@ def tasks_part(
         SCRATCH_BYTES: scratch_bytes,
         ROWS: rows * group,
         BLOCK: block,
+        THREADS: threads,
     }
     return Part(PART, words, len(tasks), threads)
 

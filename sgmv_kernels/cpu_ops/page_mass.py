@@ -16,7 +16,6 @@ from sgmv_kernels.cpu_ops.attention import (
     SOFTCAP,
     VALUE_MINIMA,
     VALUE_SCALES,
-    VALUES,
     CpuSequences,
     Q,
     tasks_part,
@@ -37,8 +36,6 @@ def add_page_mass_cpu_(
     own = {
         Q: q.data_ptr(),
         KEYS: kv.keys.data_ptr(),
-        # Scoring prefetches values behind keys; none are read here.
-        VALUES: kv.keys.data_ptr(),
         PAGE_BYTES: kv.page_bytes,
         SCALE: np.float64(scale).view(np.int64).item(),
         SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),

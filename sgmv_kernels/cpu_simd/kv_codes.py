@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from sgmv_kernels.cpu_simd.paging import PAGES_AHEAD, page_ahead, page_offset
 from sgmv_kernels.cpu_simd.quant_ir import (
     HAS_BYTE_DOT,
     INTS,
@@ -337,19 +338,13 @@ def _add_words(b: Any, sums: list[Value], code: Value, factors: list[Value]) -> 
     return [total]
 
 
-def _page(b: Any, ids: Value, at: Value, page_bytes: Value) -> Value:
-    """Return the offset of the page at place `at` of a table."""
-    place = b.inttoptr(b.add(ids, b.mul(at, c64(4))), I32.as_pointer())
-    return b.mul(b.sext(b.load(place, align=4), I64), page_bytes)
-
-
-def make_scores(rows: int, in_a_byte: int) -> Callable[..., Any]:
+def make_scores(rows: int) -> Callable[..., Any]:
     """scores(quads, apart, units, ids, pages, bytes, codes, scales, dim, page, ahead, out, stride): out[i, j] = query
     i . key j.
 
     `quads`: rounded queries, `apart` bytes from each other; `units`: the unit (fp32) and the sum (int32) of each.
     `ids`: the `pages` pages, `bytes` long, whose `codes` and `scales` of one head are [dim / 4, page, 4] and [page].
-    Meanwhile as many codes at `ahead` in these pages, of which `in_a_byte` share one, are prefetched.
+    Meanwhile as many pages `ahead` are prefetched (`PAGES_AHEAD`).
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -361,17 +356,18 @@ def make_scores(rows: int, in_a_byte: int) -> Callable[..., Any]:
         sums = [b.load(one.at(units, c64(2 * i + 1), 4, I32), align=4) for i in range(rows)]
 
         def of_page(at: Value, _: list[Value]) -> list[Value]:
-            skip = _page(b, ids, at, page_bytes)
+            skip = page_offset(b, ids, at, page_bytes)
+            next_page = page_ahead(b, ahead, at, page_bytes)
             places = b.add(out, b.mul(at, line_bytes))
 
             def of_tokens(token: Value, _: list[Value]) -> list[Value]:
                 first = b.add(b.add(codes, skip), b.mul(token, c64(4)))
-                coming = b.add(b.add(ahead, skip), b.mul(token, c64(4 // in_a_byte)))
+                coming = b.add(next_page, b.mul(token, c64(4)))
 
                 def of_quad(quad: Value, totals: list[Value]) -> list[Value]:
                     line = b.mul(quad, line_bytes)
                     code = load_vector(b, b.add(first, line), INTS)
-                    emit.fetch(b.add(coming, b.sdiv(line, c64(in_a_byte))))
+                    emit.fetch(b.add(coming, line))
                     added: list[Value] = []
                     for i in range(rows):
                         factors = _factors(b, b.add(own[i], b.mul(quad, c64(QUAD_BYTES))))
@@ -399,7 +395,7 @@ def make_scores(rows: int, in_a_byte: int) -> Callable[..., Any]:
 
     @intrinsic
     def scores(typingctx, quads, apart, units, ids, pages, nbytes, codes, scales, dim, page, ahead, out, stride):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 13), codegen
+        return types.void(*(_A,) * 10, PAGES_AHEAD, _A, _A), codegen
 
     made: Callable[..., Any] = scores
     return made
@@ -412,17 +408,16 @@ def _splat(b: Any, value: Value) -> Value:
 
 
 def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
-    """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, following, ahead, out): out[i, :] += weights i .
-    values.
+    """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, ahead, out): out[i, :] += weights i . values.
 
     `quads`: rounded weights of the tokens of all pages, rows `stride` apart; `units`: the unit (fp32) and what is added
     to every number (fp32) of each. `codes` of one head in a page: [page / 4, dim / in_a_byte, 4] bytes; two in a byte
-    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim]. Meanwhile as many codes at
-    `ahead`, of a byte each, in the pages `following` are prefetched.
+    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim]. Meanwhile as many
+    pages `ahead` are prefetched (`PAGES_AHEAD`).
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        quads, stride, units, ids, pages, page_bytes, codes, dim, page, following, ahead, out = args
+        quads, stride, units, ids, pages, page_bytes, codes, dim, page, ahead, out = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         own = [b.add(quads, b.mul(stride, c64(i))) for i in range(rows)]
         unit, added_to_all = ([emit.splat(one.load(units, c64(2 * i + k))) for i in range(rows)] for k in (0, 1))
@@ -439,17 +434,16 @@ def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
                 skip_dims = b.mul(at, c64(4))
 
                 def of_page(j: Value, totals: list[Value]) -> list[Value]:
-                    first = b.add(b.add(codes, _page(b, ids, j, page_bytes)), skip_dims)
-                    coming = b.add(ahead, _page(b, following, j, page_bytes))
+                    first = b.add(b.add(codes, page_offset(b, ids, j, page_bytes)), skip_dims)
+                    coming = b.add(page_ahead(b, ahead, j, page_bytes), skip_dims)
                     taken = b.mul(b.mul(j, count), c64(QUAD_BYTES))
 
                     def of_quad(quad: Value, totals: list[Value]) -> list[Value]:
                         line = b.mul(quad, b.mul(width, c64(4)))
                         held = [load_vector(b, b.add(first, b.add(line, c64(_VECTOR * v))), INTS) for v in range(loads)]
                         code = [part for loaded in held for part in _codes(b, loaded, in_a_byte)]
-                        fetched = b.add(coming, b.mul(b.add(line, skip_dims), c64(in_a_byte)))
-                        for v in range(0, vectors * _VECTOR, _LINE):
-                            emit.fetch(b.add(fetched, c64(v)))
+                        for v in range(0, loads * _VECTOR, _LINE):
+                            emit.fetch(b.add(coming, b.add(line, c64(v))))
                         added: list[Value] = []
                         for i in range(rows):
                             factors = _factors(b, b.add(own[i], b.add(taken, b.mul(quad, c64(QUAD_BYTES)))))
@@ -479,8 +473,8 @@ def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
         return ctx.get_dummy_value()
 
     @intrinsic
-    def sums(typingctx, quads, stride, units, ids, pages, nbytes, codes, dim, page, following, ahead, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 12), codegen
+    def sums(typingctx, quads, stride, units, ids, pages, nbytes, codes, dim, page, ahead, out):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 9, PAGES_AHEAD, _A), codegen
 
     made: Callable[..., Any] = sums
     return made

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sgmv_kernels.cpu_simd.vector_ir import I32, I64, LANES, Emitter, Value, c64, itemsize_of, loop_of
+from sgmv_kernels.cpu_simd.paging import PAGES_AHEAD, page_ahead, page_offset
+from sgmv_kernels.cpu_simd.vector_ir import LANES, Emitter, Value, c64, itemsize_of, loop_of
 
 PAIRS = 2
 """Pairs of vectors that a dot product takes at a time: enough sums to hide the latency of one."""
@@ -194,18 +196,22 @@ def make_beside(rows: int) -> Intrinsic:
     columns of one vector of m, and behind them as many of `other`.
 
     The rest is as in `make_mul`, whose sums these are, bit for bit. A loaded number of a serves two products, and twice
-    as many sums hide the latency of one.
+    as many sums hide the latency of one. As many bytes as a matrix has are prefetched from each of two addresses.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         a, as_, n, m, other, ms, c, cs, ahead = args[:9]
         kind = sig.args[9]
         step = LANES * itemsize_of(kind)
+        half = b.sdiv(n, c64(2))
+        first, second = cgutils.unpack_tuple(b, ahead)
+        second = b.sub(second, b.mul(half, c64(2 * step)))
         emit = Emitter(b, LANES)
         a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
 
         def body(k: Value, sums: list[Value]) -> list[Value]:
-            _fetch(emit, b.add(ahead, b.mul(k, c64(2 * step))), 2 * step)
+            coming = b.select(b.icmp_signed("<", k, half), first, second)
+            _fetch(emit, b.add(coming, b.mul(k, c64(2 * step))), 2 * step)
             mv = [emit.load_kind(b.add(base, b.mul(k, ms)), c64(0), kind) for base in (m, other)]
             return _add_scaled(emit, sums, a_rows, k, mv)
 
@@ -215,7 +221,7 @@ def make_beside(rows: int) -> Intrinsic:
 
     @intrinsic
     def beside(typingctx, a, as_, n, m, other, ms, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
-        return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
+        return types.void(*(_A,) * 8, types.UniTuple(_A, 2), kind), codegen
 
     made: Intrinsic = beside
     return made
@@ -226,8 +232,8 @@ def make_paged_mul(rows: int) -> Intrinsic:
     k < n of a[i, k] * m[k, o], the rows of m being on pages.
 
     m begins at row `inside` of the first page of `ids`; a page has `page` rows, `ms` bytes apart, `bytes` * id behind
-    `base`. A page prefetches the next one, the last one as many bytes at `ahead`. Sums stay in registers from page to
-    page, and in the order of `deinterleave` in c. The rest is as in `make_mul`.
+    `base`. As many pages `ahead` are prefetched (`PAGES_AHEAD`). Sums stay in registers from page to page, and in
+    the order of `deinterleave` in c. The rest is as in `make_mul`.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -238,10 +244,6 @@ def make_paged_mul(rows: int) -> Intrinsic:
         c_rows = [b.add(c, b.mul(cs, c64(i))) for i in range(rows)]
         last = b.sdiv(b.sub(b.add(inside, n), c64(1)), page)
 
-        def page_at(index: Value) -> Value:
-            page = b.sext(b.load(Emitter(b, 1).at(ids, index, 4, I32), align=4), I64)
-            return b.add(base, b.mul(page, page_bytes))
-
         def tile(emit: Emitter, places: list[Value]) -> None:
             step_bytes = emit.lanes * len(places) * size
 
@@ -250,10 +252,8 @@ def make_paged_mul(rows: int) -> Intrinsic:
                 start = b.select(b.icmp_signed("==", index, c64(0)), inside, c64(0))
                 whole, left = b.sub(page, start), b.sub(n, before)
                 count = b.select(b.icmp_signed("<", whole, left), whole, left)
-                first = b.add(page_at(index), b.mul(start, ms))
-                is_last = b.icmp_signed("==", index, last)
-                following = page_at(b.select(is_last, index, b.add(index, c64(1))))
-                coming = b.add(b.select(is_last, ahead, following), b.mul(b.mul(places[0], page), c64(size)))
+                first = b.add(b.add(base, page_offset(b, ids, index, page_bytes)), b.mul(start, ms))
+                coming = b.add(page_ahead(b, ahead, index, page_bytes), b.mul(b.mul(places[0], page), c64(size)))
 
                 def body(k: Value, sums: list[Value]) -> list[Value]:
                     if emit.lanes > 1:
@@ -272,7 +272,7 @@ def make_paged_mul(rows: int) -> Intrinsic:
 
     @intrinsic
     def paged(typingctx, a, as_, ids, inside, n, base, page, bytes_, ms, columns, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
-        return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
+        return types.void(*(_A,) * 12, PAGES_AHEAD, kind), codegen
 
     made: Intrinsic = paged
     return made

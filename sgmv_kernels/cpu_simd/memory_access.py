@@ -112,6 +112,17 @@ def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def fetch(typingctx, address):  # type: ignore[no-untyped-def]
+    """Prefetch the cache line of an address."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        Emitter(b, LANES).fetch(args[0])
+        return ctx.get_dummy_value()
+
+    return types.void(_A), codegen
+
+
+@intrinsic
 def byte(typingctx, address, index):  # type: ignore[no-untyped-def]
     """Return the unsigned byte at `index`, as int64."""
 

@@ -3,10 +3,10 @@
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_turns.py --versus ../other-checkout
     python tests/benchmarks/bench_turns.py --versus ../other-checkout --work 16/0,16/16,prompt:900 --turns 20
 
-16/4 is a decode step of 16 rows over 4 adapters of rank 16, prompt:900 a prompt of 900 random tokens for the base, both
-without drafts. Each checkout has a process that stays; they take turns of some steps, or of one prompt, and the ratio
-of each pair of turns counts. Where the machine's speed changes from one second to the next, processes that run one
-after the other (`bench_step.py --versus`) differ by a fifth, and these by a twentieth.
+16/4 is a decode step of 16 rows over 4 adapters of rank 16, prompt:900 a prompt of 900 tokens for the base, both of
+random tokens and without drafts. Each checkout has a process that stays; they take turns of some steps, or of one
+prompt, and the ratio of each pair of turns counts. Where the machine's speed changes from one second to the next,
+processes that run one after the other (`bench_step.py --versus`) differ by a fifth, and these by a twentieth.
 """
 
 import json
@@ -42,6 +42,7 @@ class Steps:
 
     def __init__(self, llm: LLM, names: list[str]) -> None:
         self._llm, self._names = llm, names
+        self._random = random.Random(0)
         self._number = 0
 
     def begin(self, work: str, turns: int) -> None:
@@ -53,7 +54,7 @@ class Steps:
         rows, adapters = map(int, work.split("/"))
         for i in range(rows):
             name = self._names[i % adapters] if adapters else None
-            self._add(list(range(100, 164)), name, STEPS * turns + rows + 8)
+            self._add(self._prompt(64), name, STEPS * turns + rows + 8)
         # No step has prompts any more, then.
         for _ in range(rows + 2):
             self._llm.engine.step()
@@ -64,7 +65,7 @@ class Steps:
         begun = time.perf_counter()
         if work.startswith(PROMPT):
             length = int(work.removeprefix(PROMPT))
-            self._add([random.randrange(100, 40_000) for _ in range(length)], None, 1)
+            self._add(self._prompt(length), None, 1)
             self.end()
             return {"": 1e3 * (time.perf_counter() - begun)}
         before, seconds, profile = engine.profile.seconds(), [], engine.profile
@@ -85,6 +86,10 @@ class Steps:
         """Run what is left."""
         while self._llm.engine.has_requests:
             self._llm.engine.step()
+
+    def _prompt(self, length: int) -> list[int]:
+        """Return a prompt that shares no pages with others."""
+        return [self._random.randrange(100, 40_000) for _ in range(length)]
 
     def _add(self, prompt: list[int], name: str | None, max_tokens: int) -> None:
         self._number += 1

@@ -1,0 +1,77 @@
+"""What attention prefetches is what it reads a block later."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from sgmv_kernels.cpu_kernels.attention_loop import _following, _pages_of, address_ahead, ahead_of
+from sgmv_kernels.cpu_ops.attention import (
+    BLOCK,
+    LENS,
+    NUM_ARGS,
+    PAGE,
+    PAGE_BYTES,
+    STARTS,
+    TABLE_WIDTH,
+    TABLES,
+    TASK_INTS,
+    WINDOW,
+)
+
+PAGE_TOKENS, BLOCK_PAGES, HEADS = 16, 8, 3
+HEAD_BYTES = 1 << 20
+"""Apart, so that an address names a head and, as pages have one byte, the page."""
+
+
+@njit
+def _ahead(args, task, next_task, head, next_head, done, num_pages, out):  # type: ignore[no-untyped-def]
+    """Write the addresses that are prefetched while pages from place `done` on are read."""
+    ids, count, _ = _pages_of(args, task, head)
+    following = _following(args, ids, count, head, done, _pages_of(args, next_task, next_head))
+    for at in range(num_pages):
+        out[at] = address_ahead(args, ahead_of(following, 0, HEAD_BYTES), at)
+    return count
+
+
+def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """Yield the sequence, the head, the addresses read and those prefetched of the blocks of one thread."""
+    counts = [-(-n // PAGE_TOKENS) for n in lens]
+    tables = np.full((len(lens), max(counts)), -1, dtype=np.int32)
+    for s, count in enumerate(counts):
+        tables[s, :count] = 100 * s + np.arange(count)
+    starts, kv_lens = np.arange(len(lens) + 1, dtype=np.int32), np.array(lens, dtype=np.int32)
+    tasks = np.array([(s, 0, HEADS, 0, 1) for s in range(len(lens))], dtype=np.int32)
+    assert tasks.shape[1] == TASK_INTS
+    args = np.zeros(NUM_ARGS, dtype=np.int64)
+    args[[PAGE, BLOCK, PAGE_BYTES, WINDOW]] = PAGE_TOKENS, BLOCK_PAGES * PAGE_TOKENS, 1, window
+    args[[LENS, STARTS, TABLES, TABLE_WIDTH]] = kv_lens.ctypes.data, starts.ctypes.data, tables.ctypes.data, max(counts)
+    for s in range(len(lens)):
+        read = tables[s, max(0, lens[s] - window) // PAGE_TOKENS if window else 0 : counts[s]]
+        place = [task.ctypes.data for task in tasks]
+        for head in range(HEADS):
+            following = (s, head + 1) if head + 1 < HEADS else (min(s + 1, len(lens) - 1), 0)
+            for done in range(0, len(read), BLOCK_PAGES):
+                now = read[done : done + BLOCK_PAGES]
+                out = np.zeros(len(now), dtype=np.int64)
+                count = _ahead(args, place[s], place[following[0]], head, following[1], done, len(now), out)
+                assert count == len(read)
+                yield s, head, (head * HEAD_BYTES + now).tolist(), out.tolist()
+
+
+@settings(deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 700), min_size=1, max_size=4),
+    window=st.sampled_from([0, 1, 40, 300]),
+)
+def test_every_page_is_prefetched_a_block_before_it_is_read(lens: list[int], window: int) -> None:
+    fetched, num_read = set[int](), [set[int]() for _ in lens]
+    for s, head, read, ahead in _blocks(lens, window):
+        # The first pages come unannounced; of a sequence, so do some if fewer pages are read of the one before it.
+        if head > 0 or (s > 0 and len(num_read[s - 1]) >= BLOCK_PAGES * HEADS):
+            assert set(read) <= fetched
+        assert not set(read) & set(ahead) or (s, head) == (len(lens) - 1, HEADS - 1)
+        fetched.update(ahead)
+        num_read[s].update(read)
