@@ -64,11 +64,13 @@ def plan_chat(
         prompt, dropped = _prompt(body, engine, template, tokenizer, variables, num_fixed)
     if not body.uses_tools:
         return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
-    if grammar is not None:
-        raise InvalidRequest("{param} and tools exclude each other; send one", param=grammar.param)
     form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
+    if grammar is not None:
+        check_beside_tools(grammar, form)
     if body.forces_call:
         grammar = form.grammar(tools, parallel, tokenizer)
+    elif grammar is not None:
+        grammar = form.grammar_beside(grammar, tools, parallel, tokenizer)
     elif any(tool.is_strict for tool in tools):
         grammar = form.unforced_grammar(tools, tokenizer)
     protocol_format = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
@@ -78,6 +80,21 @@ def plan_chat(
 def vocab_size_of(engine: "AsyncEngine", own: Tokenizer | None) -> int:
     """Return above which number there are no tokens; the engine knows whether those below have rows."""
     return max(engine.spec.vocab_size, 0 if own is None else own.vocab_size)
+
+
+def check_beside_tools(grammar: Grammar, form: ToolFormat) -> None:
+    """Check that an answer by a grammar can be told from calls of tools.
+
+    Raises:
+        InvalidRequest: it is not JSON, or calls are JSON without a marker.
+    """
+    if grammar.schema is None:
+        raise InvalidRequest("{param} and tools exclude each other, unless it is JSON; send one", param=grammar.param)
+    if not form.marks_calls:
+        raise InvalidRequest(
+            "{param} and tools exclude each other with this base's chat template: its calls are JSON, too",
+            param=grammar.param,
+        )
 
 
 def check_tellable(messages: Sequence[Message], template: "ChatTemplate", num_added: int = 0) -> None:

@@ -116,8 +116,8 @@ class FieldChecks:
             self.grammars += [] if grammar is None else [grammar]
             if grammar is None:
                 return
-        if defaults.tools:
-            self.problems.add(INVALID, "tools", "tools and response_format exclude each other")
+        if defaults.tools and grammar.schema is None:
+            self.problems.add(INVALID, "tools", "tools and response_format exclude each other, unless it is JSON")
 
 
 def _chat(defaults: Defaults) -> ChatBody:

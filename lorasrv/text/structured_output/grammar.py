@@ -6,7 +6,7 @@ satisfies. The rest is tested in a process that may be killed (`lorasrv.text.str
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
@@ -38,6 +38,8 @@ class Grammar:
     text: str
     # The request field, for error messages.
     param: str
+    # The schema if the grammar is that of JSON alone, as `checked_schema` returns it.
+    schema: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 def any_json_object(param: str) -> Grammar:
@@ -55,7 +57,8 @@ def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
         schema = _parsed(schema, param)
     if not isinstance(schema, Mapping | bool):
         raise InvalidRequest("{param} must be a JSON schema: an object, true or false", param=param)
-    return _checked(json.dumps({"grammars": [{"json_schema": checked_schema(schema, param)}]}), param)
+    checked = checked_schema(schema, param)
+    return replace(_checked(json.dumps({"grammars": [{"json_schema": checked}]}), param), schema=checked)
 
 
 def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, Any]:

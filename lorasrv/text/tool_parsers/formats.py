@@ -29,8 +29,8 @@ class ToolFormat:
     reader: Callable[[frozenset[str], bool], ToolReader]
     # Key of the arguments in a call's JSON.
     arguments: str
-    # beginning of the answer) must be followed by a whole call.
     # Lark rule of an answer in which calls are optional: the beginning of a call (`head`, or `first` at the
+    # beginning of the answer) must be followed by a whole call.
     unforced: str
     # Text before and after a call's JSON.
     around: tuple[str, str] = ("", "")
@@ -41,6 +41,11 @@ class ToolFormat:
     forces_marker: bool = False
     # Length of call ids in templates that check it; 0: any.
     id_chars: int = 0
+
+    @property
+    def marks_calls(self) -> bool:
+        """Return whether every call begins with the marker, so that no answer in JSON can be taken for one."""
+        return self.forces_marker or bool(self.around[0])
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the marker's token id if the marker is a special token, which is not written as text by default."""
@@ -54,10 +59,19 @@ class ToolFormat:
         Raises:
             InvalidRequest: a schema is malformed or too large.
         """
-        many = f" ({_quoted(self.between)} call)*" if parallel and self.between is not None else ""
-        begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
-        rules = [f"start: {self._forced_marker(tokenizer)} {begin} call{many} {end}"]
-        return lark_of("\n".join([*rules, *self._calls(tools, self.around[0])]), "tools")
+        return lark_of("\n".join(["start: calls", *self._only_calls(tools, parallel, tokenizer)]), "tools")
+
+    def grammar_beside(self, answer: Grammar, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
+        """Build the grammar of either `answer`, which is that of JSON, or calls of these tools, which are marked.
+
+        Arguments of strict tools match their schemas, arguments of others may be any object.
+
+        Raises:
+            InvalidRequest: a schema is malformed or too large.
+        """
+        rules = ["start: answer | calls", f"answer: %json {json.dumps(answer.schema)}"]
+        calls = self._only_calls(_unforced(tools), parallel, tokenizer)
+        return lark_of("\n".join([*rules, *calls]), answer.param)
 
     def unforced_grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of any text with optional calls of these tools.
@@ -81,8 +95,15 @@ class ToolFormat:
             + re.escape(self.marker)
             + r"(.|\n)*/",
         ]
-        kept = [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
-        return lark_of("\n".join([*rules, *self._calls(kept, self.around[0].removeprefix(self.marker))]), "tools")
+        calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker))
+        return lark_of("\n".join([*rules, *calls]), "tools")
+
+    def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
+        """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""
+        many = f" ({_quoted(self.between)} call)*" if parallel and self.between is not None else ""
+        begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
+        yield f"calls: {self._forced_marker(tokenizer)} {begin} call{many} {end}"
+        yield from self._calls(tools, self.around[0])
 
     def _calls(self, tools: Sequence[Tool], before: str) -> Iterator[str]:
         """Yield the rule `call` and the rules it uses."""
@@ -133,6 +154,11 @@ def detect_format(template: str) -> ToolFormat | None:
     if '"parameters": ' in template and ("python_tag" in template or "ipython" in template):
         return LLAMA
     return None
+
+
+def _unforced(tools: Sequence[Tool]) -> list[Tool]:
+    """Return the tools with the schemas that are enforced where the model decides whether to call them."""
+    return [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
 
 
 def _quoted(text: str) -> str:

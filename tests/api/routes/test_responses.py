@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import tool_templates as templates
 from answers import coded, error_of, named, refused
 from fake_engine import FakeEngine, say
 from pydantic import BaseModel
@@ -213,6 +214,28 @@ class TestTools:
         respond([user, *items, *outputs], tools=[CLOCK]).raise_for_status()
         chat, own = engine.added
         assert own.prompt == chat.prompt
+
+    def test_a_schema_beside_tools(self, server, respond, engine) -> None:
+        form = {"format": {"type": "json_schema", "name": "sky", "schema": SCHEMA}}
+        grammars = []
+        for choice in ("none", "auto", "required"):
+            respond(tools=[CLOCK], text=form, tool_choice=choice).raise_for_status()
+            grammars.append(engine.added[-1].constraint)
+        answer, either, calls = grammars
+        assert (answer.schema["required"], either.schema, calls.schema) == (["a"], None, None)
+        assert ("answer | calls" in either.text, "answer" in calls.text) == (True, False)
+        function = {"type": "function", "function": {name: v for name, v in CLOCK.items() if name != "type"}}
+        refused(server.chat("When?", tools=[function], guided_regex="a+"), 400, "guided_regex", "tools")
+        engine.chat_template = ChatTemplate(templates.LLAMA)
+        refused(respond(tools=[CLOCK], text=form), 400, "text.format", "tools", "template")
+
+    def test_a_persona_with_a_schema_and_tools(self, server, respond, engine) -> None:
+        function = {"type": "function", "function": {name: v for name, v in CLOCK.items() if name != "type"}}
+        schema = {"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}}
+        body = {"id": "muse", "defaults": {"tools": [function], "response_format": schema}}
+        server.http.post("/v1/adapters", json=body).raise_for_status()
+        respond(model="muse").raise_for_status()
+        assert "answer | calls" in engine.added[-1].constraint.text
 
     def test_beside_tools_also_of_a_persona_log_probabilities_are_refused(self, server, respond) -> None:
         function = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}

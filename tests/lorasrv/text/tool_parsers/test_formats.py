@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.structured_output.matcher import CompiledGrammar
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
@@ -210,6 +211,36 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
         bad += [f"{good} and {bad[0]}"]
     assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
     assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_an_answer_is_json_by_a_schema_or_calls(
+    form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer
+) -> None:
+    parameters: dict[str, Any] = templates.WEATHER["function"]["parameters"]  # type: ignore[index]
+    tools = [Tool("get_weather", parameters, is_strict=True), Tool("clock", {"type": "object", "required": ["zone"]})]
+    schema = {"type": "object", "properties": {"sky": {"enum": ["blue"]}}, "required": ["sky"]}
+
+    def written(*calls: str) -> str:
+        inside = (form.between or "").join(form.around[0] + call + form.around[1] for call in calls)
+        return (form.marker if form.forces_marker else "") + form.list_of[0] + inside + form.list_of[1]
+
+    good, other = (
+        f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        for name, arguments in (("get_weather", '{"city": "Köln"}'), ("clock", '{"any": [1]}'))
+    )
+    grammar = form.grammar_beside(json_of(schema, "response_format"), tools, parallel, builtin_tokenizer)
+    compiled = await _compiled(builtin_tokenizer, grammar)
+    texts = ['{"sky": "blue"}', written(good), written(other)]
+    bad = ["", "It is blue.", "{}", '{"sky": "red"}', '{"sky": "blue"} ' + written(good), "So: " + written(good)]
+    bad += [written(good.replace("Köln", "Rome")), written(other.replace("clock", "nobody")), written(good)[:-1]]
+    (texts if parallel and form.between is not None else bad).append(written(good, other))
+    assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+    names = [part.name for text in texts for part in read(form, [text]) if isinstance(part, ToolCall)]
+    assert names[:2] == ["get_weather", "clock"]
+    assert grammar.param == "response_format"
 
 
 async def _compiled(tokenizer: Tokenizer, grammar: Any) -> CompiledGrammar:
