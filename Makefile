@@ -89,7 +89,7 @@ MINUTES ?= 15
 soak: setup
 	$(BIN)/python tests/benchmarks/soak.py --minutes $(MINUTES) --record docs/reliability.md $(ARGS)
 
-# openai-python, huggingface_hub, lorax-client, LiteLLM and LangChain, in environments of their own (build/clients), against
+# openai-python, its Agents SDK, huggingface_hub, lorax-client, LiteLLM and LangChain, in environments of their own (build/clients), against
 # one server: ARGS=--record writes the versions into docs/clients.md.
 test-clients: setup
 	$(BIN)/python tests/clients/run.py $(ARGS)

@@ -25,6 +25,7 @@ BASE, ADAPTER = "smollm2-135m", "blackbeard"
 # Environment -> distribution -> script. Two share an environment where their requirements do not clash.
 CLIENTS = {
     "openai": {"openai": "use_openai.py", "huggingface_hub": "use_huggingface_hub.py"},
+    "agents": {"openai-agents": "use_agents.py"},
     "lorax": {"lorax-client": "use_lorax.py"},
     "litellm": {"litellm": "use_litellm.py", "langchain-openai": "use_langchain.py"},
 }
