@@ -80,7 +80,7 @@ test-exhaustive: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive --ignore tests/e2e
 	$(BIN)/python -m pytest -m exhaustive tests/e2e
 
-# What every format of the base costs, with what `lorasrv quantize` makes of it: the table of docs/benchmarks.md.
+# What every format of the base costs, with what `lorasrv quantize` makes of it: the table of docs/benchmarks/quality.md.
 test-quality: setup
 	$(BIN)/python -m pytest -s -m exhaustive tests/e2e/test_perplexity.py $(ARGS)
 

@@ -257,7 +257,7 @@ def serve_on(
     progress("importing torch", 0.0)
     # Before torch: its OpenMP threads would busy-wait for long between products, and starve the event loop on few
     # cores; without busy-waiting (OMP_WAIT_POLICY=PASSIVE) a step takes three times as long. Figures:
-    # docs/benchmarks.md.
+    # docs/benchmarks/steps.md#threads.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     with ExitStack() as opened:
         # Until the server is ready: hardly anything that the start makes can be freed.

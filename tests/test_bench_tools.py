@@ -107,6 +107,16 @@ class TestReport:
         assert report.replace_section("# Doc\n\n", "a", "new") == "# Doc\n\n## A\n\nnew\n"
         assert "## Title\n" in report.replace_section("# Doc\n", "a", "new", "Title")
 
+    def test_the_page_that_has_the_section(self, tmp_path: Path) -> None:
+        (tmp_path / "peers.md").write_text("<!-- bench:a -->\n<!-- /bench -->\n")
+        (tmp_path / "steps.md").write_text("<!-- bench:a-b -->\n<!-- /bench -->\n")
+        found = {name: report.page_of(name, tmp_path).name for name in ("a", "a-b", "new")}
+        assert found == {"a": "peers.md", "a-b": "steps.md", "new": "peers.md"}
+        (tmp_path / "gpu.md").write_text("<!-- bench:a -->\n<!-- /bench -->\n")
+        with pytest.raises(report.NoSection, match=r"gpu\.md and peers\.md"):
+            report.page_of("a", tmp_path)
+        assert report.page_of("peers-vllm").read_text("utf-8").count("<!-- bench:peers-vllm -->") == 1
+
     @pytest.mark.parametrize(
         ("text", "name"),
         [

@@ -25,7 +25,7 @@ from typer.main import get_command
 from api.cli.program import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*\Z")
 PLACES = ("http://127.0.0.1:8000", "http://localhost:8000", "localhost:8000")
@@ -40,7 +40,7 @@ def blocks() -> Iterator[tuple[str, str, str]]:
         for found in BLOCK.finditer(text):
             if not NOT_RUN.search(text, 0, found.start()):
                 line = text.count("\n", 0, found.start()) + 2
-                yield f"{page.name}:{line}", found[1], found[2]
+                yield f"{page.relative_to(ROOT)}:{line}", found[1], found[2]
 
 
 def curl_commands() -> dict[str, list[tuple[str, list[str]]]]:
@@ -190,7 +190,7 @@ def unknown_options(words: list[str]) -> list[str]:
 
 
 def test_options_of_scripts_are_there() -> None:
-    commands = [(page.name, words) for page in PAGES for words in script_commands(page)]
+    commands = [(str(page.relative_to(ROOT)), words) for page in PAGES for words in script_commands(page)]
     assert len(commands) >= 60
     gone = {"bench_isolation.py"}  # the page says up to which commit it was there
     assert [(name, bad) for name, words in commands if (bad := unknown_options(words)) and {*bad} != gone] == []

@@ -1,8 +1,8 @@
 """Ask replicas over HTTP/1.1, on connections that are kept for the next request.
 
 h11 speaks the protocol, as in `api.asgi.protocol`; a client library around it (httpx2) costs a streamed token several
-times the processor time (docs/benchmarks.md). A reader who is slow stops the reading: what a connection holds is
-bounded.
+times the processor time (docs/benchmarks/cluster.md#what-the-edge-costs). A reader who is slow stops the reading: what
+a connection holds is bounded.
 """
 
 import asyncio

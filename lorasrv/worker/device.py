@@ -2,8 +2,8 @@
 
 Only the engine thread computes in parallel. Every thread that runs a parallel product of torch's gets its own OpenMP
 team. As soon as all teams together outnumber the processors, libgomp lets waiting threads sleep at once instead of
-spinning for a moment, and a step of hundreds of small products takes four times as long (docs/benchmarks.md). So
-threads that load models or adapters compute alone.
+spinning for a moment, and a step of hundreds of small products takes four times as long
+(docs/benchmarks/steps.md#threads). So threads that load models or adapters compute alone.
 """
 
 from dataclasses import dataclass

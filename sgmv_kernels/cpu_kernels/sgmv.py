@@ -1,7 +1,7 @@
 """Compute SGMV on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.sgmv`.
 
 Weights of single rows are read front to back in one stream, A for dot products and B for scaled rows that are added up,
-with a prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at a time (docs/benchmarks.md).
+with a prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at a time (docs/benchmarks/kernels.md#sgmv).
 """
 
 from typing import Any

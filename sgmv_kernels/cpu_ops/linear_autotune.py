@@ -1,9 +1,9 @@
 """Measure from how many rows a dequantized bf16 copy of a weight is faster than the quantized one.
 
 The measurement runs once on a machine, and its result is stored. Only processors that multiply bf16 (AVX-512 BF16, AMX)
-are measured; on others, and for few rows, the quantized kernels are the fastest known (docs/benchmarks.md compares
-torch's). The copy costs memory, and steps that use it round their rows differently from smaller steps, so the gain must
-be worth it (`--bf16-linears off`).
+are measured; on others, and for few rows, the quantized kernels are the fastest known
+(docs/benchmarks/kernels.md#beside-torchs-ops). The copy costs memory, and steps that use it round their rows
+differently from smaller steps, so the gain must be worth it (`--bf16-linears off`).
 """
 
 import json

@@ -21,7 +21,7 @@ for vLLM.
 Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
 machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
 server's own weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come;
-tests/benchmarks/report.py writes them into docs/benchmarks.md.
+tests/benchmarks/report.py writes them into docs/benchmarks/peers.md.
 
 --versus starts the server of this checkout and that of another one alternately, a new process each time, with the same
 adapters and load client (rows 1/1, 16/16 and 16/base unless --rows says otherwise), and prints medians and ratios.

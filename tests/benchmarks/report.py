@@ -1,12 +1,12 @@
-"""Write results of `lorasrv bench --json` or `bench_peers.py` as a table into docs/benchmarks.md.
+"""Write results of `lorasrv bench --json` or `bench_peers.py` as a table into docs/benchmarks/.
 
     lorasrv bench --adapters 0,16 --concurrency 1,16 --measure-machine --json > mine.jsonl
     python tests/benchmarks/report.py serving mine.jsonl
     python tests/benchmarks/report.py peers build/bench/peers.jsonl --title "Beside peers"
 
 A section between `<!-- bench:NAME -->` and `<!-- /bench -->` has a table, the machine, versions, commit and the
-commands. A section of that name is replaced; otherwise the new one is put at the end with a heading. --dry-run prints
-it.
+commands. The section of that name is replaced on the page that has it; a new one is put at the end of peers.md, or of
+--document, with a heading. --dry-run prints it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 from api.cli.bench.stats import FORMAT, Result
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 # An absolute path that is no part of a URL.
 PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'=]+/)*([^\s/'=]+)")
@@ -66,6 +66,18 @@ def section(name: str, results: Sequence[Result]) -> str:
     """Return the marked section as Markdown."""
     lines = [f"<!-- bench:{name} -->", *_table(results), "", *_facts(results), "<!-- /bench -->"]
     return "\n".join(lines)
+
+
+def page_of(name: str, folder: Path = FOLDER) -> Path:
+    """Return the page of a folder that has the section; peers.md if none has.
+
+    Raises:
+        NoSection: several pages have it.
+    """
+    pages = [page for page in sorted(folder.glob("*.md")) if f"<!-- bench:{name} -->" in page.read_text("utf-8")]
+    if len(pages) > 1:
+        raise NoSection(f"bench:{name} is on {' and '.join(page.name for page in pages)}; name one with --document")
+    return pages[0] if pages else folder / "peers.md"
 
 
 def replace_section(text: str, name: str, new: str, title: str | None = None) -> str:
@@ -207,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the section")
     parser.add_argument("files", nargs="+", type=Path, help="of JSON lines")
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
+    parser.add_argument("--document", type=Path, help="the page; otherwise the one that has the section")
     parser.add_argument("--title", help="of a section that is new")
     parser.add_argument("--dry-run", action="store_true", help="print it, write nothing")
     a = parser.parse_args()
@@ -216,7 +228,8 @@ def main() -> None:
         if not results:
             raise InvalidResults(f"{a.files[0].name}: no results")
         new = section(a.name, results)
-        text = replace_section(a.document.read_text("utf-8"), a.name, new, a.title)
+        document = a.document or page_of(a.name)
+        text = replace_section(document.read_text("utf-8"), a.name, new, a.title)
     except (InvalidResults, NoSection) as error:
         raise SystemExit(f"report.py: {error}") from None
     except OSError as error:
@@ -224,7 +237,7 @@ def main() -> None:
     if a.dry_run:
         print(new)
     else:
-        a.document.write_text(text, "utf-8")
+        document.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Convert an Ollama Modelfile to a persona's defaults.
 
-Parameters that mean the same here are mapped; all others are told. The format: Ollama's docs/modelfile.md.
+Parameters that mean the same here are mapped; all others are told. The format: Ollama's Modelfile reference.
 """
 
 import math
