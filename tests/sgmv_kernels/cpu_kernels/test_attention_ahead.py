@@ -1,8 +1,11 @@
 """What attention prefetches is what it reads a block later."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
+from fetch_log import Decode, fetched_by, lines_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -68,10 +71,47 @@ def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int],
 )
 def test_every_page_is_prefetched_a_block_before_it_is_read(lens: list[int], window: int) -> None:
     fetched, num_read = set[int](), [set[int]() for _ in lens]
+    named = [100 * s + i for s, n in enumerate(lens) for i in range(-(-n // PAGE_TOKENS))]
     for s, head, read, ahead in _blocks(lens, window):
         # The first pages come unannounced; of a sequence, so do some if fewer pages are read of the one before it.
         if head > 0 or (s > 0 and len(num_read[s - 1]) >= BLOCK_PAGES * HEADS):
             assert set(read) <= fetched
         assert not set(read) & set(ahead) or (s, head) == (len(lens) - 1, HEADS - 1)
+        # Nothing else: the rest of the tables names no page.
+        assert set(ahead) <= {h * HEAD_BYTES + page for h in range(HEADS) for page in named}
         fetched.update(ahead)
         num_read[s].update(read)
+
+
+@pytest.mark.aside
+def test_kernels_prefetch_whole_blocks_in_the_order_in_which_they_read_them() -> None:
+    """Of keys, values and scales, also of the next head, of the thread's next task and behind a window's begin."""
+    counts = [11, 3, 20, 1, 11, 9, 1]
+    tables = np.full((len(counts), max(counts)), 1 << 20, dtype=np.int32)
+    ids = np.random.default_rng(0).permutation(sum(counts)).tolist()
+    for row, count in zip(tables, counts, strict=True):
+        row[:count] = [ids.pop() for _ in range(count)]
+    lens = [PAGE_TOKENS * count for count in counts]
+    cases = itertools.product(("bfloat16", "int8", "k8v4"), ((None, 1), (None, 2), (7 * PAGE_TOKENS, 1)))
+    steps = [Decode(name, tables, lens, HEADS, window, threads) for name, (window, threads) in cases]
+    for step, fetched in zip(steps, fetched_by(steps), strict=True):
+        lines = lines_of(step.kv_format)
+        assert fetched == {block: lines[block[0]] for block in fetched}
+        for part in lines:
+            assert [block[1:] for block in fetched if block[0] == part] == _in_order(step)
+
+
+def _in_order(step: Decode) -> list[tuple[int, int]]:
+    """Return the pages, and their heads, that are read a block later than each page of each task."""
+    firsts = [max(0, n - (step.window or n)) // PAGE_TOKENS for n in step.lens]
+    pages = [
+        row[first : n // PAGE_TOKENS].tolist() for row, first, n in zip(step.tables, firsts, step.lens, strict=True)
+    ]
+    tasks = [pages[i] for i in sorted(range(len(pages)), key=lambda i: -step.lens[i])]
+    found: list[tuple[int, int]] = []
+    for task, own in enumerate(tasks):
+        read, behind = list(itertools.product(range(HEADS), own)), tasks[min(task + step.threads, len(tasks) - 1)]
+        read += [(0, page) for page in behind + behind[-1:] * BLOCK_PAGES]
+        later = min(BLOCK_PAGES, len(own))
+        found += [(page, head) for head, page in read[later : later + HEADS * len(own)]]
+    return list(dict.fromkeys(found))
