@@ -3,6 +3,8 @@
 Queries are rotated as keys were, and rounded; so are the weights of a block, each times the scale of its value.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,11 +69,38 @@ def _unit(size, levels):  # type: ignore[no-untyped-def]
     return np.float32(levels) / size, size * np.float32(1 / levels)
 
 
+def _make_by_rows(product_of: Callable[[int], Any]) -> Any:
+    """Return by_rows(rows, a, as_, units, matrix, ahead, again, c, cs), which multiplies `rows` rows of a, as many at a
+    time as a product takes: product_of(n)(a, as_, units, *matrix, ahead, c, cs).
+
+    The first product prefetches what is `ahead`, the others what is likely there already, `again`.
+    """
+    product_6, product_3, product_2, product_1 = (product_of(n) for n in (6, 3, 2, 1))
+
+    @kernel_part
+    def by_rows(rows, a, as_, units, matrix, ahead, again, c, cs):  # type: ignore[no-untyped-def]
+        while rows > 0:
+            if rows >= 6:
+                product_6(a, as_, units, *matrix, ahead, c, cs)
+                done = np.int64(6)
+            elif rows >= 3:
+                product_3(a, as_, units, *matrix, ahead, c, cs)
+                done = np.int64(3)
+            elif rows == 2:
+                product_2(a, as_, units, *matrix, ahead, c, cs)
+                done = np.int64(2)
+            else:
+                product_1(a, as_, units, *matrix, ahead, c, cs)
+                done = np.int64(1)
+            a, units, c, ahead, rows = a + as_ * done, units + 8 * done, c + cs * done, again, rows - done
+
+    return by_rows
+
+
 def make_code_steps(values: Values) -> Steps:
     """Return the steps over pages of codes with values of a kind."""
     in_a_byte, width_of, fetch_scales, weigh_page, finish = values
-    scores_1, scores_2, scores_3, scores_6 = (make_scores(n) for n in (1, 2, 3, 6))
-    sums_1, sums_2, sums_3, sums_6 = (make_sums(n, in_a_byte) for n in (1, 2, 3, 6))
+    scores_of, sums_of = _make_by_rows(make_scores), _make_by_rows(partial(make_sums, in_a_byte=in_a_byte))
 
     @kernel_part
     def width(args):  # type: ignore[no-untyped-def]
@@ -100,22 +129,8 @@ def make_code_steps(values: Values) -> Steps:
         for j in range(pages):
             fetch(address_ahead(args, scales_ahead, j))
         scales, out = args[KEY_SCALES] + 4 * head * page, scores + 4 * (token - at)
-        i = 0
-        while i < rows:
-            a, u, c, left = queries + 4 * width * i, units + 8 * i, out + stride * i, rows - i
-            if left >= 6:
-                scores_6(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
-                i += 6
-            elif left >= 3:
-                scores_3(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
-                i += 3
-            elif left == 2:
-                scores_2(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
-                i += 2
-            else:
-                scores_1(a, 4 * width, u, ids, pages, args[PAGE_BYTES], keys, scales, dim, page, ahead, c, stride)
-                i += 1
-            ahead = ids, pages, keys, ids, pages, keys
+        matrix = ids, pages, args[PAGE_BYTES], keys, scales, dim, page
+        scores_of(rows, queries, 4 * width, units, matrix, ahead, (ids, pages, keys, ids, pages, keys), out, stride)
 
     @kernel_part
     def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
@@ -136,22 +151,8 @@ def make_code_steps(values: Values) -> Steps:
             put_f32(units + 8 * i, 0, unit)
             put_f32(units + 8 * i, 1, added)
             _round_weights(own, pages * page, factor, own)
-        i = 0
-        while i < rows:
-            a, u, c, left = out + stride * i, units + 8 * i, sums + 4 * width * i, rows - i
-            if left >= 6:
-                sums_6(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
-                i += 6
-            elif left >= 3:
-                sums_3(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
-                i += 3
-            elif left == 2:
-                sums_2(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
-                i += 2
-            else:
-                sums_1(a, stride, u, ids, pages, args[PAGE_BYTES], values, width, page, ahead, c)
-                i += 1
-            ahead = ids, pages, values, ids, pages, values
+        matrix = ids, pages, args[PAGE_BYTES], values, width, page
+        sums_of(rows, out, stride, units, matrix, ahead, (ids, pages, values, ids, pages, values), sums, 4 * width)
 
     return Steps(width, width, prepare, score, collect, finish)
 

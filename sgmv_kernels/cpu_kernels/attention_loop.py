@@ -82,7 +82,7 @@ def _first_key(args, sequence, begin):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _pages_of(args, task, head):  # type: ignore[no-untyped-def]
-    """Return the address of the ids of the pages that a task reads of a key head, how many these are, and the head."""
+    """Return the address of the ids of a key head's pages from a task's first on, how many these are, and the head."""
     sequence, begin = i32(task, 0), i32(task, 3)
     ids, count = pages_from(args, sequence, _first_key(args, sequence, begin))
     return ids, count, head

@@ -408,16 +408,17 @@ def _splat(b: Any, value: Value) -> Value:
 
 
 def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
-    """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, ahead, out): out[i, :] += weights i . values.
+    """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, ahead, out, apart): out[i, :] += weights i .
+    values.
 
     `quads`: rounded weights of the tokens of all pages, rows `stride` apart; `units`: the unit (fp32) and what is added
     to every number (fp32) of each. `codes` of one head in a page: [page / 4, dim / in_a_byte, 4] bytes; two in a byte
-    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim]. Meanwhile as many
-    pages `ahead` are prefetched (`PAGES_AHEAD`).
+    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim], rows `apart` bytes from each
+    other. Meanwhile as many pages `ahead` are prefetched (`PAGES_AHEAD`).
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        quads, stride, units, ids, pages, page_bytes, codes, dim, page, ahead, out = args
+        quads, stride, units, ids, pages, page_bytes, codes, dim, page, ahead, out, apart = args
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         own = [b.add(quads, b.mul(stride, c64(i))) for i in range(rows)]
         unit, added_to_all = ([emit.splat(one.load(units, c64(2 * i + k))) for i in range(rows)] for k in (0, 1))
@@ -457,7 +458,7 @@ def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
                 begin = [filled(INTS, 0)] * (rows * vectors * _SUMS)
                 totals = loop_of(b, c64(0), pages, 1, begin, of_page)
                 for i in range(rows):
-                    row = b.add(out, b.mul(dim, c64(4 * i)))
+                    row = b.add(out, b.mul(apart, c64(i)))
                     for v in range(vectors):
                         p, part = (i * vectors + v) * _SUMS, v % in_a_byte
                         place = b.add(b.add(at, c64(v // in_a_byte * LANES)), b.mul(width, c64(part)))
@@ -473,8 +474,8 @@ def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
         return ctx.get_dummy_value()
 
     @intrinsic
-    def sums(typingctx, quads, stride, units, ids, pages, nbytes, codes, dim, page, ahead, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 9, PAGES_AHEAD, _A), codegen
+    def sums(typingctx, quads, stride, units, ids, pages, nbytes, codes, dim, page, ahead, out, apart):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 9, PAGES_AHEAD, _A, _A), codegen
 
     made: Callable[..., Any] = sums
     return made
