@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from api.asgi.body_limits import BodyLimitMiddleware
+from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.middleware import Envelope
 from api.asgi.sse import ClientDisconnected, run_until_disconnect
 from api.auth.scopes import GENERATING
@@ -65,15 +66,26 @@ class Edge:
         self._kept_bytes = 0
         self._survey = None if secret is None else Survey(chooser, self._upstreams, self.stats, secret)
         self._surveying: asyncio.Task[None] | None = None
-        self._app = Envelope(BodyLimitMiddleware(self._answer))
+        self.draining = Draining()
+        self._app = Envelope(DrainMiddleware(BodyLimitMiddleware(self._answer), self.draining))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._counted(send))
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+    def _counted(self, send: Send) -> Send:
+        """Count the answer by its status when it begins."""
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.stats.answers[message["status"]] += 1
+            await send(message)
+
+        return count_and_send
 
     # What an exchange needs (`Replicas`).
 
@@ -109,29 +121,18 @@ class Edge:
     # Requests.
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counted = self._counted(send)
         try:
             check_framing(scope["headers"])
             if scope["method"] in ("GET", "HEAD") and await self._answered_here(scope, receive, send):
                 return
             if destination(scope["method"], scope["path"]) is Destination.REPLICA:
-                await self._ask_replicas(scope, receive, counted)
+                await self._ask_replicas(scope, receive, send)
             else:
-                await self._ask_registry(scope, receive, counted)
+                await self._ask_registry(scope, receive, send)
         except ClientDisconnected:
             return
         except (ApiError, LorasrvError) as error:
-            await describe_at(scope["path"], error).response()(scope, receive, counted)
-
-    def _counted(self, send: Send) -> Send:
-        """Count the answer by its status when it begins."""
-
-        async def count_and_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.stats.answers[message["status"]] += 1
-            await send(message)
-
-        return count_and_send
+            await describe_at(scope["path"], error).response()(scope, receive, send)
 
     async def _ask_replicas(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read_body(receive)

@@ -17,7 +17,7 @@ class EdgeStats:
         # By replica.
         self.sent: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        # By status: of replicas and of the registry, and what the edge says in their place.
+        # To clients, by status: of replicas, of the registry and the edge's own.
         self.answers: Counter[int] = Counter()
         # Connections closed below the edge, by cause.
         self.cuts = no_cuts()

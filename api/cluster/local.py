@@ -31,7 +31,6 @@ from pydantic import ByteSize
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapter_store.errors import StoreLocked
-from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.draining_server import DrainingServer
 from api.asgi.protocol import allow_open_files
 from api.cluster.certificates import write_certificate
@@ -346,11 +345,11 @@ def edge_server(
     interruption: Interruption,
 ) -> DrainingServer:
     """Return the server of the edge, which keeps the list of replicas while it runs."""
-    draining = Draining()
-    app = DrainMiddleware(_Watching(edge, watch), draining)
     allow_open_files(settings.max_connections)
     limits, cuts = settings.connection_limits(), edge.stats.cuts
-    return _EdgeServer(app, limits, draining, settings.drain_s, on_started, cuts, interruption=interruption)
+    return _EdgeServer(
+        _Watching(edge, watch), limits, edge.draining, settings.drain_s, on_started, cuts, interruption=interruption
+    )
 
 
 class _EdgeServer(DrainingServer):

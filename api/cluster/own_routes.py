@@ -90,7 +90,7 @@ def metrics(chooser: Chooser, stats: EdgeStats, figures: Figures) -> Response:
 
 
 def _metrics(chooser: Chooser, stats: EdgeStats) -> Iterator[Metric]:
-    text = "Answers of replicas and the registry, and the edge's own in their place, by status."
+    text = "Answers to clients, by status: of replicas, of the registry and the edge's own."
     answers = CounterMetricFamily("lorasrv_edge_answers", text, labels=["status"])
     for status, count in sorted(stats.answers.items()):
         answers.add_metric([str(status)], count)

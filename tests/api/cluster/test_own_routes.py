@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 from fake_replicas import Dies, Seen, edge_of, fake_replica
 from prometheus_client.parser import text_string_to_metric_families
 from server import eventually
+
+from api.asgi.body_limits import MAX_JSON_BYTES
 
 SECRET = "secret-of-the-cluster"
 STEPS = {"step": 16e-3, "token": 1e-3, "request": 1e-3}
@@ -111,6 +114,23 @@ def test_requests_that_nobody_answers_are_counted(cluster: Any) -> None:
     cluster.chooser.set_addresses([])
     assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 503
     assert (cluster.edge.stats.answers, cluster.edge.stats.retries) == ({502: 1, 503: 2}, 2)
+
+
+def test_what_the_edge_answers_by_itself_is_counted(cluster: Any) -> None:
+    """Whoever refuses: the edge's counts are the clients'."""
+    given = Counter(
+        [
+            cluster.http.get("/health").status_code,
+            cluster.http.get("/v1/pool?replica=r9", headers=ADMIN).status_code,
+            cluster.http.get("/metrics").status_code,
+            cluster.http.post("/v1/completions", content=b" " * (MAX_JSON_BYTES + 1)).status_code,
+            cluster.http.post("/v1/completions", headers={"content-encoding": "gzip"}, content=b"x").status_code,
+        ]
+    )
+    cluster.edge.draining.begin(60.0)
+    given[cluster.http.post("/v1/completions", json={"model": "mia"}).status_code] += 1
+    assert given == dict.fromkeys((200, 404, 403, 413, 415, 503), 1)
+    assert cluster.edge.stats.answers == given
 
 
 def test_a_query_names_a_replica(cluster: Any) -> None:
