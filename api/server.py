@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -116,6 +116,7 @@ def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, 
     }
 
 
+WAITING = "waiting for the registry"
 Progress = Callable[[str, float], None]
 """Called with the current activity and the share of it that is done, from 0 to 1."""
 
@@ -160,6 +161,7 @@ def run(
     Both signals also end a server that is still loading, and the process with it (`api/early_stop.py`).
 
     Args:
+        on_ready: called when it is ready as `/ready` says; a follower that has no lease yet waits for the registry.
         computes: whether it has an engine; without one it keeps a store for the servers that follow it.
 
     Raises:
@@ -174,16 +176,17 @@ def run(
     check_guarded(settings)
     faults = FaultInjector(settings.faults())
     early_stop.end_at_signals()
+
+    def tell_ready(running: Running) -> None:
+        follower = running.services.follower
+        if follower is None:
+            on_ready(running.ready)
+            return
+        progress(WAITING, 0.0)
+        follower.when_leased(lambda: on_ready(replace(running.ready, seconds=_since(started))))
+
     with bind(settings.host, settings.port) as listener:
-        serve_on(
-            listener,
-            settings,
-            faults,
-            progress,
-            lambda running: on_ready(running.ready),
-            started,
-            computes=computes,
-        )
+        serve_on(listener, settings, faults, progress, tell_ready, started, computes=computes)
 
 
 def check_guarded(settings: ServerSettings) -> None:
@@ -304,7 +307,7 @@ def serve_on(
             gc.freeze()
             gc.enable()
             release_freed()
-            ready = _ready(settings, engine, listener, time.monotonic() - started)
+            ready = _ready(settings, engine, listener, _since(started))
             early_stop.started()
             on_running(Running(ready, app.state.services, lambda: server.handle_exit(signal.SIGTERM, None)))
 
@@ -435,5 +438,9 @@ def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.soc
         quantization=engine.quantization,
         pool_bytes=snapshot.pool_bytes,
         pages=snapshot.pages_total,
-        seconds=round(seconds, 2),
+        seconds=seconds,
     )
+
+
+def _since(begun_s: float) -> float:
+    return round(time.monotonic() - begun_s, 2)

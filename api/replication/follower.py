@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ class Follower:
         self._on_changed: OnChanged | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._was_leased = False
+        self._first_leased: Future[None] = Future()
         self._why_cut_off = ""
 
     @property
@@ -127,6 +129,10 @@ class Follower:
     def has_lease(self) -> bool:
         """Return whether this server may answer."""
         return self.clock() < self._lease_until_s
+
+    def when_leased(self, call: Callable[[], object]) -> None:
+        """Call once this server may answer for the first time, at once if it could already."""
+        self._first_leased.add_done_callback(lambda _: call())
 
     def check_lease(self) -> None:
         """Check that this server may answer.
@@ -327,6 +333,8 @@ class Follower:
         if not self._was_leased:
             _LOG.info("following the registry at %s, revision %d", self.address, self._store.feed.revision)
         self._was_leased = True
+        if not self._first_leased.done():
+            self._first_leased.set_result(None)
         return True
 
     def _tell_lost(self, error: Exception) -> None:

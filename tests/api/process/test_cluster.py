@@ -8,8 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from served import Served, lorasrv, serve
+
+from api.server import bind
 
 PROMPT = {"prompt": "a b c d e f", "max_tokens": 12, "temperature": 0}
 
@@ -114,3 +117,20 @@ def test_a_registry_and_two_followers(
         again.until(lambda: counted(again, "zoe") == 3)
         assert again.http.delete("/v1/adapters/mia", params={"wait": "all"}, timeout=60).json()["followers"] == 2
         assert {node.post("/v1/completions", model="mia", **PROMPT).status_code for node in nodes} == {404}
+
+
+@pytest.mark.slow
+def test_a_follower_is_ready_when_its_registry_has_answered(flags, tmp_path: Path) -> None:
+    """Until then it answers 503, and says that it waits."""
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:
+        ports = [str(taken.getsockname()[1]) for taken in (one, other)]
+    url, registry_url = (f"http://127.0.0.1:{port}" for port in ports)
+    common = ("--cluster-secret", "of-this-cluster", "--log-level", "warning", *flags)
+    following = ("--port", ports[0], "--registry", registry_url)
+    with serve(*common, *following, store=tmp_path / "cache") as node, httpx2.Client(trust_env=False) as http:
+        node.until(lambda: "waiting for the registry" in node.log)
+        node.until(lambda: http.get(f"{url}/ready").json()["status"] == "registry unreachable")
+        assert "ready:" not in node.log
+        with serve(*common, "--port", ports[1], store=tmp_path / "registry", command="registry"):
+            node.until(lambda: f"ready: {url} " in node.log)
+            assert http.get(f"{url}/ready").status_code == 200
