@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -17,7 +18,6 @@ from typing import BinaryIO
 from adapter_store.errors import (
     AdapterCorrupt,
     AdapterInvalid,
-    BlobTooLarge,
     InvalidArchive,
     StoreFull,
     StoreUnusable,
@@ -181,8 +181,8 @@ def import_store(
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
 
-    Every digest is verified and every adapter validated against the base again. Ids, versions, aliases and limits
-    become visible together, or not at all.
+    Every digest is verified and every adapter validated against the base again, but for what is refused before. Ids,
+    versions, aliases and limits become visible together, or not at all.
 
     Args:
         store: the store to add to.
@@ -207,11 +207,13 @@ def import_store(
     reader = TarReader(file)
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
-    refusals = Refusals(archive, check_limits, check_defaults, store.index.records(), store.index.last_versions())
+    max_bytes, index = max_adapter_bytes(base, max_lora_rank), store.index
+    refusals = Refusals(archive, check_limits, check_defaults, max_bytes, index.records(), index.last_versions())
     refusals.settle(skip)
+    left = archive.without(refusals.reasons)
     with ExitStack() as undo:
-        added = _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
-        uploads = _validate_uploads(archive.without(refusals.reasons), store, base, max_lora_rank, refusals.add)
+        added = _import_blobs(reader, archive.blobs, left.blobs, store, undo, progress)
+        uploads = _validate_uploads(left, store, base, max_lora_rank, refusals.add)
         refusals.settle(skip)
         kept = archive.without(refusals.reasons)
         _bind_base(archive, store)
@@ -258,16 +260,29 @@ def _check_fits(archive: Archive, store: OfflineStore, base: BaseShapes) -> None
 
 
 def _import_blobs(
-    reader: TarReader, archive: Archive, store: OfflineStore, max_bytes: int, undo: ExitStack, progress: Progress
+    reader: TarReader,
+    announced: Mapping[str, int],
+    wanted: Collection[str],
+    store: OfflineStore,
+    undo: ExitStack,
+    progress: Progress,
 ) -> list[str]:
-    """Write each blob under its verified digest; a member's name only announces which it is.
+    """Write each blob that is wanted under its verified digest; a member's name only announces which it is.
 
     Returns: those that the store did not have.
     """
-    awaited, added = archive.blobs, list[str]()
+    awaited, added = dict(announced), list[str]()
     undo.callback(_remove, store, added)
     done, total = 0, sum(awaited.values())
     progress(done, total)
+
+    def told(chunks: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal done
+        for chunk in chunks:
+            yield chunk
+            done += len(chunk)
+            progress(done, total)
+
     while (member := reader.next_member()) is not None:
         name, num_bytes = member
         digest = name.removeprefix(BLOBS)
@@ -275,16 +290,16 @@ def _import_blobs(
             raise InvalidArchive(
                 f"member {show(name)} of the archive is not announced by its manifest, or appears twice"
             )
-        if num_bytes > max_bytes:
-            raise BlobTooLarge(num_bytes, max_bytes)
         del awaited[digest]
+        chunks = told(reader.data(num_bytes))
+        if digest not in wanted:
+            deque(chunks, maxlen=0)
+            continue
         if not store.blobs.exists(digest):
             added.append(digest)
         with BlobUpload(store.blobs, check_digest(digest), num_bytes) as upload:
-            for chunk in reader.data(num_bytes):
+            for chunk in chunks:
                 upload.write(chunk)
-                done += len(chunk)
-                progress(done, total)
             upload.commit()
     if awaited:
         raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from adapter_store.errors import AdaptersRefused, InvalidArchive, show
+from adapter_store.errors import AdaptersRefused, BlobTooLarge, InvalidArchive, show
 from adapter_store.maintenance.archive_format import Archive
 from adapter_store.maintenance.archived_sums import ArchivedPart, check_sums
 from adapter_store.registry.records import AdapterRecord
@@ -19,6 +19,7 @@ class Refusals:
     Args:
         archive: what is imported.
         check_limits, check_defaults: as of `import_store`.
+        max_bytes: most that weights may have.
         records, last_versions: what the store has.
     """
 
@@ -27,6 +28,7 @@ class Refusals:
         archive: Archive,
         check_limits: CheckLimits,
         check_defaults: CheckDefaults,
+        max_bytes: int,
         records: Mapping[AdapterId, AdapterRecord],
         last_versions: Mapping[AdapterId, int],
     ) -> None:
@@ -34,6 +36,7 @@ class Refusals:
         self._settled: set[AdapterId] = set()
         self._sums: dict[tuple[AdapterId, int], Sequence[ArchivedPart]] = {}
         self._limits(archive, check_limits)
+        self._sizes(archive, max_bytes)
         self._defaults(archive, check_defaults)
         for at, parts in self._sums.items():
             try:
@@ -66,6 +69,11 @@ class Refusals:
                 check(record.limits)
             except (ValueError, TypeError) as error:
                 self.add(record.adapter_id, f"{record.adapter_id}: limits: {error}")
+
+    def _sizes(self, archive: Archive, max_bytes: int) -> None:
+        for (adapter_id, version), upload in archive.uploads.items():
+            if (num_bytes := archive.contents[upload.key].num_bytes) > max_bytes:
+                self.add(adapter_id, f"{adapter_id}@{version}: {BlobTooLarge(num_bytes, max_bytes)}")
 
     def _defaults(self, archive: Archive, check: CheckDefaults) -> None:
         for at, defaults in archive.defaults.items():

@@ -25,6 +25,7 @@ from adapter_store.errors import (
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.registry.index import Index
+from adapter_store.storage.blobs import BlobUpload
 from adapter_store.store import AdapterStore
 
 KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
@@ -35,6 +36,18 @@ def exported(root: Path) -> bytes:
     with OfflineStore(root) as closed:
         export_store(closed, file)
     return file.getvalue()
+
+
+def written_digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+    write = BlobUpload.__init__
+
+    def noted(upload: BlobUpload, blobs: Any, digest: str, num_bytes: int) -> None:
+        written.append(digest)
+        write(upload, blobs, digest, num_bytes)
+
+    monkeypatch.setattr(BlobUpload, "__init__", noted)
+    return written
 
 
 def first_version(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +200,29 @@ class TestArchive:
         assert found == expected
         assert blobs(tmp_path / "new").keys() == {of["weights"] for of in found["contents"].values()}
         assert (moved.adapters, moved.blobs) == (len(found["adapters"]), len(blobs(tmp_path / "new")))
+
+    def test_weights_larger_than_any_of_this_base_are_refused(
+        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the manifest, so that none of them are written."""
+        with AdapterStore(root, BASE) as store:
+            key = store.register("large", build.config(r=16), put(store, build.file(rank=16))).ref.key
+        data, told = exported(root), dict[str, str]()
+        manifest = manifest_of(data)
+        most = manifest["contents"][key]["bytes"] - 1
+        monkeypatch.setattr("adapter_store.maintenance.archive.max_adapter_bytes", lambda *_: most)
+        written = written_digests(monkeypatch)
+        with OfflineStore(tmp_path / "new", create=True) as closed:
+            with pytest.raises(AdaptersRefused) as refused:
+                import_store(closed, io.BytesIO(data), BASE, 16)
+            import_store(closed, io.BytesIO(data), BASE, 16, skip=told.__setitem__)
+        assert list(told.values()) == list(refused.value.reasons)
+        assert told.keys() == {"large"}
+        says = f"large@1: {most + 1} bytes is more than any adapter of this base can have ({most} "
+        assert told["large"].startswith(says)
+        found = manifest_of(exported(tmp_path / "new"))
+        assert found["adapters"].keys() == manifest["adapters"].keys() - {"large"}
+        assert set(written) == {of["weights"] for of in found["contents"].values()}
 
     def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
         assert exported(root) == data
