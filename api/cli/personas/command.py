@@ -165,6 +165,7 @@ def _print_defaults(reference: str, server: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found["defaults"] is None:
-        raise CliError(f"{found['id']}@{found['version']} has no defaults")
+        note(f"{found['id']}@{found['version']} has no defaults")
+        sys.stdout.write(to_file({}))
     else:
         sys.stdout.write(to_file(found["defaults"]))

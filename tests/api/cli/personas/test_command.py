@@ -89,7 +89,9 @@ def test_a_wrong_system_prompt_is_named_as_it_was_written(
 def test_cleared(run, file: Path, make_adapter) -> None:
     run("upload", make_adapter(), "--id", "mia", "--defaults", file)
     assert run("defaults", "mia", "--clear").out.startswith("registered mia@2")
-    failed(run("defaults", "mia"), 1, "mia@2 has no defaults")
+    printed, told = run("defaults", "mia"), run("defaults", "mia", "--json")
+    assert (printed.code, told.code, json.loads(told.out)["defaults"]) == (0, 0, None)
+    assert (printed.out, printed.err) == ("{}\n", "mia@2 has no defaults\n"), "what sets none, as a file"
     assert json.loads(run("defaults", "mia@1", "--json").out)["defaults"]["name"] == "Mia"
 
 
