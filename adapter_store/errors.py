@@ -49,6 +49,11 @@ def show(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS + 2 else text[:SHOWN_CHARS] + "…"
 
 
+def show_name(name: str) -> str:
+    """Return an untrusted name as `show` does, without quotes: for the path of a field."""
+    return show(name).strip("'\"")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Describe one problem of an adapter: a stable `code`, the config key or tensor concerned, and the fix."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
+from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show, show_name
 from adapter_store.formats.module_selection import NO_SELECTION, ModuleSelection, read_selection, strings
 from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Pattern, parse_pattern
 from adapter_store.formats.strict_json import refuse_constant, unique_pairs
@@ -52,7 +52,7 @@ def _children(path: str, value: object, problems: ProblemList) -> Iterator[tuple
             if not isinstance(key, str):
                 problems.add("malformed_config", path, f"key {show(key)} must be a string")
             else:
-                yield f"{path}.{show(key)[1:-1]}".lstrip("."), item
+                yield f"{path}.{show_name(key)}".lstrip("."), item
 
 
 def _is_scalar(value: object) -> bool:
@@ -298,7 +298,7 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
         if rule is None and is_set:
             problems.add(
                 "unsupported_config_key",
-                show(key)[1:-1],
+                show_name(key),
                 f"= {show(value)} is not known here and could change the result; remove it if it is only a note",
             )
         elif rule is not None and rule.decision is Decision.REFUSED and is_set:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from adapter_store.errors import show
+from adapter_store.errors import show, show_name
 from api.asgi.body_limits import MAX_JSON_BYTES
 from api.asgi.json_body import parse_json
 from api.errors import ApiError
@@ -25,7 +25,6 @@ MAX_LINE_BYTES = MAX_JSON_BYTES + (64 << 10)
 MAX_ID_CHARS = 512
 MAX_SHOWN_PROBLEMS = 100
 SKIP_BYTES = 1 << 20
-QUOTES = "'\""
 _BOM = b"\xef\xbb\xbf"
 # Random per process, so that lines with colliding keys cannot be crafted.
 _SECRET = secrets.token_bytes(16)
@@ -172,7 +171,7 @@ def _unknown(fields: Mapping[str, object]) -> tuple[str, str] | None:
     if unknown is None:
         return None
     shown, known = show(unknown), ", ".join(FIELDS)
-    return shown.strip(QUOTES), f"a line has no field {shown}, only {known}; fields of the request belong into body"
+    return show_name(unknown), f"a line has no field {shown}, only {known}; fields of the request belong into body"
 
 
 def _wrong(method: object, url: object, body: object, endpoint: str | None) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from adapter_store.errors import InvalidAlias, show
+from adapter_store.errors import InvalidAlias, show_name
 from adapter_store.registry.records import Change
 from adapter_store.registry.references import AliasTarget, target_from_json
 from adapter_store.spec import BF16
@@ -22,7 +22,6 @@ from lorasrv.offline.verify.verifier import DEFAULT_TIMEOUT_S
 DEFAULT_DEADLINE_MS = 10_000
 MAX_DEADLINE_MS = 600_000
 MAX_INT = 2**63 - 1
-QUOTES = "'\""
 _Count = Annotated[int, Field(le=MAX_INT)]
 _OF_WEIGHTS = ("stored", "allow_partial", "allow_drift", "tokenizer")
 
@@ -119,7 +118,7 @@ def _targets(aliases: dict[str, Any]) -> dict[str, AliasTarget | None]:
         targets = {alias: None if to is None else target_from_json(alias, to) for alias, to in aliases.items()}
         Change(aliases=targets).check()
     except InvalidAlias as error:
-        raise InvalidRequest(str(error), param=f"aliases.{show(error.alias).strip(QUOTES)}") from None
+        raise InvalidRequest(str(error), param=f"aliases.{show_name(error.alias)}") from None
     return targets
 
 

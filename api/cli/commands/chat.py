@@ -21,12 +21,11 @@ from api.cli.commands.generate import (
     system_message,
 )
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
-from api.cli.common.terminal import CliError, ExitCode, note, print_json, stdin_lines
+from api.cli.common.terminal import MULTILINE, CliError, ExitCode, note, print_json, stdin_lines
 
 if TYPE_CHECKING:
     from api.client import Client, StreamedAnswer
 
-QUOTES = '"""'
 HELP = (
     "/adapter ID   switch to another adapter; keeps the history",
     "/base         switch to the base model",
@@ -191,12 +190,12 @@ def _lines(conversation: Conversation) -> Iterator[str]:
 def _message(prompt: str) -> str:
     """Read a line, or the lines between two triple quotes, which are never a command."""
     line = _read(prompt).strip()
-    if not line.startswith(QUOTES):
+    if not line.startswith(MULTILINE):
         return line
-    text = line.removeprefix(QUOTES)
-    while not text.rstrip().endswith(QUOTES):
+    text = line.removeprefix(MULTILINE)
+    while not text.rstrip().endswith(MULTILINE):
         text += "\n" + _read("... ").rstrip("\n")
-    text = text.rstrip().removesuffix(QUOTES).strip()
+    text = text.rstrip().removesuffix(MULTILINE).strip()
     return f"/{text}" if text.startswith("/") else text
 
 

@@ -23,6 +23,10 @@ DIGEST_CHARS = 12
 _OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
+MULTILINE = '"""'
+"""Begins and ends a text of several lines, in a chat as in an Ollama Modelfile."""
+
+
 class ExitCode(IntEnum):
     """Define the exit codes that scripts may rely on."""
 

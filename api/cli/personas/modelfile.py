@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.validation.report import BaseName
-from api.cli.common.terminal import CliError
+from api.cli.common.terminal import MULTILINE, CliError
 
-QUOTES = '"""'
 _LINE = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _FLOATS = {
     "temperature": "temperature",
@@ -95,10 +94,10 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             continue
         if (match := _LINE.match(line)) is None:
             raise CliError(f"{line.strip()[:40]!r} is not a line of a Modelfile")
-        opening = line.find(QUOTES, match.end())
+        opening = line.find(MULTILINE, match.end())
         if opening >= 0:
-            start = at + opening + len(QUOTES)
-            close = text.find(QUOTES, start)
+            start = at + opening + len(MULTILINE)
+            close = text.find(MULTILINE, start)
             if close < 0:
                 raise CliError(f"{match[1].upper()}: the three quotes are not closed")
             before = line[match.end() : opening]
