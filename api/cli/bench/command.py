@@ -59,7 +59,10 @@ class LoadOptions:
     rate: Annotated[str | None, _option("Requests per second, sent at random times instead; 0.5,2 sweeps.", _LOAD)] = (
         None
     )
-    trace: Annotated[Path | None, _option("Recorded traffic to send instead, as lorasrv plan reads it.", _LOAD)] = None
+    trace: Annotated[
+        Path | None,
+        _option("Recorded traffic to send instead, as lorasrv plan reads it.", _LOAD, exists=True, dir_okay=False),
+    ] = None
     requests: Annotated[
         int | None,
         _option("Number of requests per load. [default: 2 per client, at least 8; 64 with --rate]", _LOAD, min=1),

@@ -28,7 +28,12 @@ ENGINE_SETTINGS = ("model", "store", "quantization", "device", "pool_bytes", "lo
 
 def batch(
     ctx: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="OpenAI batch lines: custom_id, method, url, body.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, metavar="IN", help="OpenAI batch lines: custom_id, method, url, body."
+        ),
+    ],
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="Results, one per line; an existing file is continued.")
     ],
@@ -61,7 +66,7 @@ def batch(
         )
     if restart and retry_failed:
         raise CliError("--restart and --retry-failed exclude each other: give one of them", code=ExitCode.USAGE)
-    _check_paths(source, target)
+    _check_target(target)
     with _prepared(source, target, restart, retry_failed) as job:
         begun = time.monotonic()
         if job.already:
@@ -77,9 +82,7 @@ def batch(
         _report(job, time.monotonic() - begun, as_json)
 
 
-def _check_paths(source: Path, target: Path) -> None:
-    if not source.is_file():
-        raise CliError(f"there is no file {source}", code=ExitCode.USAGE)
+def _check_target(target: Path) -> None:
     is_other = target.exists() and not target.is_file()
     if is_other or not target.absolute().parent.is_dir():
         # Results are read again when the command goes on after an interruption.

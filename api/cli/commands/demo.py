@@ -14,7 +14,7 @@ import typer
 from adapter_store.formats.peft_dir import CONFIG_NAME, read_peft_dir
 from api.cli.common.child_server import running_server
 from api.cli.common.options import JsonOption, connected
-from api.cli.common.terminal import CliError, note, out, print_json, progress, say, short_digest
+from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
 from lorasrv.config import BUILTIN_MODEL
 
 if TYPE_CHECKING:
@@ -63,7 +63,10 @@ def demo(
 def _persona_folders(personas: Path) -> list[Path]:
     found = sorted(path.parent for path in personas.glob(f"*/{CONFIG_NAME}"))
     if not found:
-        raise CliError(f"no adapters below {personas}; run from a source checkout, or give --personas DIR")
+        raise CliError(
+            f"--personas: no adapters below {personas}; run from a source checkout, or give another DIR",
+            code=ExitCode.USAGE,
+        )
     return found
 
 

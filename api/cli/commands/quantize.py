@@ -50,7 +50,10 @@ def quantize(
     text: Annotated[
         Path | None,
         typer.Option(
-            metavar="TXT", help="Calibration text, like the text to be served. [default: the model writes some]"
+            exists=True,
+            dir_okay=False,
+            metavar="TXT",
+            help="Calibration text, like the text to be served. [default: the model writes some]",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,

@@ -91,7 +91,7 @@ def export(
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="File written by export.")],
+    source: Annotated[Path, typer.Argument(exists=True, metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     skip_refused: Annotated[

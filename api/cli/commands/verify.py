@@ -22,7 +22,10 @@ def verify(
         ),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one per line. \[default: four built-in ones]")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, metavar="FILE", help=r"Prompts, one per line. \[default: four built-in ones]"
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help=r"Give up after this time. \[default: 300]")

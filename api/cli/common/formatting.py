@@ -121,6 +121,8 @@ DefaultsOption = Annotated[
     Path | None,
     typer.Option(
         "--defaults",
+        exists=True,
+        dir_okay=False,
         metavar="FILE",
         help="JSON file of defaults for what requests leave out: system prompt, sampling, stops and more.",
         show_default=False,
@@ -129,5 +131,13 @@ DefaultsOption = Annotated[
 
 # Not from the environment, where the variable means serve's store: list calls the server unless --store is given.
 ClosedStoreOption = Annotated[
-    Path | None, typer.Option("--store", metavar="DIR", help="A store that no server uses.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--store",
+        exists=True,
+        file_okay=False,
+        metavar="DIR",
+        help="A store that no server uses.",
+        show_default=False,
+    ),
 ]

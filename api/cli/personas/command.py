@@ -34,7 +34,10 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the default
 def defaults(
     reference: ReferenceArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Defaults as JSON. Without: print those there are.")
+        Path | None,
+        typer.Argument(
+            exists=True, dir_okay=False, metavar="FILE", help="Defaults as JSON. Without: print those there are."
+        ),
     ] = None,
     new: Annotated[
         bool, typer.Option("--new", help="Make the id if it does not exist: a persona of the base, without weights.")
@@ -64,7 +67,8 @@ def compose(
         typer.Argument(metavar="[WEIGHT*]ADAPTER", help="Adapters with weights: mia 0.5*style@3, or mia+-0.5*style."),
     ],
     file: Annotated[
-        Path | None, typer.Option("--defaults", metavar="FILE", help="Defaults of the sum, as JSON.")
+        Path | None,
+        typer.Option("--defaults", exists=True, dir_okay=False, metavar="FILE", help="Defaults of the sum, as JSON."),
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
@@ -96,7 +100,9 @@ def snapshot(reference: ReferenceArgument, server: ServerOption = DEFAULT_SERVER
 
 
 def import_card(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Character card, JSON or PNG.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="Character card, JSON or PNG.")
+    ],
     adapter_id: IdOption,
     without_book: Annotated[
         bool, typer.Option("--without-book", help="Leave out the card's character book, which is refused otherwise.")
@@ -114,7 +120,7 @@ def import_card(
 
 
 def import_modelfile(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Ollama Modelfile.")],
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="Ollama Modelfile.")],
     adapter_id: IdOption,
     any_base: Annotated[
         bool, typer.Option("--any-base", help="Accept a FROM that is not the served base by its name.")

@@ -47,8 +47,8 @@ SERVER_SETTINGS = (
 )
 
 
-def _option(text: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
+def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False, **more)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def plan(
     server: Annotated[
         str | None, _option("Running server to take learnt costs and the pool's size from.", _COSTS, "--server")
     ] = None,
-    costs: Annotated[Path | None, _option("JSON file to take costs from.", _COSTS, "--costs")] = None,
+    costs: Annotated[
+        Path | None, _option("JSON file to take costs from.", _COSTS, "--costs", exists=True, dir_okay=False)
+    ] = None,
     p99_ttft_ms: Annotated[
         float | None, _option("Limit of the p99 TTFT, in milliseconds. [default: twice the present one]", _OUTPUT)
     ] = None,

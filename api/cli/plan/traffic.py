@@ -22,7 +22,10 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 class TrafficOptions:
     """Define options of the traffic."""
 
-    trace: Annotated[Path | None, _option("File that serve --record-trace wrote.", "--trace", metavar="FILE")] = None
+    trace: Annotated[
+        Path | None,
+        _option("File that serve --record-trace wrote.", "--trace", metavar="FILE", exists=True, dir_okay=False),
+    ] = None
     law: Annotated[
         str | None, _option("Requests by a law instead: poisson, diurnal, flash (a crowd) or mmpp (bursts).")
     ] = None

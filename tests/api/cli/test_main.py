@@ -153,7 +153,7 @@ class TestExitCodes:
             ("generate x --timeout -1", "'--timeout'"),
             ("defaults mia --clear --new", "--clear"),
             ("defaults mia --new", "--new needs FILE"),
-            ("defaults mia FILE --clear", "--clear"),
+            ("defaults mia /dev/null --clear", "--clear"),
             # What only the server knows.
             ("verify mia --timeout 0", "--timeout: "),
             ("generate x --on-cold maybe", "--on-cold: "),
@@ -330,3 +330,34 @@ class TestCompletion:
         environment, how = {**os.environ, **variables}, {"text": True, "capture_output": True, "timeout": 120}
         done = subprocess.run(["bash", "--norc", "-c", script], env=environment, check=False, **how)
         assert (done.stdout, done.stderr) == ("mia\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("bench --trace", "--trace"),
+        ("plan --trace", "--trace"),
+        ("plan --law poisson --costs", "--costs"),
+        ("verify mia --prompts", "--prompts"),
+        ("quantize model.safetensors --text", "--text"),
+        ("upload . --defaults", "--defaults"),
+        ("compose both mia zoe --defaults", "--defaults"),
+        ("defaults mia", "FILE"),
+        ("import-card --id mia", "FILE"),
+        ("import-modelfile --id mia", "FILE"),
+        ("batch", "IN"),
+        ("store import", "DIR_OR_TAR"),
+        ("check . --store", "--store"),
+        ("list --store", "--store"),
+        ("demo --personas", "--personas"),
+        ("generate hi --json-schema", "--json-schema"),
+        ("serve --config", "--config"),
+    ],
+)
+def test_a_file_that_is_not_there_is_wrong_usage(cli, tmp_path: Path, words: str, named: str) -> None:
+    """Told before anything is loaded or asked, with the option and the file."""
+    path = tmp_path / "nowhere"
+    done = cli(*words.split(), path, *(["out.jsonl"] if words == "batch" else []))
+    assert (done.code, done.out) == (2, "")
+    assert named in done.err
+    assert str(path) in done.err

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from answers import failed
 from fake_engine import base_only, say
 
 from api.cli.commands import demo
@@ -64,7 +65,8 @@ def test_it_fails_if_it_shows_nothing(cli, personas: Path, engine, tmp_path: Pat
     assert cli("demo", "--personas", personas).code == 1
     (tmp_path / "none").mkdir()
     nothing = cli("demo", "--personas", tmp_path / "none")
-    assert (nothing.code, nothing.err.count("\n")) == (1, 1)
+    failed(nothing, 2, "--personas")
+    assert nothing.err.count("\n") == 1
 
 
 def test_a_server_that_does_not_start(cli, make_adapter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path
     arguments = (command, *((mia, "--model", base) if command == "check" else ()), "--store")
     with opened(filled, base):
         in_use = cli(*arguments, filled)
+    (tmp_path / "nothing").mkdir()
     nothing = cli(*arguments, tmp_path / "nothing")
     with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
         index.execute("UPDATE base SET fingerprint = 'none'")
@@ -105,4 +106,4 @@ def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path
     for words, done in {**says, **({"damaged in the index": damaged} if command == "check" else {})}.items():
         failed(done, 1, words)
         assert done.err.count("\n") == 1
-    assert not (tmp_path / "nothing").exists()
+    assert not any((tmp_path / "nothing").iterdir())

@@ -179,7 +179,7 @@ class TestMoving:
         (tmp_path / "x.tar").write_bytes(b"x" * 2000)
         new = ("--store", tmp_path / "new")
         failed(cli("store", "import", tmp_path / "x.tar", *new), 1, "not a tar file that lorasrv store export wrote")
-        failed(cli("store", "import", tmp_path / "y.tar", *new), 1, "No such file")
+        failed(cli("store", "import", tmp_path / "y.tar", *new), 2, "DIR_OR_TAR", "does not exist")
 
 
 @pytest.mark.parametrize("command", [("gc",), ("fsck",), ("export", "x.tar")])

@@ -67,8 +67,8 @@ def test_a_law_on_one_server(plan) -> None:
     ("options", "complaint"),
     [
         ((), "give either --trace, a recorded file, or --law"),
-        ((*LAW, "--trace", "x"), "give either --trace, a recorded file, or --law"),
-        (("--trace", "x", "--rate", "3"), "--rate and --trace exclude each other"),
+        ((*LAW, "--trace", __file__), "give either --trace, a recorded file, or --law"),
+        (("--trace", __file__, "--rate", "3"), "--rate and --trace exclude each other"),
         (("--law", "chaos"), "law 'chaos' is unknown; there are poisson, diurnal, flash, mmpp"),
         (
             ("--law", "poisson", "--seconds", "1e12"),
