@@ -186,11 +186,12 @@ def test_versions_of_replayed_clients_are_those_of_their_bodies() -> None:
 def test_the_readme_names_the_versions_of_the_page() -> None:
     """Of clients that run two numbers, of replayed ones the first number or commit that stands for their bodies."""
     names = {"openai": "openai-python", "litellm": "LiteLLM", "langchain-openai": "LangChain"}
+    names["openai-agents"] = "OpenAI Agents SDK"
     page_text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     ran = re.findall(r"^\| ([a-z_-]+) \| (\d+\.\d+)[0-9.]* \|$", page_text, re.M)
     replayed = [(name, re.search(r"\b(\d[\w.]*|[0-9a-f]{7})\b", v)) for name, v in replayed_clients().items()]
     told = [f"{names.get(name, name)} {version}" for name, version in ran]
     told += [f"{name} {found[0]}" for name, found in replayed if found is not None]
-    assert len(told) == 12
+    assert len(told) == 13
     assert [one for one in told if one not in readme] == []
