@@ -66,7 +66,7 @@ def batch(
         )
     if restart and retry_failed:
         raise CliError("--restart and --retry-failed exclude each other: give one of them", code=ExitCode.USAGE)
-    _check_target(target)
+    _check_paths(source, target)
     with _prepared(source, target, restart, retry_failed) as job:
         begun = time.monotonic()
         if job.already:
@@ -82,7 +82,9 @@ def batch(
         _report(job, time.monotonic() - begun, as_json)
 
 
-def _check_target(target: Path) -> None:
+def _check_paths(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise CliError(f"IN: {source} is read twice, so that it has to be a regular file", code=ExitCode.USAGE)
     is_other = target.exists() and not target.is_file()
     if is_other or not target.absolute().parent.is_dir():
         # Results are read again when the command goes on after an interruption.

@@ -298,6 +298,8 @@ class TestRefused:
         for wrong in (tmp_path, tmp_path / "no" / "out.jsonl", source):
             assert cli("batch", source, wrong, "--server", server.url).code == 2
         assert source.read_text() == line("a")
+        os.mkfifo(tmp_path / "pipe")
+        failed(cli("batch", tmp_path / "pipe", target, "--server", server.url), 2, "IN: ", "a regular file")
 
     def test_a_server_or_an_engine(self, batch) -> None:
         failed(batch([line("a")], "--model", "x"), 2, "give one of them")
