@@ -137,7 +137,10 @@ class _Check(FieldChecks):
 
     def _prompt(self, defaults: Defaults) -> None:
         """Render the prompt as a request would."""
-        fields = {name: getattr(defaults, name) for name in PROMPT_FIELDS}
+        names = [*PROMPT_FIELDS]
+        # A schema stands beside tools, if the template's calls can be told from it.
+        names += ["response_format"] if any(grammar.schema is not None for grammar in self.grammars) else []
+        fields = {name: getattr(defaults, name) for name in names}
         stored = StoredPersona(AdapterRef(AdapterId("persona"), 0, None), "", Defaults(**fields), "")
         if not stored.has_prompt:
             return

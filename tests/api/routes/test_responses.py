@@ -236,6 +236,10 @@ class TestTools:
         server.http.post("/v1/adapters", json=body).raise_for_status()
         respond(model="muse").raise_for_status()
         assert "answer | calls" in engine.added[-1].constraint.text
+        engine.chat_template = ChatTemplate(templates.LLAMA)
+        again = server.http.post("/v1/adapters", json={**body, "id": "ada"})
+        assert again.status_code == 422
+        assert "its calls are JSON, too" in again.text
 
     def test_beside_tools_also_of_a_persona_log_probabilities_are_refused(self, server, respond) -> None:
         function = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
