@@ -275,7 +275,6 @@ class TestCommand:
             ("", ["--force"], "folder"),
             ("x", ["--text", "short"], "tokens"),
             ("x", ["--text", "not-utf8"], "UTF-8"),
-            ("x", ["--text", "none"], "No such file"),
         ],
     )
     def test_wrong_arguments(
@@ -286,6 +285,11 @@ class TestCommand:
         Path("not-utf8").write_bytes(b"\xff\xfe\x00")
         assert said in str(run(tmp_path / out, *arguments).exception)
         assert {path.name for path in tmp_path.iterdir()} == {"short", "not-utf8"}
+
+    def test_a_missing_text_is_wrong_usage(self, run, tmp_path: Path) -> None:
+        done = run(tmp_path / "x", "--text", str(tmp_path / "none"))
+        assert (done.exit_code, "--text" in done.output) == (2, True)
+        assert not any(tmp_path.iterdir())
 
 
 def test_levels_are_named_once() -> None:
