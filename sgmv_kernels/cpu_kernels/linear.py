@@ -44,7 +44,6 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     TILES_AT_ONCE,
     begin_tile,
     copy_factors,
-    end_tile,
     make_product,
     unpack_entries,
     unpack_sevens,
@@ -113,28 +112,26 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
-    def begin(args, tile, row, sums):  # type: ignore[no-untyped-def]
-        """Start the sums of a row with the bias."""
+    def begin(args, tile, start):  # type: ignore[no-untyped-def]
+        """Write what every row's sums start with: the bias, or zeros."""
         for i in range(TILES_AT_ONCE):
             bias = args[BIAS] + 4 * TILE * (tile + i) if args[BIAS] and tile + i < args[TILES] else np.int64(0)
-            begin_tile(bias, sums + row * _WIDTH + i * 4 * TILE)
+            begin_tile(bias, start + i * 4 * TILE)
 
     @kernel_part
-    def end(args, tile, row, sums):  # type: ignore[no-untyped-def]
-        """Copy the sums of a row to y, up to the last output."""
-        for i in range(TILES_AT_ONCE):
-            first, source = TILE * (tile + i), sums + row * _WIDTH + i * 4 * TILE
+    def copy(args, tile, sums):  # type: ignore[no-untyped-def]
+        """Copy the sums of tiles that reach beyond the last output to y."""
+        first = TILE * tile
+        for row in range(args[NUM_ROWS]):
             y = args[Y] + 4 * (row * args[Y_WIDTH] + first)
-            if first + TILE <= args[OUT]:
-                end_tile(source, y)
-            else:
-                for j in range(args[OUT] - first):
-                    put_f32(y, j, f32(source, j))
+            for i in range(args[OUT] - first):
+                put_f32(y, i, f32(sums + row * _WIDTH, i))
 
     @kernel_part
-    def multiply(args, data, following, soon, first, groups, stored, sums, again):  # type: ignore[no-untyped-def]
-        """Add the products of all rows with groups of the tiles, from the group `first` on, and prefetch at least as
-        many bytes at `soon`, whole lines for every block; if that is `data`, nothing that is not here already.
+    def multiply(args, data, following, soon, first, groups, stored, kept, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
+        """Write the products of all rows with groups of the tiles, from the group `first` on, added to what lies at
+        `start`, to `out`, and prefetch at least as many bytes at `soon`, whole lines for every block; if that is
+        `data`, nothing that is not here already. `kept`: scratch memory, by two addresses.
         """
         group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
         blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK
@@ -147,18 +144,19 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             left = min(rows - row, ROW_GROUP - inside)
             x = args[CODES] + (row - inside) * args[ROW_BYTES] + 4 * inside + before * CODE_BLOCK // 4 * QUAD
             u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + before * qm.UNITS
-            at, out = sums + row * _WIDTH, again + row * _WIDTH
+            tiles = data, following, groups, group, stored, lines, table
+            sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
             if left >= ROWS:
-                product(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
+                product(x, u, *tiles, soon, share, *sums, *kept)
                 row += ROWS
             elif left >= 4:
-                product_4(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
+                product_4(x, u, *tiles, soon, share, *sums, *kept)
                 row += 4
             elif left >= 2:
-                product_2(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
+                product_2(x, u, *tiles, soon, share, *sums, *kept)
                 row += 2
             else:
-                product_1(x, u, data, following, soon, share, groups, group, stored, lines, table, at, out)
+                product_1(x, u, *tiles, soon, share, *sums, *kept)
                 row += 1
             passes -= 1
             soon = soon + blocks * share
@@ -176,7 +174,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             copy_factors(source + stored, factor_bytes, target + unpacked)
 
     @kernel_part
-    def multiply_unpacked(args, data, following, scratch, sums, again):  # type: ignore[no-untyped-def]
+    def multiply_unpacked(args, data, following, scratch, kept, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
         step = max(1, CHUNK // args[GROUP])
         unpacked = TILE * args[GROUP]
         tile_bytes = step * (unpacked + factor_bytes)
@@ -184,7 +182,9 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             last = min(first + step, args[GROUPS])
             for i in range(TILES_AT_ONCE):
                 unpack_groups(args, data + i * following, first, last, scratch + i * tile_bytes)
-            multiply(args, scratch, tile_bytes, scratch, first, last - first, unpacked, sums, again)
+            sums = start, start_bytes, out, out_bytes
+            multiply(args, scratch, tile_bytes, scratch, first, last - first, unpacked, kept, *sums)
+            start, start_bytes = out, out_bytes
 
     is_stored = unpack is None
 
@@ -194,8 +194,10 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         if args[NUM_ROWS] == 0:
             return
         own = take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
-        sums, again = args[SCRATCH] + own, args[SCRATCH_AGAIN] + own
-        scratch = sums + args[NUM_ROWS] * _WIDTH
+        kept = args[SCRATCH] + own, args[SCRATCH_AGAIN] + own
+        start = kept[0] + ROWS * _WIDTH
+        at_edge = start + _WIDTH
+        scratch = at_edge + args[NUM_ROWS] * _WIDTH
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
@@ -209,14 +211,16 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 data = args[DATA] + tile * tile_bytes
                 coming = tile + TILES_AT_ONCE if tile + TILES_AT_ONCE < end_of_task else upcoming
                 soon = args[DATA] + coming * tile_bytes if coming < tiles else data
-                for row in range(args[NUM_ROWS]):
-                    begin(args, tile, row, sums)
+                begin(args, tile, start)
+                is_whole = TILE * (tile + TILES_AT_ONCE) <= args[OUT]
+                out = args[Y] + 4 * TILE * tile if is_whole else at_edge
+                sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
                 if is_stored:
-                    multiply(args, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], sums, again)
+                    multiply(args, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
                 else:
-                    multiply_unpacked(args, data, following, scratch, sums, again)
-                for row in range(args[NUM_ROWS]):
-                    end(args, tile, row, sums)
+                    multiply_unpacked(args, data, following, scratch, kept, *sums)
+                if not is_whole:
+                    copy(args, tile, at_edge)
             task = upcoming if args[EARLY] else take_next(args.ctypes.data) * task_tiles
 
     return work

@@ -207,5 +207,7 @@ def _codes(rounded: RoundedRows) -> Words:
 
 
 def scratch_bytes(rows: int) -> int:
-    """Return the scratch bytes of a thread: sums of all rows, and a chunk of two tiles as bytes with its factors."""
-    return 2 * (rows * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)
+    """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, what sums start with, sums
+    of all rows in tiles that reach beyond the last output, and a chunk of two tiles as bytes with its factors.
+    """
+    return 2 * ((ROW_GROUP + 1 + rows) * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_ops.weight_memory import WeightMemory
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, STEP_GROUPS, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
@@ -30,6 +31,7 @@ _HALF = CODE_BLOCK // 2 // _QUAD
 """Lines of half a block."""
 _CHUNK_BYTES = 1 << 19
 """Bytes of codes that are packed at a time."""
+_MEMORY = WeightMemory()
 
 
 class Factors(StrEnum):
@@ -157,7 +159,8 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     ]
     behind = torch.cat([held.flatten(2) for held in stacked], dim=-1)
     code_bytes = TILE * weight.in_features // together * _BYTES_OF_64[weight.levels] // 64
-    data = torch.empty((tiles, together, code_bytes + behind.shape[-1]), dtype=torch.uint8)
+    tile_shape = together, code_bytes + behind.shape[-1]
+    data = _MEMORY.take(tiles * math.prod(tile_shape)).view(tiles, *tile_shape)
     data[..., code_bytes:] = behind
     # A few tiles at a time, which stay in a cache. Quads change places as int32, ten times as fast as byte by byte.
     step = max(1, _CHUNK_BYTES // (TILE * weight.in_features))

@@ -216,7 +216,7 @@ def unpack_entries(typingctx, source, blocks, table, out):  # type: ignore[no-un
 
 @intrinsic
 def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
-    """Start a row of a tile with the bias, or with 0 where there is no address."""
+    """Write the bias of a tile, or zeros where there is no address."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         bias, y = args
@@ -226,20 +226,6 @@ def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
         with b.if_then(b.icmp_signed("!=", bias, c64(0))):
             for v in range(VECTORS):
                 emit.store(emit.load(bias, c64(v * LANES)), y, c64(v * LANES))
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A), codegen
-
-
-@intrinsic
-def end_tile(typingctx, sums, y):  # type: ignore[no-untyped-def]
-    """Copy a row of a tile."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        sums, y = args
-        emit = Emitter(b, LANES)
-        for v in range(VECTORS):
-            emit.store(emit.load(sums, c64(v * LANES)), y, c64(v * LANES))
         return ctx.get_dummy_value()
 
     return types.void(_A, _A), codegen
@@ -356,14 +342,15 @@ CODES = {
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
-    """product(x, u, data, next, soon, share, groups, group, stored, lines, table, sums, out): out[i, :] = sums[i, :] +
-    x[i] @ tiles for `rows` rows.
+    """product(x, u, data, next, groups, group, stored, lines, table, soon, share, start, start_bytes, out, out_bytes,
+    kept, again): out[i, :] = start[i, :] + x[i] @ tiles for `rows` rows.
 
     `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
-    `data`, the second `next` bytes on. What comes next lies at `soon`: every block prefetches `share` bytes of it.
-    `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8, where codes choose from one. `sums`:
-    fp32 [rows, TILES_AT_ONCE * TILE]. Every row is summed block after block. `out` must be `sums`, but LLVM must not
-    know: where registers are few, it would keep all sums in them from block to block, and spill most.
+    `data`, the second `next` bytes on. `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8,
+    where codes choose from one. What comes next lies at `soon`: every block prefetches `share` bytes of it. `start`,
+    `out`: fp32 [rows, TILES_AT_ONCE * TILE], `start_bytes` and `out_bytes` from row to row. Every row is summed block
+    after block. `kept` holds such sums between blocks where registers are few. `again` must be `kept`, but LLVM must
+    not know: it would keep all sums in registers from block to block, and spill most.
     """
     codes = CODES[kind]
     dot = codes.dot()
@@ -376,7 +363,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
     is_few = num_sums <= 4
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, u, data, following, soon, share, groups, group, stored, lines, table, sums, out = args
+        x, u, data, following, groups, group, stored, lines, table, soon, share = args[:11]
+        start, start_bytes, out, out_bytes, kept, again = args[11:]
         align_spills(b.function)
         emit, one = Emitter(b, LANES), Emitter(b, 1)
         places = [(i, k, c64(i * TILES_AT_ONCE * TILE + k * LANES)) for i in range(rows) for k in range(len(vectors))]
@@ -428,26 +416,35 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                 for p, (i, k, place) in enumerate(places):
                     if p % len(vectors) == 0:
                         of_row = [emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1)]
-                    before, minimum = state[p] if in_registers else emit.load(sums, place), loaded_factors[k][1]
+                    before, minimum = state[p] if in_registers else emit.load(kept, place), loaded_factors[k][1]
                     total = emit.fma(of_row[0], scaled[p], before)
                     if minimum is not None:
                         total = emit.fma(of_row[1], minimum, total)
                     results.append(total)
                     if not in_registers:
-                        emit.store(total, out, place)
+                        emit.store(total, again, place)
                 return results if in_registers else []
 
             return loop_of(b, c64(0), blocks, 1, state, add_block)
 
-        begin = [emit.load(sums, place) for _, _, place in places] if in_registers else []
-        totals = loop_of(b, c64(0), groups, 1, begin, add_group)
-        for total, (_, _, place) in zip(totals, places, strict=False):
-            emit.store(total, out, place)
+        sums = [emit.load(b.add(start, b.mul(start_bytes, c64(i))), c64(k * LANES)) for i, k, _ in places]
+        if in_registers:
+            sums = loop_of(b, c64(0), groups, 1, sums, add_group)
+        else:
+            for total, (_, _, place) in zip(sums, places, strict=True):
+                emit.store(total, again, place)
+            loop_of(b, c64(0), groups, 1, [], add_group)
+            sums = [emit.load(kept, place) for _, _, place in places]
+        for total, (i, k, _) in zip(sums, places, strict=True):
+            emit.store(total, b.add(out, b.mul(out_bytes, c64(i))), c64(k * LANES))
         return ctx.get_dummy_value()
 
     @intrinsic
-    def product(typingctx, x, u, data, following, soon, share, groups, group, stored, lines, table, sums, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 13), codegen
+    def product(  # type: ignore[no-untyped-def]
+        typingctx, x, u, data, following, groups, group, stored, lines, table, soon, share, start, start_bytes, out,
+        out_bytes, kept, again,
+    ):  # fmt: skip
+        return types.void(*(_A,) * 17), codegen
 
     made: Callable[..., Any] = product
     return made
