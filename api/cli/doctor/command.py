@@ -75,6 +75,7 @@ def _reports(flags: Mapping[str, Any], config: Path | None, rank: int, cluster: 
     yield _run("settings", lambda: doctor_serving.configuration(sources))
     yield _run("processor", doctor_machine.processor)
     yield _run("threads", doctor_machine.threads)
+    yield _run("huge pages", doctor_machine.huge_pages)
     yield _run("device", lambda: doctor_machine.device(settings))
     yield _run("kernels", lambda: doctor_machine.kernels(settings))
     yield _run("model", lambda: doctor_serving.model(settings))

@@ -41,8 +41,8 @@ class TestCommand:
         done = cli("doctor", *flags)
         rows = [line.split("\t") for line in done.out.splitlines()]
         assert (done.code, done.err) == (0, ""), done.out
-        names = "libraries settings processor threads device kernels model memory store disk port"
-        assert [row[1] for row in rows] == names.split()
+        names = "libraries,settings,processor,threads,huge pages,device,kernels,model,memory,store,disk,port"
+        assert [row[1] for row in rows] == names.split(",")
         assert {row[0] for row in rows} <= {"ok", "warn"}
         shown = json.loads(cli("doctor", *flags, "--json").out)
         assert (shown["ok"], [check["name"] for check in shown["checks"]]) == (True, [row[1] for row in rows])
@@ -62,7 +62,7 @@ class TestCommand:
         assert rows["memory"][0] == "warn"
         fix = "another --port; 0 selects a free one"
         assert rows["port"] == ("fail", f"127.0.0.1:{port} is in use by another program", fix)
-        assert (done.code, done.err) == (1, "lorasrv: 2 of 11 checks failed: model, port\n")
+        assert (done.code, done.err) == (1, "lorasrv: 2 of 12 checks failed: model, port\n")
 
     def test_wrong_settings(self, cli) -> None:
         done = cli("doctor", "--port", "70000", "--json")
@@ -159,6 +159,28 @@ class TestMachine:
         assert kernels == ["warn", "ok"]
         device = doctor_machine.device(ServerSettings(device="cuda"))
         assert (device.status, device.text.startswith("--device cuda: ")) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "text"),
+    [
+        ("always [madvise] never\n", "ok", "transparent ones: madvise"),
+        ("[always] madvise never\n", "ok", "transparent ones: always"),
+        ("always madvise [never]\n", "warn", "never"),
+        (None, "ok", "no setting"),
+    ],
+)
+def test_huge_pages(told: str | None, status: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = tmp_path / "enabled"
+    if told is not None:
+        setting.write_text(told)
+    monkeypatch.setattr(doctor_machine, "TRANSPARENT_HUGE_PAGES", setting)
+    found = doctor_machine.huge_pages()
+    assert (found.status, text in found.text, found.fix.endswith(f"echo madvise > {setting}")) == (
+        status,
+        True,
+        status == "warn",
+    )
 
 
 def test_a_key_that_others_may_read(tmp_path: Path) -> None:
