@@ -1,5 +1,6 @@
 """Run a whole server inside an actor of Ray: in a thread, on a port of its own. No request goes through Ray."""
 
+import asyncio
 import logging
 import sys
 import threading
@@ -57,6 +58,7 @@ class HostedServer:
         settings = self.settings
         try:
             with logged(settings, self.name, log), bind(host, port) as listener:
+                _start_children_from_any_loop()
                 faults = FaultInjector(settings.faults())
                 begun = time.monotonic()
                 serve_on(listener, settings, faults, _no_progress, started.set_result, begun, computes=computes)
@@ -103,6 +105,15 @@ class HostedServer:
         if self._running is not None:
             self._running.stop()
             self._thread.join(self.settings.drain_s + LEFT_S)
+
+
+def _start_children_from_any_loop() -> None:
+    """Take asyncio's own policy: Ray sets uvloop's, by which loops that are not uvloop's start no processes.
+
+    The server's loop is asyncio's, and the grammar compiler is such a process. From Python 3.14 on no policy matters.
+    """
+    if sys.version_info < (3, 14):
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
 
 
 @contextmanager
