@@ -12,6 +12,7 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import NO_SHARE, Limits, LimitShare, ModelOptions
 from lorasrv.engine.in_flight_requests import InFlightRequests
+from lorasrv.engine.messages import AdapterStatus
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import EngineDead, NoEngine
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
@@ -104,8 +105,9 @@ class StoreEngine:
         """Return the tokenizer of an adapter, as `AsyncEngine.own_tokenizer`."""
         return None if self._own_tokenizers is None else await asyncio.to_thread(self._own_tokenizers.of, adapter)
 
-    async def unpin(self, adapter: AdapterKey) -> None:
-        """Do nothing: nothing is pinned."""
+    async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
+        """Return where it is: nothing is pinned."""
+        return AdapterStatus(AdapterTier.DISK)
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
         """Do nothing: there are no answers."""
