@@ -35,11 +35,11 @@ MIB = 2**20
 def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
     """Format a response of `GET /v1/adapters/{id}/stats`; one line without requests."""
     if not stats["requests"]:
-        yield "no requests"
+        yield "in all: no requests"
         return
     ends = {name: stats[name] for name in ("errors", "refused", "aborted", "fallbacks") if stats[name]}
     shown = "".join(f", {count} {name}" for name, count in ends.items())
-    yield f"{stats['requests']} requests{shown}, last {_when(stats['last_used'])}"
+    yield f"in all: {counted(stats['requests'], 'request')}{shown}, last {_when(stats['last_used'])}"
     yield (
         f"{stats['prompt_tokens']} prompt tokens ({stats['cached_tokens']} cached), "
         f"{stats['generated_tokens']} generated, in {stats['compute_seconds']:.1f} s of compute"
@@ -189,7 +189,8 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
         say(f"  version {version['version']}: {facts}{corrupt}")
     for alias, target in adapter["aliases"].items():
         say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
-    say(f"  {verdict_line(adapter['verified'])}")
+    if adapter["digest"]:
+        say(f"  {verdict_line(adapter['verified'])}")
 
 
 def rm(

@@ -92,17 +92,18 @@ def test_a_dead_engine_and_a_disk_that_fails(mia, engine, store, monkeypatch: py
 
 def test_show(cli, mia) -> None:
     text = cli("show", "mia", "--server", mia.url).out
-    wanted = ("2 requests, last 20", "found: resident 0 %, host 0 %, disk 100 %", "first token, cold: ")
+    wanted = ("  in all: 2 requests, last 20", "found: resident 0 %, host 0 %, disk 100 %", "first token, cold: ")
     assert [words for words in wanted if words not in text] == []
-    assert "no requests" in cli("show", "tom", "--server", mia.url).out
+    assert "  in all: no requests\n" in cli("show", "tom", "--server", mia.url).out
     shown = json.loads(cli("show", "mia", "--json", "--server", mia.url).out)
     assert (shown["stats"]["requests"], shown["id"]) == (2, "mia")
     mia.chat()
-    assert cli("show", "base", "--server", mia.url).out.startswith("tiny-base, the base\n1 requests")
+    assert cli("show", "base", "--server", mia.url).out.startswith("tiny-base, the base\nin all: 1 request, last")
 
 
 def test_show_says_what_drafts_are_worth(mia) -> None:
     shown = stats(mia)
     assert not [line for line in stats_lines(shown) if "draft" in line]
+    assert next(stats_lines({**shown, "requests": 1})).startswith("in all: 1 request, last")
     shown["speculation"] = {"steps": 420, "drafted": 310, "accepted": 171, "tokens_per_step": 1.405}
     assert "1.41 tokens a step; 55 % of 310 draft tokens right" in list(stats_lines(shown))

@@ -46,6 +46,7 @@ def test_uploaded_shown_exported_and_imported_again(run, file: Path, make_adapte
     assert shown.code == 0, shown.err
     assert "zoe@1  no weights: the base answers\n" in shown.out
     assert "  version 1: no weights, defaults " in shown.out
+    assert "lorasrv verify" not in shown.out
     assert "zoe\t1\tno weights\t-\t-\t-\n" in run("list").out
 
 
