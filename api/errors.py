@@ -268,12 +268,24 @@ def _describe_http(error: HTTPException) -> Failure:
 
 def _describe_validation(error: RequestValidationError) -> Failure:
     """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
-    problems = [(field_name(location_of(problem)), problem["msg"]) for problem in error.errors()]
+    problems = [(field_name(location_of(problem)), problem_text(problem)) for problem in error.errors()]
     shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > MAX_SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - MAX_SHOWN_PROBLEMS} more")
     code = "invalid_value"
     return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, code), {}, code)
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """Say what is wrong with a field and what would be right, where pydantic's words do not."""
+    match problem.get("type"):
+        case "extra_forbidden":
+            return "is no field here; correct its name, or leave it out"
+        case "missing":
+            return "is required"
+        case "too_long" if (given := problem["ctx"]["actual_length"]) is not None:
+            return f"has {given} entries; at most {problem['ctx']['max_length']} are allowed"
+    return str(problem["msg"])
 
 
 def location_of(problem: Mapping[str, Any]) -> tuple[int | str, ...]:

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from adapter_store.registry.near_names import near_names
-from api.errors import field_name
+from api.errors import field_name, problem_text
 from api.schemas.base import ClosedBody, Items
 from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields
@@ -153,7 +153,7 @@ class Defaults(SamplingFields, ClosedBody):
             if problem["type"] == "extra_forbidden":
                 near = near_names(place, cls.model_fields) if len(problem["loc"]) == 1 else []
                 raise ValueError(f"unknown field {place}{f'; did you mean {near[0]}?' if near else ''}") from None
-            raise ValueError(f"{place}: {problem['msg']}") from None
+            raise ValueError(f"{place}: {problem_text(problem)}") from None
 
 
 def _at_most(value: Value, most: int) -> Value:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from adapter_store.errors import ProblemList, show
-from api.errors import field_name
+from api.errors import field_name, problem_text
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
 from api.schemas.personas import CHAR, MAX_DEFAULTS_BYTES, USER, Defaults, placeholders, to_text
 from api.schemas.speculation import speculation_params
@@ -61,10 +61,10 @@ class FieldChecks:
         try:
             return Defaults.model_validate(dict(given))
         except ValidationError as error:
-            found = error.errors(include_url=False, include_input=False, include_context=False)
+            found = error.errors(include_url=False, include_input=False)
         for problem in found:
             field = field_name(("defaults", *problem["loc"])) or show(str(problem["loc"][0]))
-            self.problems.add(INVALID, field, problem["msg"])
+            self.problems.add(INVALID, field, problem_text(problem))
         wrong = {problem["loc"][0] for problem in found if problem["loc"]}
         return Defaults.model_validate({name: value for name, value in given.items() if name not in wrong})
 

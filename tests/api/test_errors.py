@@ -2,9 +2,11 @@
 
 import pytest
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
 from api.errors import ANSWERS, FIELD_NAMES, TGI_PATHS, answer_for, describe, describe_at, field_name
+from api.schemas.adapters import VerifyBody
 from api.schemas.openai import ChatBody
 from api.schemas.responses import ResponsesBody
 from api.schemas.tgi import GenerateBody, Parameters
@@ -89,6 +91,15 @@ def test_fields_are_named_as_in_the_body() -> None:
     assert field_name(("body", "messages", 0, "content", "list[TextPart]", 1, "type")) == "messages[0].content[1].type"
     assert field_name(("body", "prompt", "str")) == "prompt"
     assert field_name(("body",)) == ""
+
+
+def test_what_is_wrong_with_a_field_is_told_with_what_would_be_right() -> None:
+    with pytest.raises(ValidationError) as caught:
+        VerifyBody.model_validate({"prompt": "Hi", "prompts": ["Hi"] * 17})
+    problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
+    message = describe(RequestValidationError(problems)).body["error"]["message"]
+    unknown = "prompt: is no field here; correct its name, or leave it out"
+    assert message == f"prompts: has 17 entries; at most 16 are allowed; {unknown}"
 
 
 def test_many_validation_errors_are_counted() -> None:

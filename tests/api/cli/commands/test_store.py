@@ -104,7 +104,7 @@ class TestMoving:
         ("adapter_id", "change", "says"),
         [
             ("zoe", {"temperature": -5}, "zoe@2: temperature: temperature must be between 0 and 100"),
-            ("zoe", {"bogus": 1}, "zoe@2: bogus: Extra inputs"),
+            ("zoe", {"bogus": 1}, "zoe@2: bogus: is no field here; correct its name, or leave it out"),
             ("zoe", {"system": "To {{name}}."}, "zoe@2: system: '{{name}}' is not"),
             ("zoe", {"logit_bias": {"9": 1}}, "zoe@2: logit_bias: logit_bias must contain token ids in [0, 9)"),
             ("zoe", {"stop_token_ids": [9]}, "zoe@2: stop_token_ids: stop_token_ids must lie in [0, 9)"),
@@ -143,7 +143,7 @@ class TestMoving:
 
         (tmp_path / "b.tar").write_bytes(rebuilt((tmp_path / "a.tar").read_bytes(), altered))
         new = ("--store", tmp_path / "new")
-        reasons = "\n  mia@1: bogus: Extra inputs", "\n  night@1: a sum of 'mia@1', which is refused"
+        reasons = "\n  mia@1: bogus: is no field here", "\n  night@1: a sum of 'mia@1', which is refused"
         refused = cli("store", "import", tmp_path / "b.tar", *new)
         failed(refused, 1, "2 adapters are refused, and nothing was imported; --skip-refused imports the", *reasons)
         done = cli("store", "import", tmp_path / "b.tar", *new, "--skip-refused", "--json")
