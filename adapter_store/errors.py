@@ -137,7 +137,8 @@ class IdExpected(AdapterNotFound):
     def __init__(self, reference: str, adapter_id: str, versions: tuple[int, ...], aliases: tuple[str, ...]) -> None:
         super().__init__(reference, (adapter_id,))
         named = f"; its aliases: {', '.join(aliases)}" if aliases else ""
-        why = f"an id is expected, not {show(reference)}; {adapter_id!r} has versions {_shown(versions)}{named}"
+        noun = "version" if len(versions) == 1 else "versions"
+        why = f"an id is expected, not {show(reference)}; {adapter_id!r} has {noun} {_shown(versions)}{named}"
         self.args = (why,)
         self.versions = versions
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapter_store.errors import AdapterError
+from api.cli.common.formatting import counted
 from api.cli.doctor.machine import Check
 from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
@@ -35,7 +36,7 @@ def configuration(sources: "Sources") -> Check:
 
     given = [name for name in FIELDS if sources.origin(name).kind != "default"]
     where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} does not exist)"
-    text = f"{where}; {len(given)} options set: {', '.join(given)}" if given else f"{where}; all defaults"
+    text = f"{where}; {counted(len(given), 'option')} set: {', '.join(given)}" if given else f"{where}; all defaults"
     if unknown := unknown_variables():
         return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset the unknown variables")
     file = sources.file

@@ -31,11 +31,11 @@ def test_every_form_is_the_same_persona(data: bytes) -> None:
 def test_what_is_left_out_is_told() -> None:
     book = {"entries": [{"keys": ["x"], "content": "y"}]}
     full = card(post_history_instructions="Remember!", character_book=book, mes_example="", nickname="Countess")
-    with pytest.raises(CliError, match="character book of 1 entries"):
+    with pytest.raises(CliError, match="character book of 1 entry,"):
         defaults_of_card(full)
     found, notices = defaults_of_card(full, without_book=True)
     assert (found["name"], "examples" in found) == ("Countess", False)
-    assert notices == ["left out: character_book, 1 entries", "left out: post_history_instructions"]
+    assert notices == ["left out: character_book, 1 entry", "left out: post_history_instructions"]
     assert defaults_of_card(card(character_book={"entries": []}))[1] == defaults_of_card(card())[1]
 
 
