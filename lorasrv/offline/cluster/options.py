@@ -75,7 +75,9 @@ class ClusterOptions:
         for change in sorted(self.changes, key=lambda change: change.at_s):
             if (change.machine in there) is (change.kind is ChangeKind.JOIN):
                 is_there = "is there already" if change.machine in there else "is not there"
-                raise ConfigError(f"{change.kind.value} of {change.machine} at {change.at_s:g} s: it {is_there}")
+                known = ", ".join(sorted(there, key=lambda name: (len(name), name))) or "none"
+                what = f"{change.kind.value} {change.machine}@{change.at_s:g}"
+                raise ConfigError(f"{what}: {change.machine} {is_there}; there are {known}")
             there ^= {change.machine}
 
 

@@ -242,8 +242,12 @@ def test_reports_let_routers_see_what_others_sent() -> None:
         ({"machines": 1, "report_s": 0.0}, "report_s must be positive, not 0.0"),
         ({"machines": 1, "storage_bytes_per_s": 0.0}, "storage_bytes_per_s must be positive, not 0.0"),
         ({"machines": 2, "prefill": 2}, "prefill must be from 0 to 1, one less than machines: 2"),
-        ({"machines": 1, "changes": [MachineChange(1.0, FAIL, "m1")]}, "fail of m1 at 1 s: it is not there"),
-        ({"machines": 1, "changes": [MachineChange(1.0, JOIN, "m0")]}, "join of m0 at 1 s: it is there already"),
+        ({"machines": 1, "changes": [MachineChange(1.0, FAIL, "m1")]}, "fail m1@1: m1 is not there; there are m0"),
+        ({"machines": 1, "changes": [MachineChange(1.0, JOIN, "m0")]}, "join m0@1: m0 is there already; there are m0"),
+        (
+            {"machines": 1, "changes": [MachineChange(1.0, FAIL, "m0"), MachineChange(2.5, FAIL, "m0")]},
+            "fail m0@2.5: m0 is not there; there are none",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, object], says: str) -> None:
