@@ -1,11 +1,13 @@
 """Compute log-probabilities of tokens for the rows that request them.
 
-Each row is computed alone: the same row gives the same floats whatever shares its batch.
+The same row gives the same floats whatever shares its batch, and with any number of threads.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorasrv.outputs import RequestId, TokenLogprobs
@@ -13,6 +15,8 @@ from lorasrv.scheduler_output import ScheduledRequest, path_along
 
 ROWS_AT_ONCE = 16
 """Rows ranked at a time; ranking takes 8 bytes a token beside the logits."""
+_BLOCK = 1024
+"""Logits whose exponentials are added up by one thread; torch would share those of a whole row among its threads."""
 
 
 def chosen_logprobs(
@@ -84,8 +88,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
 
 
 def _of_few(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs | None]:
-    # Row by row: a reduction over many rows may add in another order than over one.
-    whole = torch.stack([torch.logsumexp(row, dim=0) for row in logits])[:, None]
+    whole = _log_sums(logits)[:, None]
     own = torch.tensor(token_ids, device=logits.device)[:, None]
     ids = torch.cat([own, likeliest(logits, min(max(tops), logits.shape[1]))], dim=1)
     found = logits.gather(1, ids)
@@ -100,6 +103,12 @@ def _of_few(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> li
         ranked = tuple(zip(row_ids[1 : 1 + top], row[1 : 1 + top], strict=True))
         answers.append(TokenLogprobs(row_ids[0], row[0], ranked))
     return answers
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """Return the logarithm of the sum of the exponentials of each row [R, V], as [R] fp32."""
+    blocks = F.pad(logits, (0, -logits.shape[1] % _BLOCK), value=-math.inf).view(len(logits), -1, _BLOCK)
+    return blocks.logsumexp(dim=2).logsumexp(dim=1)
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:

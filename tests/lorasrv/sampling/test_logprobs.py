@@ -197,6 +197,21 @@ def test_a_row_is_the_same_floats_whatever_is_beside_it() -> None:
     assert all(abs(one.logprob - float(exact[i, 7])) < 1e-5 for i, one in enumerate(together) if one)
 
 
+@pytest.mark.parametrize("width", [49152, 128256, 1000])
+def test_a_row_is_the_same_floats_with_any_number_of_threads(width: int) -> None:
+    """Replicas of one machine share its processors, and answer as one server does."""
+    logits = torch.randn(20, width, generator=torch.Generator().manual_seed(4)) * 9
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            found.append(token_logprobs(logits, [7] * 20, [5] * 20))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[1:] == found[:1] * 3
+
+
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [-1, 21, 10**6])
 def test_out_of_range_names_the_field(field: str, value: int) -> None:
