@@ -268,12 +268,16 @@ def _describe_http(error: HTTPException) -> Failure:
 
 def _describe_validation(error: RequestValidationError) -> Failure:
     """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
-    problems = [(field_name(location_of(problem)), problem_text(problem)) for problem in error.errors()]
-    shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
-    if len(problems) > MAX_SHOWN_PROBLEMS:
-        shown.append(f"and {len(problems) - MAX_SHOWN_PROBLEMS} more")
+    problems: dict[str, list[str]] = {}
+    for problem in error.errors():
+        problems.setdefault(field_name(location_of(problem)), []).append(problem_text(problem))
+    # A field of several types has a problem with each.
+    told = [f"{name}: {', or '.join(texts)}" if name else "; ".join(texts) for name, texts in problems.items()]
+    shown = told[:MAX_SHOWN_PROBLEMS]
+    if len(told) > MAX_SHOWN_PROBLEMS:
+        shown.append(f"and {len(told) - MAX_SHOWN_PROBLEMS} more")
     code = "invalid_value"
-    return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, code), {}, code)
+    return Failure(400, error_body("; ".join(shown), INVALID, next(iter(problems)) or None, code), {}, code)
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:

@@ -102,6 +102,17 @@ def test_what_is_wrong_with_a_field_is_told_with_what_would_be_right() -> None:
     assert message == f"prompts: has 17 entries; at most 16 are allowed; {unknown}"
 
 
+def test_a_field_of_several_types_is_told_once() -> None:
+    problems = [
+        {"loc": ("query", "wait", "constrained-float"), "msg": "Input should be less than or equal to 60"},
+        {"loc": ("query", "wait", "literal['all']"), "msg": "Input should be 'all'"},
+        {"loc": ("query", "force"), "msg": "Input should be a valid boolean"},
+    ]
+    error = describe(RequestValidationError(problems)).body["error"]
+    wait = "wait: Input should be less than or equal to 60, or Input should be 'all'"
+    assert (error["message"], error["param"]) == (f"{wait}; force: Input should be a valid boolean", "wait")
+
+
 def test_many_validation_errors_are_counted() -> None:
     problems = [{"loc": ("body", f"field{i}"), "msg": "wrong"} for i in range(9)]
     message = describe(RequestValidationError(problems)).body["error"]["message"]
