@@ -101,7 +101,7 @@ def test_what_cannot_be_drafted_runs_plain_and_says_so(served: SimpleNamespace) 
         ({"speculation": {"drafters": ["magic"]}}, "speculation.drafters", "grammar, prediction, lookup, corpus"),
         ({"speculation": {"max_draft": 17}}, "speculation.max_draft", "16"),
         ({"speculation": {"max_draft": -1}}, "speculation.max_draft", "0"),
-        ({"speculation": {"max_drafts": 1}}, "speculation.max_drafts", "not permitted"),
+        ({"speculation": {"max_drafts": 1}}, "speculation.max_drafts", "is no field here"),
         ({"speculation": {"drafters": "lookup"}}, "speculation.drafters", "list"),
         ({"speculation": {"remember": "perhaps"}}, "speculation.remember", "boolean"),
         ({"speculation": "yes"}, "speculation", ""),
