@@ -7,6 +7,7 @@ for those that are prefetched, which costs products of 16 rows an eighth of thei
 import threading
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +20,8 @@ class WeightMemory:
     """Give parts of large chunks. A chunk is freed with the last of its parts."""
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        # No tensor: slices of one would share its storage, and its inference mode.
+        self._left = np.empty(0, dtype=np.uint8)
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
@@ -29,11 +31,11 @@ class WeightMemory:
             if reserved > len(self._left):
                 self._left = _chunk(max(reserved, CHUNK_BYTES))
             taken, self._left = self._left[:nbytes], self._left[reserved:]
-        return taken
+        return torch.from_numpy(taken)
 
 
-def _chunk(nbytes: int) -> Tensor:
+def _chunk(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return new bytes that begin with a cache line."""
-    held = torch.from_numpy(np.empty(nbytes + _ALIGNMENT, dtype=np.uint8))
-    first = -held.data_ptr() % _ALIGNMENT
+    held = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    first = -held.ctypes.data % _ALIGNMENT
     return held[first : first + nbytes]

@@ -45,6 +45,16 @@ def test_a_chunk_is_freed_with_the_last_of_its_parts() -> None:
     assert bool((last == 1).all())
 
 
+def test_a_part_is_a_tensor_of_its_own() -> None:
+    """Of the mode in which it was taken, whatever that of the chunk's other parts was, and copied without these."""
+    memory = WeightMemory()
+    with torch.inference_mode():
+        assert memory.take(64).fill_(1).is_inference()
+    part = memory.take(64).fill_(2)
+    assert not part.is_inference()
+    assert part.untyped_storage().nbytes() == 64
+
+
 def test_packed_weights_lie_in_memory_for_which_huge_pages_are_asked() -> None:
     flags = flags_of(pack_tiles(random_codes(INT4_LEVELS, 32, 4096, 4096)).data)
     if flags is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
