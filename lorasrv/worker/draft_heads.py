@@ -163,6 +163,6 @@ class DraftHeads:
                 else:
                     most = f"--draft-head-bytes {size(int(self._loaded.maxsize))}"
                     _LOG.warning("the draft heads of adapter %s take %s, %s", adapter[:12], size(heads.nbytes), most)
-            except Exception as error:  # noqa: BLE001: answers go on without them, whatever it is
+            except Exception as error:  # answers go on without them, whatever it is
                 _LOG.warning("the draft heads of adapter %s are not used: %s", adapter[:12], error)
             self._next_read_s[adapter] = time.monotonic() + wait_s

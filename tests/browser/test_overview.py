@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-NUM_STEPS = 6
-
 
 def wait_for_beat(page: Any) -> None:
     """Until the figures have been asked for once more."""
