@@ -362,7 +362,7 @@ class Scheduler:
         if fresh > 0:
             request.num_charged_tokens = finish
             self.quotas.charge(request, fresh)
-            self.policy.on_computed(request, fresh - num_new, num_new)
+            self.policy.on_computed(request, num_new)
 
     def _wake_s(self, planned: StepPlan) -> float | None:
         """Return when the next step is needed even if nothing happens."""

@@ -86,8 +86,8 @@ class Policy(ABC):
     def on_starved(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """Note that a starved request has tokens now."""
 
-    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:  # noqa: B027 - nothing, for most
-        """Note how many tokens of its prompt a step has computed, and how many it has generated."""
+    def on_computed(self, request: Request, num_generated: int) -> None:  # noqa: B027 - nothing, for most
+        """Note that a step has computed new tokens of a request, and how many of them it has generated."""
 
 
 def preempted_first(request: Request) -> int:

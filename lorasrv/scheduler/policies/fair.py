@@ -301,7 +301,7 @@ class Fair(Policy):
         own = urgent.pop(_names(request), 0)
         return own + sum(min(count, own + 1) for count in urgent.values())
 
-    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_generated: int) -> None:
         self._charge(request, ANSWER_WEIGHT * num_generated)
 
     def _above_share(self, seated: Sequence[Request]) -> list[Request]:

@@ -46,7 +46,7 @@ class Mlfq(Policy):
         """Move the request back to the best level (FastServe's starvation prevention): one token would be no help."""
         request.service = 0.0
 
-    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_generated: int) -> None:
         request.service += num_generated
 
 
