@@ -20,7 +20,9 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 Tensors = dict[str, Tensor]
+Damage = Callable[[Tensors], object]
 DATA = Path(__file__).parents[1] / "lorasrv" / "models" / "loader" / "packed" / "data"
+DOWN = "model.layers.1.mlp.down_proj"
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 WORDS = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
@@ -360,3 +362,14 @@ def dense(folder: Path, target: Path, read: Callable[[str, Mapping[str, Tensor]]
         shutil.copy(folder / file, target)
     with_config(target, quantization_config=None, dtype="float32")
     return target
+
+
+def on(kind: str, change: Callable[[Tensor], Tensor | None], module: str = DOWN) -> Damage:
+    """Change one tensor of a module, or take it away."""
+
+    def apply(tensors: Tensors) -> None:
+        changed = change(tensors.pop(f"{module}.{kind}"))
+        if changed is not None:
+            tensors[f"{module}.{kind}"] = changed.contiguous()
+
+    return apply

@@ -1,6 +1,5 @@
 """AWQ checkpoints against a reading bit by bit, in every version; one line for what is damaged or not supported."""
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -8,25 +7,25 @@ from typing import Any
 import pytest
 import torch
 from packed_checkpoints import (
+    DOWN,
+    Damage,
     Quantized,
-    Tensors,
     awq_tensors,
     base,
     committed,
     convert,
+    on,
     read_awq,
     read_awq_fast,
     with_config,
 )
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
 from sgmv_kernels.formats.group_quant import INT4_LEVELS
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize("version", ["gemm", "gemv"])
@@ -114,15 +113,6 @@ def read_all(folder: Path) -> None:
         checkpoint.codes(f"{DOWN}.weight")
 
 
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
-    def apply(tensors: Tensors) -> None:
-        changed = change(tensors.pop(f"{DOWN}.{kind}"))
-        if changed is not None:
-            tensors[f"{DOWN}.{kind}"] = changed.contiguous()
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -134,7 +124,7 @@ def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
         (on("scales", lambda t: t[:, 1:]), r"scales is \[4, 63\], not \[4, 64\]"),
     ],
 )
-def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = committed("autoawq-gemm", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)

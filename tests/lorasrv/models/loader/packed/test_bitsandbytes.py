@@ -1,14 +1,13 @@
 """Checkpoints that transformers saved with bitsandbytes, against a reading number by number; one line for damage."""
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import Tensors, committed, read_bitsandbytes
+from packed_checkpoints import DOWN, Damage, Tensors, committed, on, read_bitsandbytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.quantization.rounding import byte_table, round_symmetric
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS
 
-DOWN = "model.layers.1.mlp.down_proj"
 LINEARS = {"int8": 14, "nf4": 14, "fp4": 13}
 
 
@@ -99,20 +97,11 @@ def test_tables_of_bytes() -> None:
     assert [n * unit for n in table] == pytest.approx(doubled)
 
 
-def state_is(**fields: Any) -> Callable[[Tensors], object]:
+def state_is(**fields: Any) -> Damage:
     def apply(tensors: Tensors) -> None:
         name = f"{DOWN}.weight.quant_state.bitsandbytes__nf4"
         state = json.loads(bytes(tensors[name].tolist())) | fields
         tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-
-    return apply
-
-
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
-    def apply(tensors: Tensors) -> None:
-        changed = change(tensors.pop(f"{DOWN}.{kind}"))
-        if changed is not None:
-            tensors[f"{DOWN}.{kind}"] = changed.contiguous()
 
     return apply
 
@@ -140,7 +129,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         (on("weight.quant_map", lambda t: t * 0), "quant_map holds only zeros"),
     ],
 )
-def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = committed("bitsandbytes-nf4", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
@@ -157,7 +146,7 @@ def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], me
         (on("weight", lambda t: t.float()), "weight is F32, not I8"),
     ],
 )
-def test_damaged_bytes(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_bytes(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = committed("bitsandbytes-int8", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)

@@ -1,6 +1,5 @@
 """Checkpoints of compressed-tensors against a reading bit by bit; one line for what is damaged or not supported."""
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import Quantized, Tensors, base, committed, convert, pack, read_compressed, with_config
+from packed_checkpoints import (
+    DOWN,
+    Damage,
+    Quantized,
+    Tensors,
+    base,
+    committed,
+    convert,
+    on,
+    pack,
+    read_compressed,
+    with_config,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,7 +27,7 @@ from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
-DOWN = "model.layers.1.mlp.down_proj"
+QUERIES = "model.layers.1.self_attn.q_proj"
 KINDS = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 
 
@@ -181,16 +192,6 @@ def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, Any],
     assert "\n" not in str(raised.value)
 
 
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
-    def apply(tensors: Tensors) -> None:
-        module = DOWN if kind != "weight_zero_point" else "model.layers.1.self_attn.q_proj"
-        changed = change(tensors.pop(f"{module}.{kind}"))
-        if changed is not None:
-            tensors[f"{module}.{kind}"] = changed.contiguous()
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -203,13 +204,13 @@ def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
         (on("weight_scale", lambda t: t[1:]), r"weight_scale is \[63, 1\], not \[64, 1\]"),
         (on("weight_scale", lambda t: t[:, :0]), "weight_scale is empty"),
         (on("weight_scale", lambda t: t * torch.nan), "weight_scale holds what is no number"),
-        (on("weight_zero_point", lambda t: t[1:]), r"weight_zero_point is \[7, 2\], not \[8, 2\]"),
+        (on("weight_zero_point", lambda t: t[1:], QUERIES), r"weight_zero_point is \[7, 2\], not \[8, 2\]"),
     ],
 )
-def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = committed("compressed-tensors-mixed", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=message):
-        read(folder, DOWN if "zero_point" not in message else "model.layers.1.self_attn.q_proj")
+        read(folder, DOWN if "zero_point" not in message else QUERIES)

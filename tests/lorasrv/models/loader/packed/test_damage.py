@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_checkpoints import DATA, Tensors, base, committed, convert, eetq_tensors
+from packed_checkpoints import DATA, DOWN, Tensors, base, committed, convert, eetq_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
 
-DOWN = "model.layers.1.mlp.down_proj"
 OPTIONAL = {"weight_zero_point", "weight_g_idx", "g_idx"}
 """Ends of names without which a module is another one, but whole."""
 UNREAD = {

@@ -1,12 +1,11 @@
 """EETQ checkpoints, packed number by number as EETQ's four steps do it; one line for damage."""
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from packed_checkpoints import Tensors, base, convert, eetq_tensors
+from packed_checkpoints import DOWN, Damage, Tensors, base, convert, eetq_tensors, on
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from lorasrv.models.loader import open_checkpoint
 from sgmv_kernels.formats.group_quant import INT8_LEVELS
 
 CONFIG = {"quant_method": "eetq", "weights": "int8", "modules_to_not_convert": ["lm_head"]}
-DOWN = "model.layers.1.mlp.down_proj"
 
 
 def eetq(root: Path, *, newer: bool = False) -> Path:
@@ -46,15 +44,6 @@ def test_the_four_steps_are_undone(tmp_path: Path, newer: bool) -> None:
         assert checkpoint.codes("lm_head.weight") is None
 
 
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
-    def apply(tensors: Tensors) -> None:
-        changed = change(tensors.pop(f"{DOWN}.{kind}"))
-        if changed is not None:
-            tensors[f"{DOWN}.{kind}"] = changed.contiguous()
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -66,7 +55,7 @@ def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
         (on("qweight", lambda t: t[:-1]), r"down_proj\.weight is \[64, 127\], not \[64, 128\]"),
     ],
 )
-def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = eetq(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)

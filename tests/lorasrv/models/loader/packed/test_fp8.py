@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_checkpoints import Tensors, base, convert
+from packed_checkpoints import DOWN, Tensors, base, convert
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel
@@ -14,7 +14,6 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.quantization import StoredWeights, select_format
 from lorasrv.models.quantization.rounding import round_symmetric
 
-DOWN = "model.layers.1.mlp.down_proj"
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [48, 32]}
 KINDS: dict[str, tuple[dict[str, Any], str, list[int]]] = {
     "blocks": (BLOCKS, "weight_scale_inv", [2, 4]),

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from packed_checkpoints import (
+    DOWN,
+    Damage,
     Quantized,
     Tensors,
     base,
     committed,
     convert,
     gptq_tensors,
+    on,
     pack,
     read_gptq,
     with_config,
@@ -28,7 +31,6 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:4.2.5"]}}
-DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -218,18 +220,6 @@ def test_configurations_that_are_refused(floats: Path, tmp_path: Path, config: d
     write(floats, tmp_path / "m", config=CONFIG | config)
     with pytest.raises(ModelError, match=message), closing(open_checkpoint(str(tmp_path / "m"))) as checkpoint:
         checkpoint.codes(f"{DOWN}.weight")
-
-
-Damage = Callable[[Tensors], object]
-
-
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
-    def apply(tensors: Tensors) -> None:
-        changed = change(tensors.pop(f"{DOWN}.{kind}"))
-        if changed is not None:
-            tensors[f"{DOWN}.{kind}"] = changed.contiguous()
-
-    return apply
 
 
 def one(value: float) -> Callable[[Tensor], Tensor]:

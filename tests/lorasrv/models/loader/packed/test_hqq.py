@@ -1,21 +1,19 @@
 """HQQ checkpoints that the library has packed, against a reading row by row; one line for damage."""
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from packed_checkpoints import Tensors, committed, read_hqq
+from packed_checkpoints import DOWN, Damage, Tensors, committed, on, read_hqq
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from lorasrv.errors import CorruptModel, ModelError
 from lorasrv.models.loader import open_checkpoint
 
 ATTENTION = {"q_proj": (8, 256), "k_proj": (3, 11), "v_proj": (2, 11), "o_proj": (1, 11)}
 """Bits of the second layer's projections in the file, and levels of their codes."""
-DOWN, ACROSS = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
+ACROSS = "model.layers.1.mlp.up_proj"
 
 
 def parts_of(tensors: Tensors, module: str) -> Tensors:
@@ -71,15 +69,6 @@ def test_bytes_in_another_dtype(tmp_path: Path) -> None:
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in want.items())
 
 
-def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], object]:
-    def apply(tensors: Tensors) -> None:
-        changed = change(tensors.pop(f"{DOWN}.{kind}"))
-        if changed is not None:
-            tensors[f"{DOWN}.{kind}"] = changed.contiguous()
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -100,7 +89,7 @@ def on(kind: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
         (on("shape", lambda t: t.flip(0)), r"down_proj\.weight is \[128, 64\], not \[64, 128\]"),
     ],
 )
-def test_damaged_modules(tmp_path: Path, damage: Callable[[Tensors], object], message: str) -> None:
+def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     folder = committed("hqq", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
