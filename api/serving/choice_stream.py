@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 
 from api.errors import ApiError, cause_of
 from lorasrv.errors import EngineDead
@@ -125,6 +125,19 @@ class ChoiceStream:
         except BaseException:
             await self.aclose()
             raise
+
+    async def collect(self) -> Mapping[int, Sequence[RequestOutput]]:
+        """Return all outputs by choice, and close the choices.
+
+        Raises: as iteration; partial outputs are dropped.
+        """
+        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
+        try:
+            async for index, output in self:
+                outputs[index].append(output)
+        finally:
+            await self.aclose()
+        return outputs
 
     async def aclose(self) -> None:
         """Abort the unfinished choices: for the one that failed, or else because the client has left."""

@@ -157,14 +157,9 @@ class ResponseBuilder:
         """Return the whole response and its headers, and close the choices.
 
         Raises:
-            LorasrvError, ApiError: a choice failed; partial outputs are dropped.
+            LorasrvError, AdapterError, ApiError: as `ChoiceStream.collect`.
         """
-        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
-        try:
-            async for index, output in choices:
-                outputs[index].append(output)
-        finally:
-            await choices.aclose()
+        outputs = await choices.collect()
         if self.logprobs_formatter is None:
             wholes = self._full_choices(outputs, choices.width)
         else:

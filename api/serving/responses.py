@@ -100,14 +100,9 @@ class ResponsesWriter:
         Raises:
             LorasrvError, AdapterError, ApiError: the request failed.
         """
-        outputs: list[RequestOutput] = []
-        try:
-            async for _, output in choices:
-                outputs.append(output)
-        finally:
-            await choices.aclose()
+        outputs = await choices.collect()
         items = AnswerItems(self.chat, self.form)
-        events = chain.from_iterable(map(items.take, outputs))
+        events = chain.from_iterable(map(items.take, outputs[0]))
         # Only the items count. In a thread: log-probabilities of a long answer take seconds.
         await run_in_threadpool(lambda: deque(events, maxlen=0))
         return self.ended(choices, items.items), self.headers(choices)

@@ -6,7 +6,6 @@ tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/sr
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,14 +125,9 @@ class TgiResponseBuilder:
         """Return the whole response and its headers, and close the choices.
 
         Raises:
-            LorasrvError, AdapterError, ApiError: the request failed, or was aborted.
+            LorasrvError, AdapterError, ApiError: as `ChoiceStream.collect`.
         """
-        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
-        try:
-            async for index, output in choices:
-                outputs[index].append(output)
-        finally:
-            await choices.aclose()
+        outputs = await choices.collect()
         # In a thread: formatting a long answer's likeliest tokens takes seconds, which would stop all streams.
         body = await run_in_threadpool(self._whole, outputs)
         body["usage"] = self.figures.usage(choices)
