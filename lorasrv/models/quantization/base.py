@@ -189,9 +189,9 @@ class QuantFormat(ABC):
     def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
         """Pack an embedding. weight [V, H]: floats of any kind, or codes of 256 levels."""
 
-    @abstractmethod
     def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
-        """Pack the head of a model that has its own, [V, H], as `linear` does or more finely."""
+        """Pack the head of a model that has its own, [V, H]: as `linear` does, in some formats more finely."""
+        return self.linear(weight, None, dtype)
 
     @abstractmethod
     def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:

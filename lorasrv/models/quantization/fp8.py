@@ -65,9 +65,6 @@ class Fp8Format(QuantFormat):
         _check(weight.device)
         return FloatEmbedding(weight.to(dtype))
 
-    def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
-        return self.linear(weight, None, dtype)
-
     def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
         assert isinstance(embedding, FloatEmbedding)
         return self.linear(embedding.weight, None, dtype)

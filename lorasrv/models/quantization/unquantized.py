@@ -70,9 +70,6 @@ class NoneFormat(QuantFormat):
         assert isinstance(weight, Tensor)
         return FloatEmbedding(weight.to(dtype))
 
-    def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
-        return self.linear(weight, None, dtype)
-
     def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
         del dtype
         assert isinstance(embedding, FloatEmbedding)
