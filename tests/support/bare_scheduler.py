@@ -15,7 +15,7 @@ from lorasrv.outputs import EngineOutput, FinishReason, RequestId, TokenLogprobs
 from lorasrv.request import AdapterTerm, EngineCoreRequest
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from lorasrv.scheduler_output import NO_SNAPSHOTS, ModelRunnerOutput, SchedulerOutput, SnapshotOrders
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 PAGE_SIZE = 4
@@ -63,6 +63,7 @@ class Bench:
         self.loading: set[AdapterKey] = set()
         self.copying: set[AdapterKey] = set()
         self.ends_at: dict[str, int] = {}
+        self.snapshot_orders: list[SnapshotOrders] = []
         is_on_host = self.on_host.__contains__
         kept = {"facts": self.facts, "stored": self.stored, "peer_facts": self.peer_facts}
         self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
@@ -108,6 +109,8 @@ class Bench:
         masses = {s.request_id: [[1.0] * len(s.page_table)] * s.num_observed for s in step.scheduled if s.num_observed}
         self.outputs += self.scheduler.update_from_output(step, ModelRunnerOutput(sampled, offered, masses=masses))
         self.steps.append(step)
+        if step.snapshots != NO_SNAPSHOTS:
+            self.snapshot_orders.append(step.snapshots)
         if self.checks:
             self.scheduler.check_integrity()
         return step
@@ -148,6 +151,11 @@ class Bench:
             self.arrive()
             self.step()
         raise AssertionError("requests wait for ever")
+
+    def steps_until_idle(self) -> None:
+        """So many that what can run has run; requests may still wait."""
+        for _ in range(20):
+            self.step()
 
     def ends(self) -> dict[str, FinishReason]:
         ended = [o for o in self.outputs if o.finish_reason is not None]

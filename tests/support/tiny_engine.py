@@ -53,6 +53,21 @@ def offline_engine(
         yield llm
 
 
+@contextlib.contextmanager
+def checked_engine(*args: Any, **options: Any) -> Iterator[LLM]:
+    """An `offline_engine` whose accounts are added up after every step."""
+    with offline_engine(*args, **options) as llm:
+        step = llm.engine.step
+
+        def checked() -> Any:
+            outputs = step()
+            llm.engine.check_integrity()
+            return outputs
+
+        llm.engine.step = checked  # type: ignore[method-assign]
+        yield llm
+
+
 def drive(
     llm: LLM, messages: Sequence[EngineCoreRequest], before_step: Callable[[int], object] = lambda _: None
 ) -> list[list[EngineOutput]]:

@@ -12,7 +12,7 @@ from lorasrv.memory.page_exchange import LEASE_S, MAX_WAIT_S, MIN_WAIT_S, PATIEN
 from lorasrv.memory.prefix_cache import page_hashes, root_hash
 from lorasrv.outputs import RequestId
 from lorasrv.request import Peer, RequestStatus
-from lorasrv.scheduler_output import NO_SNAPSHOTS, PeerSnapshot, SnapshotOrders
+from lorasrv.scheduler_output import NO_SNAPSHOTS, PeerSnapshot
 
 CACHING = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16)
 MIA = KEYS[0]
@@ -28,20 +28,9 @@ class Exchange(Bench):
     def __init__(self, **options: Any) -> None:
         super().__init__(memory=options.pop("memory", CACHING), peer_facts=options.pop("facts", FACTS), **options)
         self.exchange, self.snapshots = self.books.exchange, self.books.snapshots
-        self.ordered: list[SnapshotOrders] = []
 
     def ask(self, name: str, **options: Any) -> None:
         self.add(name, PROMPT, peer=PEER, **options)
-
-    def step(self, token: int = 7) -> Any:
-        step = super().step(token)
-        if step.snapshots != NO_SNAPSHOTS:
-            self.ordered.append(step.snapshots)
-        return step
-
-    def steps_until_idle(self) -> None:
-        for _ in range(20):
-            self.step()
 
     def wanted(self) -> PeerSnapshot:
         """What the next step asks a peer for."""
@@ -169,7 +158,7 @@ def test_nothing_is_asked_for_without_need(options: dict[str, Any]) -> None:
     server.add("first", 3)
     server.add("a", **{"prompt": PROMPT, "peer": PEER, **options})
     server.steps_until_idle()
-    assert not server.ordered
+    assert not server.snapshot_orders
 
 
 @pytest.mark.parametrize("off", [{"facts": None}, {"memory": MemoryOptions(enable_prefix_caching=False)}])
@@ -177,7 +166,7 @@ def test_where_it_is_off(off: dict[str, Any]) -> None:
     server = Exchange(**off)
     server.ask("a")
     server.run()
-    assert not server.ordered
+    assert not server.snapshot_orders
     assert server.exchange.offer([b"any"]).pages == ()
 
 

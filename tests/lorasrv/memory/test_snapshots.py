@@ -14,7 +14,7 @@ from lorasrv.errors import SnapshotFailure
 from lorasrv.memory import snapshots
 from lorasrv.outputs import RequestId
 from lorasrv.request import FixedPrefix, Peer, RequestStatus
-from lorasrv.scheduler_output import NO_SNAPSHOTS, SnapshotOrders
+from lorasrv.scheduler_output import NO_SNAPSHOTS
 
 CACHING = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16)
 MIA = KEYS[0]
@@ -31,20 +31,9 @@ class Keeper(Bench):
     def __init__(self, **options: Any) -> None:
         super().__init__(memory=options.pop("memory", CACHING), facts=options.pop("facts", FACTS), **options)
         self.snapshots = self.books.snapshots
-        self.ordered: list[SnapshotOrders] = []
 
     def ask(self, name: str, prefix: FixedPrefix = PREFIX, **options: Any) -> None:
         self.add(name, PROMPT, prefix=prefix, **options)
-
-    def step(self, token: int = 7) -> Any:
-        step = super().step(token)
-        if step.snapshots != NO_SNAPSHOTS:
-            self.ordered.append(step.snapshots)
-        return step
-
-    def steps_until_idle(self) -> None:
-        for _ in range(20):
-            self.step()
 
     def cached(self, name: str) -> int:
         return next(o.timing.num_cached_tokens for o in self.outputs if o.request_id == name and o.timing)
@@ -82,7 +71,7 @@ def test_a_request_waits_for_its_snapshot_and_others_wait_with_it(name: Snapshot
     keeper.steps_until_idle()
     assert (keeper.cached("a"), keeper.cached("b")) == (12, 12)
     assert keeper.ends().keys() == {"a", "b", "other"}
-    assert (keeper.snapshots.counters.restored, len(keeper.ordered)) == (1, 2)
+    assert (keeper.snapshots.counters.restored, len(keeper.snapshot_orders)) == (1, 2)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(15, 0), (16, 1), (17, 1), (31, 1), (32, 2), (33, 2)])
@@ -92,7 +81,7 @@ def test_whole_pages_are_kept(tokens: int, pages: int) -> None:
     for number in range(3):
         keeper.add(f"{number}", 40, prefix=prefix, cache_salt=f"{number}")
         keeper.steps_until_idle()
-    assert [len(taken) for orders in keeper.ordered for _, taken in orders.saves] == [pages] * bool(pages)
+    assert [len(taken) for orders in keeper.snapshot_orders for _, taken in orders.saves] == [pages] * bool(pages)
     assert [keeper.cached(f"{number}") for number in range(3)] == [0, 16 * pages, 16 * pages]
 
 
@@ -101,10 +90,10 @@ def test_it_is_made_at_the_third_use_if_that_will_pay() -> None:
         keeper = Keeper()
         keeper.books.costs.token.seconds = token_s
         for number in range(3):
-            assert not keeper.ordered
+            assert not keeper.snapshot_orders
             keeper.ask(f"{number}")
             keeper.steps_until_idle()
-        assert [len(orders.saves) for orders in keeper.ordered] == [1] * makes
+        assert [len(orders.saves) for orders in keeper.snapshot_orders] == [1] * makes
 
 
 @pytest.mark.parametrize("rate", ["token", "restore"])
@@ -116,7 +105,7 @@ def test_it_is_restored_if_that_is_faster(name: SnapshotName, rate: str) -> None
         costs.token.seconds *= 1.6
     keeper.ask("a")
     keeper.steps_until_idle()
-    assert [len(orders.loads) for orders in keeper.ordered] == ([1] if rate == "token" else [])
+    assert [len(orders.loads) for orders in keeper.snapshot_orders] == ([1] if rate == "token" else [])
 
 
 @pytest.mark.parametrize("change", ["fact", "salt", "adapter", "tokens", "owner"])
@@ -125,7 +114,7 @@ def test_another_prefix_has_another_snapshot(name: SnapshotName, change: str) ->
     others = {"salt": {"salt": "prefix:zoe"}, "tokens": {"num_tokens": 8}, "owner": {"owner": "mia.2"}}
     keeper.ask("a", replace(PREFIX, **others.get(change, {})), key=MIA if change == "adapter" else None)
     keeper.run()
-    assert not keeper.ordered
+    assert not keeper.snapshot_orders
 
 
 def test_one_that_cannot_be_read_is_computed_and_forgotten(name: SnapshotName) -> None:
@@ -202,7 +191,7 @@ def test_nothing_is_kept_where_it_is_off(off: dict[str, Any]) -> None:
     for number in range(4):
         keeper.ask(f"{number}")
         keeper.steps_until_idle()
-    assert not keeper.ordered
+    assert not keeper.snapshot_orders
     assert keeper.snapshots.want(None, PREFIX, range(PROMPT)) is None
 
 
@@ -211,14 +200,14 @@ def test_one_that_cannot_be_kept_is_tried_less_and_less() -> None:
     for use in range(1, 17):
         keeper.ask(f"{use}")
         keeper.steps_until_idle()
-        for file, _ in (save for orders in keeper.ordered for save in orders.saves):
+        for file, _ in (save for orders in keeper.snapshot_orders for save in orders.saves):
             tried.append(use)
             if use < 12:
                 keeper.snapshots.on_save_failed(file.name, "disk")
             elif use == 12:
                 keeper.snapshots.on_saved(file.name, 1000, ())
                 keeper.snapshots.on_saved(SnapshotName("zoe.1", "new"), 1000, (file.name,))
-        keeper.ordered.clear()
+        keeper.snapshot_orders.clear()
     assert tried == [3, 6, 12, 15]
 
 
@@ -242,7 +231,7 @@ def test_one_larger_than_all_may_be_is_not_made(most: int, makes: bool) -> None:
     for number in range(3):
         keeper.ask(f"{number}")
         keeper.steps_until_idle()
-    assert (len(keeper.ordered) == 1) is makes
+    assert (len(keeper.snapshot_orders) == 1) is makes
     assert (keeper.snapshots.want(None, PREFIX, range(10, 10 + PROMPT)) is not None) is makes
 
 

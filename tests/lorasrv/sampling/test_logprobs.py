@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mispredict import expect_short_answers
-from tiny_engine import offline_engine
+from tiny_engine import checked_engine
 from tiny_tokenizers import sentencepiece
 
 from lorasrv.engine.output_processor import OutputProcessor
@@ -49,15 +49,7 @@ def llm(model: Path, adapter_dirs: dict[str, Path], request: pytest.FixtureReque
     """A small engine; parametrized by pages of the pool, tokens a step and the way of preemption."""
     pages, tokens, mode = getattr(request, "param", (400, 512, "auto"))
     options = {"max_num_seqs": 16, "max_num_batched_tokens": tokens, "preemption_mode": mode, "target_itl_ms": None}
-    with offline_engine(model, adapter_dirs, pages, **options) as llm:
-        step = llm.engine.step
-
-        def checked() -> Any:
-            outputs = step()
-            llm.engine.check_integrity()
-            return outputs
-
-        llm.engine.step = checked  # type: ignore[method-assign]
+    with checked_engine(model, adapter_dirs, pages, **options) as llm:
         yield llm
 
 

@@ -1,8 +1,8 @@
 """Beam search: transformers' answers, whatever shares the batch, is preempted or aborted; every page accounted for."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from bare_scheduler import KEYS, Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mispredict import expect_short_answers
-from tiny_engine import offline_engine
+from tiny_engine import checked_engine
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
@@ -28,6 +28,7 @@ VOCAB = 384
 CODES = [name for name, kv_format in KV_FORMATS.items() if isinstance(kv_format, CodesKV)]
 PROMPTS = [[10 + (7 * i) % 300 for i in range(n)] for n in (16, 45)]
 TOKENS = 14
+_engine = partial(checked_engine, target_itl_ms=None)
 Oracle = Callable[..., list[list[int]]]
 
 
@@ -69,21 +70,6 @@ def _unpadded(tokens: list[int]) -> list[int]:
     while tokens and tokens[-1] == VOCAB - 1:
         tokens.pop()
     return tokens
-
-
-@contextmanager
-def _engine(model: Path, adapter_dirs: dict[str, Path], pages: int = 400, **options: Any) -> Iterator[LLM]:
-    """Open an engine whose accounts are added up after every step."""
-    with offline_engine(model, adapter_dirs, pages, target_itl_ms=None, **options) as llm:
-        step = llm.engine.step
-
-        def checked() -> Any:
-            outputs = step()
-            llm.engine.check_integrity()
-            return outputs
-
-        llm.engine.step = checked  # type: ignore[method-assign]
-        yield llm
 
 
 @pytest.fixture(scope="module")
