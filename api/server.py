@@ -249,7 +249,7 @@ def serve_on(
     on_running: Callable[[Running], None],
     started: float,
     *,
-    computes: bool = True,
+    computes: bool,
 ) -> None:
     """Serve at a bound socket until it is stopped: in the main thread by a signal, anywhere by `Running.stop`.
 

@@ -166,9 +166,7 @@ def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
         require(fits, "delta must be like x")
 
 
-def check_queries(
-    q: Tensor, kv: KvPages, window: int | None, softcap: float | None, slopes: Tensor | None = None
-) -> None:
+def check_queries(q: Tensor, kv: KvPages, window: int | None, softcap: float | None, slopes: Tensor | None) -> None:
     """Check queries [T, heads, D] against the pages, one slope a head, and that window and softcap are positive."""
     require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
     require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")

@@ -24,7 +24,6 @@ from adapter_store.formats.peft_dir import (
     Opener,
     PeftDir,
     ignored_files,
-    open_file,
 )
 from adapter_store.formats.safetensors_file import (
     ENDED,
@@ -46,7 +45,7 @@ _HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 
 def convert_mlx(
-    folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path, opener: Opener = open_file
+    folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path, opener: Opener
 ) -> PeftDir:
     """Convert MLX's adapter in `folder` and write it to `target`, an empty folder.
 

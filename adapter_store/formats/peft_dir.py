@@ -152,7 +152,7 @@ def find_folder(path: Path) -> tuple[Path, str | None]:
     raise AdapterInvalid((_no_config(path),))
 
 
-def read_config(folder: Path, opener: Opener = open_file) -> dict[str, object]:
+def read_config(folder: Path, opener: Opener) -> dict[str, object]:
     """Read the folder's adapter_config.json.
 
     Raises:

@@ -114,9 +114,9 @@ def build_report(
     base: BaseShapes,
     facts: DataFacts,
     header: SafetensorsHeader,
-    missing: tuple[str, ...] = (),
-    notices: tuple[str, ...] = (),
-    drift: Drift | None = None,
+    missing: tuple[str, ...],
+    notices: tuple[str, ...],
+    drift: Drift | None,
 ) -> UploadReport:
     """Build the report of a validated adapter. `missing` names modules that the config names and the file lacks."""
     ranks = [m.rank for m in spec.modules]

@@ -60,7 +60,7 @@ def scan_data(
     header: SafetensorsHeader,
     hasher: Hasher,
     problems: ProblemList,
-    norms_of: Collection[str] = frozenset(),
+    norms_of: Collection[str],
 ) -> DataFacts:
     """Read the data from `file`'s position, its first byte, to the end, hashing it and testing every value."""
     facts = {

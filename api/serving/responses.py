@@ -32,7 +32,7 @@ ID_PREFIX = "resp_"
 
 
 async def generate_response(
-    body: ResponsesBody, services: Services, caller: Caller, resumption: Resumption | None = None
+    body: ResponsesBody, services: Services, caller: Caller, resumption: Resumption | None
 ) -> Generation:
     """Plan and admit a body of /v1/responses; arguments and errors as of `generate`."""
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))

@@ -37,7 +37,7 @@ class StreamResumption:
         grammar: what its text must follow.
     """
 
-    def __init__(self, asked: Resumption, engine: str, is_resumable: bool, grammar: Grammar | None = None) -> None:
+    def __init__(self, asked: Resumption, engine: str, is_resumable: bool, grammar: Grammar | None) -> None:
         self._asked = asked
         self._grammar = grammar
         self._engine = engine if is_resumable else ""

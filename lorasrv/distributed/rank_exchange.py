@@ -57,7 +57,7 @@ class PartExchange(RankExchange):
     """
 
     def __init__(
-        self, comm: Comm, specs: Sequence[RankSpec], dtype: torch.dtype, device: torch.device, told: Told | None = None
+        self, comm: Comm, specs: Sequence[RankSpec], dtype: torch.dtype, device: torch.device, told: Told | None
     ) -> None:
         super().__init__(told)
         self._comm, self._dtype, self._device = comm, dtype, device
@@ -122,7 +122,7 @@ class RowExchange(RankExchange):
         memory: its pool.
     """
 
-    def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, told: Told | None = None) -> None:
+    def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, told: Told | None) -> None:
         super().__init__(told)
         self._comm, self._memory, self._ops = comm, memory, ops
         self._peers, self._q_width = spec.share.row_peers, spec.q_width

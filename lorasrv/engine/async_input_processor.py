@@ -40,8 +40,8 @@ class AsyncInputProcessor:
         self,
         processor: InputProcessor,
         source: HostAdapterStore | None,
-        queue_timeout_s: float | None = None,
-        load_timeout_s: float | None = None,
+        queue_timeout_s: float | None,
+        load_timeout_s: float | None,
     ) -> None:
         self.processor = processor
         self._source = source

@@ -58,8 +58,8 @@ class StepRetrier:
     def __init__(
         self,
         run: Callable[[SchedulerOutput], ModelRunnerOutput],
-        recover: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None,
+        recover: Callable[[], bool],
+        beat: Callable[[], None],
     ) -> None:
         self._run = run
         self._recover = recover

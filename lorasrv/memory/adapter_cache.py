@@ -182,7 +182,7 @@ class AdapterCache:
         found = (self._lowest_of(need, spared) for need in Need if need <= most)
         return min((entry for entry in found if entry is not None), default=None)
 
-    def num_evictable_pages_of(self, most: Need, spared: Set[AdapterKey] = frozenset()) -> int:
+    def num_evictable_pages_of(self, most: Need, spared: Set[AdapterKey]) -> int:
         """Return the number of pages of the evictable adapters that `lowest` chooses from."""
         pages = sum(self._evictable_pages[need] for need in Need if need <= most)
         adapters = (a for key in spared if (a := self._adapters.get(key)) is not None)

@@ -171,12 +171,7 @@ class Evictor:
         self.num_moved_pages = 0
         self._moves: list[CopyPages] = []
 
-    def make_room(
-        self,
-        pages: int,
-        level: EvictionLevel,
-        spared: Spared = NONE_SPARED,
-    ) -> bool:
+    def make_room(self, pages: int, level: EvictionLevel, spared: Spared = NONE_SPARED) -> bool:
         """Evict until `pages` pages are free for keys and values.
 
         Returns:
@@ -184,12 +179,7 @@ class Evictor:
         """
         return self._make_room(self._pool, pages, level, spared, self._kv_floor())
 
-    def can_make_room(
-        self,
-        pages: int,
-        level: EvictionLevel,
-        spared: Spared = NONE_SPARED,
-    ) -> bool:
+    def can_make_room(self, pages: int, level: EvictionLevel, spared: Spared) -> bool:
         """Return whether `make_room` would free so many. Evicts nothing."""
         if self._pool.num_free >= pages:
             return True

@@ -59,7 +59,7 @@ def choose_tokens(
 
 
 def probed_tokens(
-    logits: Tensor, shares: Sequence[ScheduledRequest], likeliest: Likeliest = likeliest_torch
+    logits: Tensor, shares: Sequence[ScheduledRequest], likeliest: Likeliest
 ) -> dict[RequestId, tuple[int, ...]]:
     """Return the likeliest token behind each probe, of the shares whose probes' logits are all numbers.
 

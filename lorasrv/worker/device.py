@@ -28,7 +28,7 @@ def compute_in_parallel() -> None:
     _set_num_threads(ENGINE_THREADS)
 
 
-def find_best_team(ops: Ops, limit: int = ENGINE_THREADS) -> None:
+def find_best_team(ops: Ops, limit: int) -> None:
     """Give the calling thread, the engine's, as many threads as these kernels are fastest with, up to a limit."""
     _set_num_threads(ops.best_threads(limit))
 

@@ -37,7 +37,7 @@ def kv_identity(
     ops: Ops,
     kv_format: KVFormat,
     layout: tuple[int, ...],
-    draft: ModelWeights | None = None,
+    draft: ModelWeights | None,
 ) -> dict[str, Any]:
     """Return what the bits of a served model's keys and values depend on.
 

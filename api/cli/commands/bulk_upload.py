@@ -142,7 +142,7 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
     _end(outcomes, "are in the server")
 
 
-def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool, no_tokenizer: bool = False) -> None:
+def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool, no_tokenizer: bool) -> None:
     """Validate each adapter locally as a server with this base would, and list its id; `terms` as of `check_files`.
 
     Raises:

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
 
-def make_registry(
-    services: Services, http: HttpFigures, residents: ResidentAdapters | None = None
-) -> CollectorRegistry:
+def make_registry(services: Services, http: HttpFigures, residents: ResidentAdapters | None) -> CollectorRegistry:
     """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
     engine: AsyncEngine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)

@@ -81,7 +81,7 @@ class PartsFormat(QuantFormat):
         return self._rest.tied_head(embedding, dtype)
 
 
-def parts_format(text: str, group: int | None = None) -> type[PartsFormat]:
+def parts_format(text: str, group: int | None) -> type[PartsFormat]:
     """Return the format that a value such as `attn=int4,mlp=q3h` describes.
 
     Args:

@@ -54,7 +54,7 @@ class Verifier:
         self._process: asyncio.subprocess.Process | None = None
         self._closed = False
 
-    def check_ready(self, may_see: Callable[[str], bool] = lambda _: True) -> None:
+    def check_ready(self, may_see: Callable[[str], bool]) -> None:
         """Check that a verification can start, before anything is prepared.
 
         Args:
