@@ -1,10 +1,13 @@
-"""Memory of packed weights: chunks so large that the system gives huge pages.
+"""Memory of packed weights: chunks for which the system is asked for huge pages.
 
 A step reads every weight once. With pages of 4 KiB the processor looks up the address of one for every 64 lines, also
 for those that are prefetched, which costs products of 16 rows an eighth of their rate (docs/benchmarks/kernels.md).
 """
 
+import mmap
+import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 32 << 20
-"""Bytes taken from the system at a time. From 4 MiB on, numpy asks for huge pages where they must be asked for."""
+"""Bytes taken from the system at a time."""
 _ALIGNMENT = 64
 
 
@@ -35,7 +38,9 @@ class WeightMemory:
 
 
 def _chunk(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return new bytes that begin with a cache line."""
-    held = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    first = -held.ctypes.data % _ALIGNMENT
-    return held[first : first + nbytes]
+    """Return new bytes that begin with a page."""
+    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # A kernel without huge pages refuses the advice.
+            held.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(held, dtype=np.uint8)
