@@ -20,7 +20,9 @@ _ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Give parts of large chunks. A chunk is freed with the last of its parts."""
+    """Give parts of large chunks, and larger parts by themselves. A chunk is freed with the last of its parts; the one
+    that parts are taken of now is kept.
+    """
 
     def __init__(self) -> None:
         # No tensor: slices of one would share its storage, and its inference mode.
@@ -30,9 +32,11 @@ class WeightMemory:
     def take(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 with any content, which begins with a cache line."""
         reserved = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if reserved > CHUNK_BYTES:
+            return torch.from_numpy(_chunk(nbytes))
         with self._taking:
             if reserved > len(self._left):
-                self._left = _chunk(max(reserved, CHUNK_BYTES))
+                self._left = _chunk(CHUNK_BYTES)
             taken, self._left = self._left[:nbytes], self._left[reserved:]
         return torch.from_numpy(taken)
 

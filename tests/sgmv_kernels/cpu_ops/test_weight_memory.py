@@ -45,6 +45,17 @@ def test_a_chunk_is_freed_with_the_last_of_its_parts() -> None:
     assert bool((last == 1).all())
 
 
+def test_a_part_larger_than_a_chunk_is_freed_alone() -> None:
+    memory = WeightMemory()
+    first = memory.take(1 << 20)
+    large = memory.take(100 << 20).fill_(1)
+    held = resident_bytes()
+    assert held is not None
+    del large
+    assert held - (resident_bytes() or 0) > 90 << 20
+    assert memory.take(1 << 20).data_ptr() == first.data_ptr() + (1 << 20), "what was left of the chunk is given on"
+
+
 def test_a_part_is_a_tensor_of_its_own() -> None:
     """Of the mode in which it was taken, whatever that of the chunk's other parts was, and copied without these."""
     memory = WeightMemory()
