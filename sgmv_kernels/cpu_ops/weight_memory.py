@@ -7,7 +7,9 @@ for those that are prefetched, which costs products of 16 rows an eighth of thei
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -20,28 +22,30 @@ _ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Give parts of large chunks, and larger parts by themselves. A chunk is freed with the last of its parts; the one
-    that parts are taken of now is kept.
-    """
+    """Give parts of large chunks, and larger parts by themselves. A chunk is freed with the last of its parts."""
 
     def __init__(self) -> None:
-        # No tensor: slices of one would share its storage, and its inference mode.
-        self._left = np.empty(0, dtype=np.uint8)
+        # Only parts keep a chunk: a weak reference to the one that parts are taken from, None once it is freed.
+        self._chunk: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
+        self._taken = 0
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 with any content, which begins with a cache line."""
-        reserved = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if reserved > CHUNK_BYTES:
-            return torch.from_numpy(_chunk(nbytes))
+        if nbytes > CHUNK_BYTES:
+            return torch.from_numpy(_mapped(nbytes))
         with self._taking:
-            if reserved > len(self._left):
-                self._left = _chunk(CHUNK_BYTES)
-            taken, self._left = self._left[:nbytes], self._left[reserved:]
-        return torch.from_numpy(taken)
+            chunk = self._chunk()
+            if chunk is None or self._taken + nbytes > len(chunk):
+                chunk = _mapped(CHUNK_BYTES)
+                self._chunk, self._taken = ref(chunk), 0
+            part = chunk[self._taken : self._taken + nbytes]
+            self._taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        # No slice of a tensor: it would share the storage of the others, and the inference mode of the first.
+        return torch.from_numpy(part)
 
 
-def _chunk(nbytes: int) -> npt.NDArray[np.uint8]:
+def _mapped(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return new bytes that begin with a page."""
     held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +237,34 @@ def test_a_row_does_not_depend_on_those_beside_it(levels: int, group: int) -> No
     together = NUMBA.linear(x, packed)
     for count in range(1, 12):
         assert torch.equal(NUMBA.linear(x[3 : 3 + count].clone(), packed), together[3 : 3 + count])
+
+
+@pytest.mark.parametrize(("levels", "group"), [(INT4_LEVELS, 32), (Q3H_LEVELS, 64)])
+@pytest.mark.parametrize("out", [31, 33, 64])
+def test_nothing_is_written_beside_the_result(
+    levels: int, group: int, out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither beside its columns of a wider result, nor around a thread's scratch memory."""
+    margin, scratch = 1 << 14, []
+
+    def with_margins(name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        scratch.append(torch.full((2 * margin + math.prod(shape),), 0xA5, dtype=torch.uint8))
+        return scratch[-1][margin:-margin].view(shape)
+
+    packed = linear_cpu.pack_linear_cpu(random_codes(levels, group, out, 2048), None, None)
+    monkeypatch.setattr(linear_cpu, "team_size", lambda: 1)
+    for count in (1, 9, 70):
+        x, wide = rows(count, 2048), torch.full((count + 2, 3 + out + 40), -7.0)
+        rounded = linear_cpu.round_rows(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_cpu, "empty", with_margins)
+            linear_cpu._multiply(rounded, packed, wide[:count, 3 : 3 + out])
+        y = wide[:count, 3 : 3 + out].clone()
+        wide[:count, 3 : 3 + out] = -7
+        assert bool((wide == -7).all())
+        assert bool((scratch[-1][:margin] == 0xA5).all())
+        assert bool((scratch[-1][-margin:] == 0xA5).all())
+        assert torch.equal(y, linear_cpu.linear_cpu(x, packed))
 
 
 def test_largest_products_do_not_overflow() -> None:
