@@ -31,9 +31,10 @@ class PageLender:
         page_bytes: int,
         read: ReadPages,
         call: Callable[[OfferPages | EndLease], Awaitable[Any]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts, self.page_bytes = facts, page_bytes
-        self._read, self._call = read, call
+        self._read, self._call, self._clock = read, call, clock
         self._leases: dict[str, PageLease] = {}
 
     async def offer(self, digests: Sequence[bytes]) -> PageLease:
@@ -42,7 +43,7 @@ class PageLender:
         Raises:
             EngineDead: the engine does not run.
         """
-        for ended in [lease for lease in self._leases.values() if lease.until_s <= time.monotonic()]:
+        for ended in [lease for lease in self._leases.values() if lease.until_s <= self._clock()]:
             del self._leases[ended.lease_id]
         lease: PageLease = await self._call(OfferPages(tuple(digests)))
         if lease.pages:
@@ -78,6 +79,6 @@ class PageLender:
 
     def _live(self, lease_id: str) -> PageLease:
         lease = self._leases.get(lease_id)
-        if lease is None or lease.until_s <= time.monotonic():
+        if lease is None or lease.until_s <= self._clock():
             raise LeaseEnded("the pages are not held any more: the lease has ended")
         return lease
