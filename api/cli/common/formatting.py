@@ -75,8 +75,8 @@ def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
     return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+def counted(number: int, what: str, plural: str | None = None) -> str:
+    return f"{number} {what if number == 1 else plural or f'{what}s'}"
 
 
 def _range(low: object, high: object) -> str:

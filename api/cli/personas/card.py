@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from api.cli.common.formatting import counted
 from api.cli.common.terminal import CliError
 
 SPECS = ("chara_card_v2", "chara_card_v3")
@@ -49,10 +50,10 @@ def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[s
         raise CliError("the card's character_book has entries that are not a list")
     if entries and not without_book:
         raise CliError(
-            f"the card has a character book of {_entries(entries)}, inserted by keyword; that is not "
+            f"the card has a character book of {counted(len(entries), 'entry', 'entries')}, inserted by keyword; that is not "
             "possible here: put what matters into the description, or leave the book out with --without-book"
         )
-    notices = [f"left out: character_book, {_entries(entries)}"] if entries else []
+    notices = [f"left out: character_book, {counted(len(entries), 'entry', 'entries')}"] if entries else []
     notices += [f"left out: {name}" for name in _UNUSED if fields.get(name)]
     examples, more = _examples(_text(fields, "mes_example"))
     found = {
@@ -63,10 +64,6 @@ def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[s
     }
     found["greetings"] = [text for text in found["greetings"] if text]
     return {name: value for name, value in found.items() if value}, notices + more
-
-
-def _entries(entries: list[Any]) -> str:
-    return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
 
 
 def _card(data: bytes) -> Mapping[str, Any]:
