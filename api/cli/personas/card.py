@@ -51,7 +51,8 @@ def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[s
     if entries and not without_book:
         raise CliError(
             f"the card has a character book of {counted(len(entries), 'entry', 'entries')}, inserted by keyword; "
-            "that is not possible here: put what matters into the description, or leave the book out with --without-book"
+            "that is not possible here: put what matters into the description, or leave the book out with "
+            "--without-book"
         )
     notices = [f"left out: character_book, {counted(len(entries), 'entry', 'entries')}"] if entries else []
     notices += [f"left out: {name}" for name in _UNUSED if fields.get(name)]
