@@ -148,7 +148,7 @@ def attention(
                 PRECISION=precision,
                 num_warps=warps,
                 num_stages=stages,
-                maxnreg=MOST_REGISTERS if is_coded else None,
+                maxnreg=MOST_REGISTERS,
             )
     if most.max_reduce:
         _reduce_kernel[(most.max_reduce, heads)](

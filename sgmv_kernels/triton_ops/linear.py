@@ -54,6 +54,8 @@ _RUN = tl.constexpr(RUN)
 ADD_BLOCK = 1024
 UNPACK_ROWS, UNPACK_CODES = 16, 128
 """What a program dequantizes, except q3h, which takes a run at a time."""
+LEAST_STEPS = 2
+"""Steps of a part of the sum: with one there is no loop, whose loads are copied ahead, and q3h spills registers."""
 BLAS_BYTES = 256 << 20
 """Most bytes of a weight that are dequantized at a time: the head of a large vocabulary is a gigabyte."""
 new_planes = torch.empty
@@ -156,7 +158,7 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
     tiles = packed.tiles
     step = RUN if packed.levels == Q3H_LEVELS else 1
     steps = -(-tiles // step)
-    per_part = -(-steps // config.split_k)
+    per_part = min(steps, max(LEAST_STEPS, -(-steps // config.split_k)))
     planes = -(-steps // per_part)
     sums = y if planes == 1 else new_planes((planes, rows, out), dtype=torch.float32, device=x.device)
     compute, precision = product_dtype(x.dtype, x.dtype)
