@@ -1,7 +1,8 @@
 """Block sizes of the Triton kernels, from one JSON table a device. No autotuning while serving.
 
-`configs/<device name, other characters as _>.json`; `configs/default.json`, of which a part is measured, where a device
-has none. A table holds lists of rows; the first row whose bounds hold is taken (null is no bound):
+`configs/<device name, other characters as _>.json`, and for what it lacks `configs/default.json`, of which a part is
+measured. Devices without a table have the default one, those before sm90 with the rows that theirs has instead. A table
+holds lists of rows; the first row whose bounds hold is taken (null is no bound):
 
     rows       by token rows: block_m, and whether the sum over K is split over programs (`planes`)
     sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
@@ -20,13 +21,16 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import torch
 
 from sgmv_kernels.formats.adapter_panels import SiteDims
 
-DEFAULT = "default"
+DEFAULT, BEFORE_SM90 = "default", "default before sm90"
+CAPABILITY = 90
+"""Compute capability that is assumed without a GPU: sm90."""
 Table = dict[str, Any]
 
 
@@ -79,8 +83,15 @@ class LinearConfig:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Return the name that tables are kept under."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
+    """Return the name of the device's table: its own, or that of a default one."""
+    capability = CAPABILITY
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if _file(name).is_file():
+            return name
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    return DEFAULT if capability >= 90 else BEFORE_SM90
 
 
 def file_name(name: str) -> str:
@@ -90,12 +101,9 @@ def file_name(name: str) -> str:
 
 @cache
 def table_of(name: str) -> Table:
-    """Return the table of a device, or the default one."""
-    folder = resources.files("sgmv_kernels.triton_ops") / "configs"
-    own = folder / file_name(name)
-    source = own if own.is_file() else folder / file_name(DEFAULT)
-    table: Table = json.loads(source.read_text("utf-8"))
-    return table
+    """Return the table of this name, completed from the default one."""
+    table: Table = json.loads(_file(DEFAULT).read_text("utf-8"))
+    return table | (json.loads(_file(name).read_text("utf-8")) if _file(name).is_file() else {})
 
 
 @cache
@@ -136,6 +144,10 @@ def dequantize_above(name: str, bits: int) -> int:
     """Return the token rows above which weights are dequantized for cuBLAS."""
     rows: int = table_of(name)["dequantize_above"][str(bits)]
     return rows
+
+
+def _file(name: str) -> Traversable:
+    return resources.files("sgmv_kernels.triton_ops") / "configs" / file_name(name)
 
 
 def _first(rows: list[Table], **values: int) -> Table:

@@ -51,7 +51,6 @@ from sgmv_kernels.triton_ops.block_sizes import (
     AttentionConfig,
     LinearConfig,
     attention_config,
-    device_name,
     file_name,
     table_of,
 )
@@ -291,9 +290,9 @@ def main() -> None:
     device, quick = need_gpu(), a.quick or DRY_RUN
     torch.manual_seed(0)
     kernel_compiler.MOST_PROCESSES = MOST_COMPILERS
-    ops, name = Ops(device, "triton"), device_name(device)
+    ops, name = Ops(device, "triton"), DEFAULT if DRY_RUN else torch.cuda.get_device_name(device)
     outs = [folder / file_name(name) for folder in ([] if DRY_RUN else [CONFIGS]) + ([a.out] if a.out else [])]
-    table = dict(table_of(name)) | {"device": name, "triton": triton.__version__}
+    table = table_of(name) | {"device": name, "triton": triton.__version__}
     table.setdefault("parts", [])
     for part in PARTS:
         if part in table["parts"]:

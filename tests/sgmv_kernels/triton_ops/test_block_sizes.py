@@ -16,9 +16,11 @@ from sgmv_kernels.formats.adapter_panels import SiteDims
 from sgmv_kernels.metadata.sgmv_tables import rankless_tables
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, NO_SLOT, Shape, cut, split_of
 from sgmv_kernels.triton_ops.block_sizes import (
+    BEFORE_SM90,
     DEFAULT,
     attention_config,
     dequantize_above,
+    device_name,
     file_name,
     linear_config,
     rows_config,
@@ -101,7 +103,7 @@ def test_the_order_of_additions_belongs_to_the_site() -> None:
         assert len({(config.split_k, config.block_k) for config in configs}) == 1
 
 
-@pytest.mark.parametrize("name", [DEFAULT, "NVIDIA H200"])
+@pytest.mark.parametrize("name", [DEFAULT, BEFORE_SM90, "NVIDIA H200"])
 def test_few_rows_add_ranks_in_one_order(name: str) -> None:
     """Expand without tensor cores has the order of its tiles, which neither ranks nor sites may choose."""
     every = itertools.product((1, 64, 256), (8, 48, 768), WIDTHS)
@@ -109,9 +111,10 @@ def test_few_rows_add_ranks_in_one_order(name: str) -> None:
     assert len({(config.expand_n, config.expand_warps) for config in configs}) == 1
 
 
-def test_the_default_table_has_blocks_for_every_head() -> None:
+@pytest.mark.parametrize("name", [DEFAULT, BEFORE_SM90])
+def test_default_tables_have_blocks_for_every_head(name: str) -> None:
     for dim, itemsize in itertools.product((16, 64, 80, 128, 256), (2, 4)):
-        config = attention_config(DEFAULT, dim, itemsize)
+        config = attention_config(name, dim, itemsize)
         assert all(is_block(n) for n in (config.decode_n, config.prefill_m, config.prefill_n))
         assert config.split_tokens % config.decode_n == 0
 
@@ -128,3 +131,16 @@ def test_a_device_without_a_table_takes_the_default_one() -> None:
     assert table_of("Some GPU (2031)") == table_of(DEFAULT)
     assert file_name("NVIDIA H100 80GB HBM3") == "NVIDIA_H100_80GB_HBM3.json"
     assert table_of(DEFAULT)["measured"] is False
+    assert table_of(BEFORE_SM90)["linear"] == table_of(DEFAULT)["linear"]
+
+
+def test_the_default_table_is_that_of_the_device_s_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    names = {}
+    for name, capability in (("NVIDIA A100", (8, 0)), ("NVIDIA L4", (8, 9)), ("NVIDIA H100", (9, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        names[name] = device_name.__wrapped__(gpu)
+    assert names == {"NVIDIA A100": BEFORE_SM90, "NVIDIA L4": BEFORE_SM90, "NVIDIA H100": DEFAULT}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert device_name.__wrapped__(gpu) == "NVIDIA H200"

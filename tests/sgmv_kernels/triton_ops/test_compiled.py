@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops import affine as affine_triton
 from sgmv_kernels.triton_ops import attention as attention_triton
+from sgmv_kernels.triton_ops import block_sizes
 from sgmv_kernels.triton_ops import linear as linear_triton
 from sgmv_kernels.triton_ops import page_mass as page_mass_triton
 from sgmv_kernels.triton_ops import pointwise as pointwise_triton
@@ -51,8 +53,6 @@ class Bounds:
     kernels: int
     copy_bytes: int = 8
     waits: int = 0
-    # Beside loops; of older devices, and there of prompts over pages of codes with heads of 256 (docs/kernels.md).
-    spills: int = 0
     # In a loop: two for each stage of copies, others where warps share the weights of attention; of q3h for each tile.
     barriers: int = 9
 
@@ -79,9 +79,6 @@ COMMON_FILES = 6
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 1, 80))
 """Query heads, key heads and their numbers, the commonest first."""
 COMMON_HEADS = 2
-SPILLING = "pages, heads of 256"
-WAITING, MOST_WAITS = "heads of 256", 2
-"""Its attention waits for the next page of its table, as it waits for its last product first."""
 SITES = {
     "qkv": SiteDims(4096, (4096, 1024, 1024)),
     "gate_up": SiteDims(4096, (14336, 14336)),
@@ -269,7 +266,7 @@ BOUNDS = {
     "linears": Bounds(30),
     "served": Bounds(40),
     "files": Bounds(15),
-    "pages": Bounds(60, copy_bytes=4, waits=10, barriers=10, spills=34),
+    "pages": Bounds(60, copy_bytes=4, waits=10, barriers=10),
 }
 
 
@@ -294,11 +291,10 @@ def check(kind: str, arch: int, *options: str) -> None:
     wrong = [
         str(one)
         for one in facts
-        if one.spills > (bounds.spills if arch < 90 and one.label.endswith(SPILLING) else 0)
-        or one.loop_spills
+        if one.spills
         or one.shared > SHARED_BYTES[arch]
         or one.barriers > bounds.barriers * (RUN if one.kernel == "_runs_kernel" else 1)
-        or one.waits > (MOST_WAITS if one.label == WAITING else bounds.waits)
+        or one.waits > bounds.waits
         or one.races
         or (one.copy_bytes or bounds.copy_bytes) < bounds.copy_bytes
     ]
@@ -327,7 +323,7 @@ def main() -> None:
     """Print the facts of each kernel. Arguments: compute capability, one of `KINDS`, `all` for rare shapes, too."""
     torch.set_num_threads(1)
     arch, kind, *rest = sys.argv[1:]
-    with compiling(int(arch)) as compiler:
+    with compiling(int(arch)) as compiler, mock.patch.object(block_sizes, "CAPABILITY", int(arch)):
         KINDS[kind](compiler, full=rest == ["all"])
     for one in compiler.facts:
         print(json.dumps(asdict(one)))
