@@ -300,6 +300,9 @@ class EngineCore:
             if step.is_awaited:
                 computing_s = max(0.0, computing_s - self._memory.costs.lead.seconds)
             if result.num_runs == 1:
+                if handle is not None and handle.pass_ended_s is not None:
+                    late_s = handle.pass_ended_s - begun - self._memory.costs.step.seconds(oldest.shape)
+                    self._memory.costs.lateness.observe(late_s, 1)
                 self._memory.costs.observe_step(oldest.shape, computing_s)
             self.heartbeat.computed()
             self.step_stats.step(step, seconds)
@@ -419,6 +422,7 @@ class EngineCore:
         self.metrics.publish(describe_engine(self._parts, self._counters))
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
-            # Twice what the others compute meanwhile: no prediction is exact.
-            seconds = costs.step.seconds(self._in_flight[0].shape) - 2 * costs.lead.seconds
-            self._plan_at_s = self._begun_s + seconds
+            pass_s = costs.step.seconds(self._in_flight[0].shape) + costs.lateness.seconds
+            # Twice the time of planning before its end: no prediction is exact, and to be early costs nothing.
+            planning_s = costs.lead.seconds / self._executor.share_hidden
+            self._plan_at_s = self._begun_s + pass_s - 2 * planning_s

@@ -220,6 +220,8 @@ class CostModel:
     # What planning a step ahead saves of its time: a device waits for that where the step before must be collected
     # first. 0 where no step is planned ahead.
     lead: Rate = field(default_factory=lambda: Rate(0.0))
+    # By how much the pass of a step ends later than was predicted for the whole step; negative if it ends earlier.
+    lateness: Rate = field(default_factory=lambda: Rate(0.0))
     # A token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))
     # A whole step, without what the device waits for before it.

@@ -5,6 +5,7 @@ vocabulary. Rotary tables hold cosine and sine of every position, fp32, computed
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -281,6 +282,12 @@ class Decoder:
         """Return the threads that compute a pass that has begun; 1 where the calling one computes it when it waits for
         its end."""
         return 1 if self._program is None else self._program.num_threads
+
+    @property
+    def ended_s(self) -> float:
+        """Return when the pass was complete that `complete` has just returned, by `time.perf_counter`: earlier than
+        that, if others computed it alone."""
+        return time.perf_counter() if self._program is None else self._program.ended_s
 
     def kernel_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""

@@ -24,6 +24,8 @@ class StepHandle:
     """Identify a submitted step. Collect it at most once; one that is not collected is dropped."""
 
     step: SchedulerOutput
+    # When its pass was complete, by `time.perf_counter`; None until it is collected, and where that is not known.
+    pass_ended_s: float | None = None
 
 
 class Executor(Protocol):
@@ -245,6 +247,7 @@ class ThreadedExecutor(InProcessExecutor):
             raise RuntimeError("the step before was not collected, so the tokens of this one are not known")
         try:
             output = self.runner.complete(handle.prepared)
+            handle.pass_ended_s = self.runner.ended_s
         finally:
             self._submitted.remove(handle)
         self._begin(output.sampled)

@@ -113,8 +113,8 @@ class ModelRunner:
         self._before_pass: BeforePass = do_nothing
         # That this thread has computed of the pass that has begun.
         self._seconds_of_pass = 0.0
-        # When the last pass was complete.
-        self._ended_s = 0.0
+        # When the last pass that was begun was complete, by `time.perf_counter`.
+        self.ended_s = 0.0
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
         self._medusa: MedusaRunner | None = None
         if draft_heads is not None:
@@ -245,7 +245,7 @@ class ModelRunner:
             self._decoder.begin(prepared.decoder_pass)
         if tokens is not NO_TOKENS:
             self.profile.gaps += 1
-            self.profile.gap_s += time.perf_counter() - self._ended_s
+            self.profile.gap_s += time.perf_counter() - self.ended_s
 
     def take_part(self, seconds: float) -> None:
         """Compute the step that has begun for about so long, if it is computed beside the calling thread."""
@@ -273,8 +273,9 @@ class ModelRunner:
         begun = time.perf_counter()
         batch = prepared.decoder_pass.batch
         logits = self._decoder.complete(prepared.decoder_pass)
-        self._ended_s = time.perf_counter()
-        self.profile.add_kernels(self._seconds_of_pass + self._ended_s - begun, self._decoder.kernel_seconds())
+        self.ended_s = self._decoder.ended_s
+        taken_part_s = self._seconds_of_pass + time.perf_counter() - begun
+        self.profile.add_kernels(taken_part_s, self._decoder.kernel_seconds())
         return self._sampled(prepared.step, logits, batch.sampled, batch.asked, batch.masses())
 
     def _count(self, step: SchedulerOutput) -> None:

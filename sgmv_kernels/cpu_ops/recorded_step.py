@@ -4,6 +4,7 @@ Passes differ only in their rows and tables. So a pass is recorded for the large
 adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -129,6 +130,12 @@ class RecordedStep:
         assert self._logits is not None
         self._last, self._now = self._now[1].program, None
         return self._logits
+
+    @property
+    def ended_s(self) -> float:
+        """Return when the last pass was complete, by `time.perf_counter`; for `complete`'s caller, who may have come
+        later."""
+        return time.perf_counter() if self._last is None else self._last.ended_s
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds of the last run by kind of kernel, including the wait for the slowest thread."""

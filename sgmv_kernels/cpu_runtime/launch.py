@@ -156,6 +156,8 @@ class Program:
         self._team: Team | None = None
         self._begun_s = 0.0
         self._second = 0.0
+        # When the last run was complete, by `time.perf_counter`: `complete` may have come later.
+        self.ended_s = 0.0
 
     def run(self, parts: Mapping[str, Words]) -> None:
         """Run all launches; `parts` has every part that they name."""
@@ -198,9 +200,11 @@ class Program:
             team.complete()
             self._team = None
             team.give_back()
-            # It may have been complete for long.
-            second = (time.perf_counter() - self._begun_s) / max(1, int(self._clock[1:].sum()))
+            ticks = max(1, int(self._clock[1:].sum()))
+            # It may have been complete for long, so the shortest second is the best known.
+            second = (time.perf_counter() - self._begun_s) / ticks
             self._second = min(self._second or second, second)
+            self.ended_s = self._begun_s + ticks * self._second
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of the last run by kind of launch, including the waits at their ends."""

@@ -54,7 +54,7 @@ class Steps:
         rows, adapters = map(int, work.split("/"))
         for i in range(rows):
             name = self._names[i % adapters] if adapters else None
-            self._add(self._prompt(64), name, STEPS * turns + rows + 8)
+            self._add(self._prompt(64), name, (1 + STEPS) * turns + rows + 8)
         # No step has prompts any more, then.
         for _ in range(rows + 2):
             self._llm.engine.step()
@@ -68,6 +68,8 @@ class Steps:
             self._add(self._prompt(length), None, 1)
             self.end()
             return {"": 1e3 * (time.perf_counter() - begun)}
+        # The step in flight has waited while the other checkout had its turn.
+        engine.step()
         before, seconds, profile = engine.profile.seconds(), [], engine.profile
         # The other checkout may not plan steps ahead.
         gaps, gap_s = getattr(profile, "gaps", 0), getattr(profile, "gap_s", 0.0)

@@ -1,17 +1,18 @@
 """Steps that are collected one step late: the answers are those of an engine that waits for each of them."""
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from clock import Clock
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from fake_gpu import FakeGpu
 from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce, ThreadedInPart
@@ -20,13 +21,16 @@ from tiny_engine import offline_engine
 
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
+from lorasrv.engine import core
 from lorasrv.engine.pool_snapshot import describe_pool
-from lorasrv.memory.cost_model import Rate
-from lorasrv.outputs import FinishReason, Refusal, RequestId
+from lorasrv.memory.cost_model import Rate, StepCosts
+from lorasrv.outputs import EngineOutput, FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
+from lorasrv.worker.executor import StepHandle
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -171,21 +175,52 @@ def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Draft
 
 
 @pytest.mark.parametrize("kind", ["threads"], indirect=True)
-def test_the_next_step_is_planned_late(late_engine: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before that the engine's thread computes, which it would not do while it plans: so less is saved."""
-    costs, runner, seconds = late_engine.engine._memory.costs, late_engine.runner, []
-    take_part, schedule = runner.take_part, late_engine.scheduler.schedule
-    monkeypatch.setattr(type(costs.step), "seconds", lambda costs, shape: 10.0)
-    monkeypatch.setattr(runner, "take_part", lambda left: (seconds.append(left), take_part(min(left, 0.01))))
-    monkeypatch.setattr(late_engine.scheduler, "schedule", lambda **how: time.sleep(0.1) or schedule(**how))
-    monkeypatch.setattr(costs, "lead", Rate(0.0))
-    [[message]] = late_engine.messages([Ask(PROMPT, replace(GREEDY, max_tokens=8))], "late")
+def test_the_next_step_is_planned_late_but_before_the_pass_is_complete(
+    late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the engine's thread computes; behind the end of the pass, planning would hide nothing."""
+    pass_s, planning_s, update_s = 1.0, 0.1, 0.02
+    clock, costs = Clock(), late_engine.engine._memory.costs
+    executor, scheduler = late_engine.late, late_engine.scheduler
+    ends, left = [0.0], list[float]()
+
+    def submit(step: SchedulerOutput) -> StepHandle:
+        if not executor._submitted:
+            ends[0] = clock.now + pass_s
+        return ThreadedAtOnce.submit(executor, step)
+
+    def take_part(seconds: float) -> None:
+        clock.now = max(clock.now, min(ends[0], clock.now + seconds))
+
+    def schedule(**how: bool) -> SchedulerOutput:
+        left.append(ends[0] - clock.now)
+        clock.now += planning_s
+        return type(scheduler).schedule(scheduler, **how)
+
+    def collect(handle: StepHandle) -> ModelRunnerOutput:
+        output = ThreadedAtOnce.collect(executor, handle)
+        handle.pass_ended_s, clock.now = ends[0], max(clock.now, ends[0])
+        ends[0] = clock.now + pass_s
+        return output
+
+    def update(step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
+        clock.now += update_s
+        return type(scheduler).update_from_output(scheduler, step, output)
+
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    for of, doubles in ((executor, (submit, take_part, collect)), (scheduler, (schedule,))):
+        for double in doubles:
+            monkeypatch.setattr(of, double.__name__, double)
+    monkeypatch.setattr(scheduler, "update_from_output", update)
+    for name, fresh in (("lead", Rate(0.0)), ("lateness", Rate(0.0)), ("step", StepCosts())):
+        monkeypatch.setattr(costs, name, fresh)
+    [[message]] = late_engine.messages([Ask(PROMPT, replace(GREEDY, max_tokens=120))], "late")
     late_engine.engine.add_request(message)
     while late_engine.engine.has_requests:
         late_engine.engine.step()
-    # Planning takes 0.1 s and more, of which half is saved with two threads.
-    assert 0.05 <= costs.lead.seconds < 0.1
-    assert 9.0 < min(seconds) < max(seconds) < 10.0
+    # Of two threads, one goes on alone.
+    assert costs.lead.seconds == pytest.approx(planning_s / 2)
+    assert left[-9:-1] == pytest.approx([2 * planning_s] * 8, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)

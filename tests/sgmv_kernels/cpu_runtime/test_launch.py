@@ -63,13 +63,20 @@ def test_who_begins_takes_part_when_it_likes(program) -> None:
 
 
 def test_the_others_go_on_alone(program) -> None:
+    """A run is complete before anyone asks, and tells when it was."""
+    begin(program)
+    program.made.complete()
     for pause in (0.0, 0.2):  # they sleep in between
         time.sleep(pause)
+        begun = time.perf_counter()
         begin(program)
         until = time.monotonic() + 30.0
         while not torch.equal(program.got, program.want):
             assert time.monotonic() < until
+        time.sleep(0.2)
+        asked = time.perf_counter()
         program.made.complete()
+        assert begun < program.made.ended_s < asked - 0.1
 
 
 def test_without_others_it_is_computed_in_the_end(program) -> None:
