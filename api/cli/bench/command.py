@@ -33,7 +33,12 @@ class TargetOptions:
 
     url: Annotated[
         str | None,
-        _option("OpenAI-compatible server that is running. [default: a lorasrv serve that is started]", _WHERE),
+        _option(
+            "OpenAI-compatible server that is running. [default: a lorasrv serve that is started]",
+            _WHERE,
+            "--url",
+            "--server",
+        ),
     ] = None
     key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None
     rank: Annotated[

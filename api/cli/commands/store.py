@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 MANY_TOKENS = 2**31
 """Taken for the tokens of a base whose embedding is unknown."""
 ARCHIVE_NAME = "lorasrv-store.tar"
-StoreOption = Annotated[
-    Path | None,
-    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as for serve]",
-                 show_default=False),
-]  # fmt: skip
+_store_option = partial(
+    typer.Option,
+    "--store",
+    envvar="LORASRV_STORE",
+    metavar="DIR",
+    help=r"The store. \[default: as for serve]",
+    show_default=False,
+    file_okay=False,
+)
+StoreOption = Annotated[Path | None, _store_option(exists=True)]
+NewStoreOption = Annotated[Path | None, _store_option()]
 app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
 
 
@@ -98,7 +104,7 @@ def import_(
         bool,
         typer.Option("--skip-refused", help="Import the other adapters if some are refused; the exit code is 1 then."),
     ] = False,
-    store: StoreOption = None,
+    store: NewStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import an archive into a store, which is created if missing: verified, validated, all or nothing.

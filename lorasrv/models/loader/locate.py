@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,6 +96,17 @@ class ModelShape:
     name: str
 
 
+@contextlib.contextmanager
+def _reading(model: str) -> Iterator[None]:
+    """Tell what the system refuses as a model that cannot be read."""
+    try:
+        yield
+    except ModelNotFound:
+        raise
+    except OSError as e:
+        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
+
+
 def read_model_shape(model: str) -> ModelShape:
     """Return the shape of a base model, without checking that its weights exist.
 
@@ -103,17 +115,11 @@ def read_model_shape(model: str) -> ModelShape:
     Raises:
         ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
     """
-    from lorasrv.models.loader.hf import read_spec
-
-    try:
+    with _reading(model):
         path, name = locate(model, download=False)
         if path.is_dir():
             return ModelShape(read_spec(path), name or path.resolve().name)
         return ModelShape(_gguf_spec(path), name or path.stem)
-    except ModelNotFound:
-        raise
-    except OSError as e:
-        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
 
 
 def checkpoint_name(model: str) -> str:
@@ -206,13 +212,9 @@ def read_tokenizer(model: str) -> Tokenizer:
     Raises:
         ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
     """
-    try:
+    with _reading(model):
         path, _ = locate(model)
         source = hf_tokenizer_source(path, read_spec(path)) if path.is_dir() else _gguf_source(path)
-    except ModelNotFound:
-        raise
-    except OSError as e:
-        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
     return Tokenizer.from_source(source)
 
 

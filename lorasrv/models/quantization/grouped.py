@@ -10,7 +10,6 @@ tied head shares the embedding's bytes.
 Source: Q3H of Inferflow (Shi et al. 2024), between 3 and 4 bits in size and quality.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -60,7 +59,7 @@ class GroupQuantEmbedding:
 
 
 class GroupQuantFormat(QuantFormat):
-    """Pack linears as codes; a subclass rounds floats to them.
+    """Pack linears as codes, to which floats are rounded with a minimum unless a subclass rounds otherwise.
 
     Codes of the file are kept if they have the format's levels and group. With `keep_int8_codes`, 8-bit codes of
     single linears are kept, too.
@@ -101,9 +100,9 @@ class GroupQuantFormat(QuantFormat):
             return codes.group == self.group
         return self._keep_int8_codes and codes.levels == INT8_LEVELS
 
-    @abstractmethod
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
         """Round weight [O, H], floats of any kind, to codes of this format."""
+        return round_asymmetric(weight, self.group, self.levels)
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         del dtype
@@ -152,9 +151,6 @@ class Q3hFormat(GroupQuantFormat):
     groups = GROUPS["q3h"]
     default_group = 64
 
-    def round(self, weight: Tensor) -> GroupQuantizedWeight:
-        return round_asymmetric(weight, self.group, self.levels)
-
 
 class Int4Format(GroupQuantFormat):
     """Pack `--quantization int4`."""
@@ -164,9 +160,6 @@ class Int4Format(GroupQuantFormat):
     levels = LEVELS["int4"]
     groups = GROUPS["int4"]
     default_group = 32
-
-    def round(self, weight: Tensor) -> GroupQuantizedWeight:
-        return round_asymmetric(weight, self.group, self.levels)
 
 
 class Int8Format(GroupQuantFormat):

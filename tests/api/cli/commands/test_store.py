@@ -186,5 +186,7 @@ class TestMoving:
 def test_a_server_keeps_it(cli, store: AdapterStore, tmp_path: Path, command: tuple[str, ...], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     failed(cli("store", *command, "--store", tmp_path / "store"), 1, "is in use by another server")
-    failed(cli("store", *command, "--store", tmp_path / "none"), 1, "no adapter store in it")
+    failed(cli("store", *command, "--store", tmp_path / "none"), 2, "--store", "does not exist")
+    (tmp_path / "empty").mkdir()
+    failed(cli("store", *command, "--store", tmp_path / "empty"), 1, "no adapter store in it")
     assert not list(tmp_path.glob("x.tar*"))
