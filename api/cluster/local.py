@@ -85,7 +85,7 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
     def tell() -> None:
         nonlocal is_ready
         is_ready = True
-        _tell(out, on_ready, ready)
+        _tell(out, on_ready, replace(ready, seconds=round(time.monotonic() - started, 2)))
 
     with interruption.instead_of_errors():
         settings = settings.with_cluster_secret()
@@ -98,7 +98,7 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
             watch, registry, ready = _replicas(settings, home, progress)
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            ready = replace(ready, url=url, seconds=round(time.monotonic() - started, 2))
+            ready = replace(ready, url=url)
             edge = Edge(watch, registry, settings.read_cluster_secret())
             interruption.check()
             # Until a signal, in the main thread.
@@ -341,15 +341,28 @@ def edge_server(
     settings: ServerSettings,
     edge: Edge,
     watch: ReplicaWatch,
-    on_started: Callable[[], None],
+    on_ready: Callable[[], None],
     interruption: Interruption,
 ) -> DrainingServer:
-    """Return the server of the edge, which keeps the list of replicas while it runs."""
+    """Return the server of the edge, which keeps the list of replicas while it runs.
+
+    Args:
+        on_ready: called once a replica is ready, as `/ready` says: one that follows a registry needs a lease.
+    """
     allow_open_files(settings.max_connections)
     limits, cuts = settings.connection_limits(), edge.stats.cuts
-    return _EdgeServer(
-        _Watching(edge, watch), limits, edge.draining, settings.drain_s, on_started, cuts, interruption=interruption
+
+    async def wait() -> None:
+        await watch.was_ready.wait()
+        on_ready()
+
+    def start_to_wait() -> None:
+        server.waiting = asyncio.create_task(wait())
+
+    server = _EdgeServer(
+        _Watching(edge, watch), limits, edge.draining, settings.drain_s, start_to_wait, cuts, interruption=interruption
     )
+    return server
 
 
 class _EdgeServer(DrainingServer):
@@ -359,6 +372,8 @@ class _EdgeServer(DrainingServer):
         super().__init__(*arguments)
         self._interruption = interruption
         self._starting: asyncio.Task[Any] | None = None
+        # Kept here, as a loop keeps no task.
+        self.waiting: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._starting = asyncio.current_task()

@@ -33,6 +33,8 @@ class ReplicaWatch(StaticChooser):
     ) -> None:
         super().__init__((), placement)
         self._look = look
+        # Set since a replica was ready for the first time.
+        self.was_ready = asyncio.Event()
         self._sent: Counter[str] = Counter()
 
     async def keep(self) -> None:
@@ -57,6 +59,8 @@ class ReplicaWatch(StaticChooser):
         if len(seen) < len(said):
             addresses = {one.id: one for one in self.replicas()} | addresses
         self.set_addresses([addresses[name] for name in sorted(addresses)])
+        if any(address.is_ready for address in addresses.values()):
+            self.was_ready.set()
         for status in seen:
             # What this edge sent, the placement counts itself, and knows better.
             others = max(0, status.load.requests - self._sent[status.address.id])

@@ -521,6 +521,31 @@ def test_a_body_that_stops_in_the_middle_is_refused_and_counted_once(path: str) 
             thread.join(30)
 
 
+def test_ready_is_told_when_a_replica_is_ready() -> None:
+    """Replicas that follow a registry run without a lease, when they may not answer."""
+    is_ready = threading.Event()
+
+    async def look() -> list[ReplicaStatus]:
+        address = ReplicaAddress("r0", "http://127.0.0.1:9", is_ready=is_ready.is_set())
+        return [ReplicaStatus(address, ReplicaLoad(0, 0.0, 0, 0))]
+
+    watch, told = ReplicaWatch(look, make_placement("hash")), threading.Event()
+    listener, settings = bind("127.0.0.1", 0), Sources.of_flags({"replicas": 1}).settings()
+    server = edge_server(settings, Edge(watch, None), watch, told.set, Interruption())
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/ready"
+        assert httpx2.get(url, trust_env=False, timeout=30).status_code == 503
+        assert not told.wait(1.5)
+        is_ready.set()
+        assert told.wait(30)
+        assert httpx2.get(url, trust_env=False).status_code == 200
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(30)
+
+
 def test_without_a_registry_only_inference_is_answered() -> None:
     with fake_replica() as replica, edge_of([replica.url]) as edge:
         answer = edge.http.get("/v1/adapters")
