@@ -55,7 +55,9 @@ async def make_snapshot(
         )
     found = await services.prefixes.of_version(ref) if ref.persona else None
     if found is None:
-        raise InvalidRequest(f"{name} has no prompt of a page of tokens before the first name or turn", param="id")
+        tokens = services.engine.page_size_tokens
+        why = f"the defaults of {name} begin with no prompt of at least {tokens} tokens that is the same for all users"
+        raise InvalidRequest(f"{why}: nothing is there to be kept", param="id")
     made = await run_until_disconnect(request.receive, kept_snapshot(services, ref, found, caller))
     return {
         "object": "adapter.snapshot",

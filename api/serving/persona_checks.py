@@ -97,7 +97,8 @@ class _Check(FieldChecks):
         return defaults
 
     def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:
-        """Return the versions of a sum, checked whether they have one; those that exist if not."""
+        """Return the versions of a sum, checked whether they have one; those that exist if not. What has no weights is
+        left to `Personas.check_stored`, which knows why."""
         found = []
         for number, each in enumerate(adapters):
             try:
@@ -105,11 +106,11 @@ class _Check(FieldChecks):
             except (AdapterNotFound, InvalidAlias) as error:
                 self.problems.add(INVALID, f"adapters[{number}].id", str(error))
                 continue
-            if ref.key is None or each.digest not in (None, digest_text(ref.key)):
-                why = "has no weights" if ref.key is None else f"is not {each.digest}; leave digest out"
-                self.problems.add(INVALID, f"adapters[{number}]", f"{ref.adapter_id}@{ref.version} {why}")
+            if ref.key is not None and each.digest not in (None, digest_text(ref.key)):
+                why = f"{ref.adapter_id}@{ref.version} is not {each.digest}; leave digest out"
+                self.problems.add(INVALID, f"adapters[{number}]", why)
             found.append(Component(ref, each.weight))
-        if not len(self.problems):
+        if not len(self.problems) and all(component.ref.key for component in found):
             composition = view.compose(found, is_stored=True)
             if composition.key is None:
                 self.problems.add(INVALID, "adapters", "the sum is nothing: the base would answer")

@@ -210,14 +210,16 @@ class Personas:
                 raise InvalidRequest(why, param="adapters")
 
     async def check_stored(self, components: Sequence[Component], view: ScopedStore) -> None:
-        """Check that a sum that is to be stored consists of adapters, and gives no weights other defaults than their
-        owner wants.
+        """Check that a sum that is to be stored consists of adapters with weights, and gives none of them other
+        defaults than their owner wants.
 
         Raises:
             AdapterNotFound, InvalidRequest: as `check_parts`.
         """
         for component in components:
             ref, stored = component.ref, await self._adapter(component.ref)
+            if ref.key is None:
+                raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights", param="adapters")
             if stored is not None and not view.may_read_defaults(stored.owner):
                 why = f"{ref.adapter_id}@{ref.version} has defaults, so only its owner stores sums of it"
                 raise InvalidRequest(why, param="adapters")

@@ -204,9 +204,9 @@ def connected(
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
         field = re.split(r"[.\[]", error.error.get("param") or "")[0]
-        if error.status == BAD_REQUEST and field in flags:
-            raise CliError(_of_flag(flags[field], field, str(error)), code=ExitCode.USAGE) from None
-        raise CliError(str(error)) from None
+        why = _of_flag(flags[field], field, str(error)) if field in flags else str(error)
+        is_usage = error.status == BAD_REQUEST and field in flags
+        raise CliError(why, code=ExitCode.USAGE if is_usage else ExitCode.REFUSED) from None
 
 
 def _of_flag(flag: str, field: str, message: str) -> str:

@@ -106,8 +106,8 @@ class Verifier:
                 return await self._listen(job, on_progress)
         except TimeoutError:
             raise RequestTimeout(
-                f"the verification was not done within {timeout_s:g} s and was stopped; allow more (timeout_s), or "
-                "send fewer or shorter prompts"
+                f"the verification was not done within {timeout_s:g} s and was stopped; allow more, or send fewer or "
+                "shorter prompts"
             ) from None
         finally:
             self._running = None

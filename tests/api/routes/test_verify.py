@@ -258,7 +258,8 @@ class TestCommand:
         assert (done.code, json.loads(done.out)["verdict"], "it is wrong" in done.err) == (code, verdict, code == 1)
 
     @pytest.mark.parametrize(
-        ("end", "timeout_s", "says"), [("fails", 120, "overflows"), ("hangs", 1, "not done within 1 s")]
+        ("end", "timeout_s", "says"),
+        [("fails", 120, "overflows"), ("hangs", 1, "lorasrv: --timeout: the verification was not done within 1 s")],
     )
     def test_no_verdict(self, run, end: str, timeout_s: int, says: str) -> None:
         failed(run(end, "mia", "--timeout", timeout_s), 1, says)

@@ -219,10 +219,12 @@ class TestStored:
 
     def test_what_is_refused(self, served, cli) -> None:
         assert cli("compose", "sum", "one", "two", "--server", served.url).code == 0
+        assert served.post("/v1/adapters", id="plain", defaults={"system": "Be brief."}).status_code in {200, 201}
         refused = {
             ("one", "nobody"): "adapters[1].id",
             ("one", "dora"): "dora@1: DoRA",
-            ("one", "sum"): "adapters[1]: sum@1 has no weights",
+            ("one", "sum"): "the adapter is refused\n  adapters: sum@1 is a sum itself; name its adapters instead",
+            ("one", "plain"): "the adapter is refused\n  adapters: plain@1 has no weights",
         }
         for parts, message in refused.items():
             told = cli("compose", "new", *parts, "--server", served.url)
