@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,12 @@ COMMANDS = list(commands())
 
 
 @pytest.mark.parametrize(("where", "words"), COMMANDS, ids=[f"{where}-{n}" for n, (where, _) in enumerate(COMMANDS)])
-def test_what_is_started_is_understood(where: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_started_is_understood(
+    where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command: Any = get_command(app)
-    rest = list(words)
+    # A store that is named must be there.
+    rest = [str(tmp_path) if before == "--store" else word for before, word in pairwise(["", *words])]
     while hasattr(command, "commands"):
         assert rest[0] in command.commands, f"{where}: no such command: {rest[0]}"
         command = command.commands[rest.pop(0)]

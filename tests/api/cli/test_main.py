@@ -35,7 +35,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "top": ("--once",),
     "generate": ("hi", "--adapter", "mia"),
 }
-HAVE_TESTS_OF_THEIR_OWN = {"plan", "upload", "batch", "key", "watermark", "import-card", "import-modelfile"}
+HAVE_TESTS_OF_THEIR_OWN = {"plan", "bench", "upload", "batch", "key", "watermark", "import-card", "import-modelfile"}
 
 
 def flags(command: Any) -> set[str]:
