@@ -300,7 +300,8 @@ class EngineCore:
             if step.is_awaited:
                 computing_s = max(0.0, computing_s - self._memory.costs.lead.seconds)
             if result.num_runs == 1:
-                if handle is not None and handle.pass_ended_s is not None:
+                # Of a step behind which none was planned, the pass may have begun later: behind its own planning.
+                if self._in_flight and handle is not None and handle.pass_ended_s is not None:
                     late_s = handle.pass_ended_s - begun - self._memory.costs.step.seconds(oldest.shape)
                     self._memory.costs.lateness.observe(late_s, 1)
                 self._memory.costs.observe_step(oldest.shape, computing_s)

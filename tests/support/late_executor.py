@@ -7,6 +7,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput
 from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor, StepHandle, ThreadedExecutor
 from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
+from sgmv_kernels.cpu_runtime.team import take_team
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +100,27 @@ class ThreadedAtOnce(Counted, ThreadedExecutor):
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
         assert not ops or self._is_settled or not self._submitted, "a step in flight uses the pages"
         return super().apply_page_ops(ops)
+
+
+class HeldBackTeam:
+    """A team that computes a pass when its end is waited for, behind the planning of the next step: what that changes
+    under a pass shows in its answers."""
+
+    def __init__(self, threads: int) -> None:
+        self._team = take_team(threads)
+
+    def open(self, *region: int) -> None:
+        self._region = region
+
+    def take_part(self, ticks: int) -> None:
+        """Compute nothing."""
+
+    def complete(self) -> None:
+        self._team.open(*self._region)
+        self._team.complete()
+
+    def give_back(self) -> None:
+        self._team.give_back()
 
 
 class ThreadedInPart(ThreadedAtOnce):

@@ -15,7 +15,7 @@ import torch
 from clock import Clock
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from fake_gpu import FakeGpu
-from late_executor import LateExecutor, LaunchedAtOnce, ThreadedAtOnce, ThreadedInPart
+from late_executor import HeldBackTeam, LateExecutor, LaunchedAtOnce, ThreadedAtOnce, ThreadedInPart
 from mispredict import expect_short_answers
 from tiny_engine import offline_engine
 
@@ -31,6 +31,7 @@ from lorasrv.speculation.drafter import DraftAsk
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.worker.executor import StepHandle
+from sgmv_kernels.cpu_runtime import launch
 
 PROMPT = tuple(range(10, 30))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -60,6 +61,7 @@ LATE = {
     "ahead": (LateExecutor, False),
     "launched": (LaunchedAtOnce, False),
     "threads": (ThreadedAtOnce, False),
+    "held back": (ThreadedAtOnce, False),
     "threads, drafts": (ThreadedInPart, True),
 }
 
@@ -67,7 +69,8 @@ LATE = {
 @pytest.fixture(params=LATE)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each kind of engine. What is launched needs a GPU's events."""
-    with FakeGpu() if request.param == "launched" else nullcontext():
+    worlds = {"launched": FakeGpu(), "held back": patch.object(launch, "take_team", HeldBackTeam)}
+    with worlds.get(request.param, nullcontext()):
         yield request.param
 
 
@@ -178,7 +181,8 @@ def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Draft
 def test_the_next_step_is_planned_late_but_before_the_pass_is_complete(
     late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the engine's thread computes; behind the end of the pass, planning would hide nothing."""
+    """Until then the engine's thread computes; behind the end of the pass, planning would hide nothing. Steps that are
+    collected before the next is planned say nothing about when."""
     pass_s, planning_s, update_s = 1.0, 0.1, 0.02
     clock, costs = Clock(), late_engine.engine._memory.costs
     executor, scheduler = late_engine.late, late_engine.scheduler
@@ -193,7 +197,8 @@ def test_the_next_step_is_planned_late_but_before_the_pass_is_complete(
         clock.now = max(clock.now, min(ends[0], clock.now + seconds))
 
     def schedule(**how: bool) -> SchedulerOutput:
-        left.append(ends[0] - clock.now)
+        if executor._submitted:
+            left.append(ends[0] - clock.now)
         clock.now += planning_s
         return type(scheduler).schedule(scheduler, **how)
 
@@ -214,13 +219,20 @@ def test_the_next_step_is_planned_late_but_before_the_pass_is_complete(
     monkeypatch.setattr(scheduler, "update_from_output", update)
     for name, fresh in (("lead", Rate(0.0)), ("lateness", Rate(0.0)), ("step", StepCosts())):
         monkeypatch.setattr(costs, name, fresh)
-    [[message]] = late_engine.messages([Ask(PROMPT, replace(GREEDY, max_tokens=120))], "late")
+    penalized = replace(GREEDY, max_tokens=16, frequency_penalty=0.5)
+    [[message], [other]] = late_engine.messages(
+        [Ask(PROMPT, replace(GREEDY, max_tokens=120)), Ask(PROMPT, penalized)], "late"
+    )
     late_engine.engine.add_request(message)
-    while late_engine.engine.has_requests:
+    for number in range(121):
+        if number == 94:
+            late_engine.engine.add_request(other)
         late_engine.engine.step()
+    assert not late_engine.engine.has_requests
     # Of two threads, one goes on alone.
     assert costs.lead.seconds == pytest.approx(planning_s / 2)
-    assert left[-9:-1] == pytest.approx([2 * planning_s] * 8, rel=0.1)
+    assert len(left) == 120 - penalized.max_tokens
+    assert left[-16:-1] == pytest.approx([2 * planning_s] * 15, rel=0.2)
 
 
 @pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)
