@@ -22,8 +22,10 @@ from small_server import answering
 from typer.main import get_command
 
 import api.routes
+from api.auth.scopes import NEEDS
 from api.cli.common.settings_options import given_settings
 from api.cli.program import app
+from api.cluster.forwarding import Destination, destination
 from api.config.settings import SPELLINGS
 from api.config.sources import Sources
 
@@ -151,6 +153,18 @@ def test_routes_are_there(path: Path) -> None:
         routes |= {str(getattr(route, "path", "")) for route in getattr(router, "routes", [])}
     for named in set(re.findall(r"(?<![\w/.])/(?:health|ready|metrics|v1/[a-z_/]+)\b", path.read_text())):
         assert any(route == named or route.startswith(f"{named.rstrip('/')}/") for route in routes), named
+
+
+def test_nginx_sends_to_the_replicas_what_the_edge_sends_there() -> None:
+    [chosen] = re.findall(r"location ~ (\S+) \{", (DEPLOY / "nginx-replicas.conf").read_text())
+    goes = {Destination.REPLICA: set[str](), Destination.REGISTRY: set[str]()}
+    for method, template in NEEDS:
+        path = template.replace("{reference}", "mia@2")
+        goes[destination(method, path)].add(path)
+    # Not seen by a path alone: the console's page is the same everywhere.
+    goes[Destination.REGISTRY] -= goes[Destination.REPLICA]
+    assert {path for path in goes[Destination.REPLICA] if not re.search(chosen, path)} == set()
+    assert {path for path in goes[Destination.REGISTRY] if re.search(chosen, path)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
