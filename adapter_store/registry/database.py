@@ -4,13 +4,16 @@ This module keeps the layouts that the file has had and the migrations from olde
 """
 
 import contextlib
+import errno
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.storage.private_file import make_private
 
 SCHEMA_VERSION = 7
+_FULL = "no room on the store's disk for its index; nothing changed. Free some and retry"
 
 # The tables that each layout added. A layout is never changed: files of it exist.
 _LIMITS = """
@@ -139,10 +142,12 @@ def sql_errors() -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-            raise StoreFull(
-                "no room on the store's disk for its index; nothing changed. Free some and retry"
-            ) from error
+            raise StoreFull(_FULL) from error
         raise StoreUnusable(f"the store's index failed: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StoreFull(_FULL) from error
+        raise StoreUnusable(f"the store's index {error.filename} cannot be used: {error.strerror}") from error
 
 
 class Database:
@@ -155,6 +160,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._commit_failed = False
         with sql_errors():
+            make_private(path)
             # Threads are serialized by the store's lock, so check_same_thread is not needed.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:

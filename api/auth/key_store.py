@@ -7,10 +7,7 @@ open again by accident.
 
 import contextlib
 import json
-import logging
-import os
 import sqlite3
-import stat
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.storage.private_file import make_private
 from api.auth.principal import (
     NAME_RULE,
     NO_LIMITS,
@@ -45,7 +43,6 @@ _SCHEMA = (
     ) STRICT, WITHOUT ROWID""",
 )
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
-_LOG = logging.getLogger(__name__)
 
 
 class InvalidKey(Exception):
@@ -79,7 +76,8 @@ class KeyStore:
     def __init__(self, root: Path, *, busy_ms: int = BUSY_MS) -> None:
         self.path = root / FILE
         with _errors():
-            _secure(self.path)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.path)
             # Autocommit: transactions are started explicitly.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._close = weakref.finalize(self, self._db.close)
@@ -276,26 +274,6 @@ def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> No
             raise InvalidKey(
                 "--adapters", f"{pattern!r} is not a pattern of adapter ids; expected a pattern such as 'mia*' or '*'"
             )
-
-
-def _secure(path: Path) -> None:
-    """Create the file if missing and make it readable by its owner only; SQLite's other files get the same mode.
-
-    An existing file is not opened here: closing it would drop the locks of this process's other connections (POSIX).
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreUnusable(f"{path} is not a regular file")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        _LOG.warning("%s was accessible to other users; its mode is now 0600", path)
-        path.chmod(0o600)
-    folder = path.parent.stat()
-    if os.geteuid() == 0 and status.st_uid != folder.st_uid:
-        # For `sudo lorasrv key create` beside a server of another user.
-        os.chown(path, folder.st_uid, folder.st_gid)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.private_file import make_private
 from lorasrv.metrics.histogram import SECONDS, Histogram
 from lorasrv.metrics.usage import SUMS, TIMES, Usage
 from lorasrv.metrics.usage_batch import UsageBatch, to_rows
@@ -161,6 +162,7 @@ class LedgerFile:
             return self._connect_to()
 
     def _connect_to(self) -> sqlite3.Connection:
+        make_private(self.path)
         db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             layout = db.execute("PRAGMA user_version").fetchone()[0]

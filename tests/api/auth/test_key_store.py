@@ -139,7 +139,7 @@ class TestKeyStore:
             has_keys(tmp_path)
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(StoreUnusable, match="is not a regular file"):
+        with pytest.raises(StoreUnusable, match="not a regular file"):
             KeyStore(tmp_path)
 
     def test_a_later_layout_is_not_touched(self, keys, tmp_path: Path) -> None:
