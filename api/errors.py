@@ -287,6 +287,8 @@ def problem_text(problem: Mapping[str, Any]) -> str:
             return "is no field here; correct its name, or leave it out"
         case "missing":
             return "is required"
+        case "union_tag_not_found":
+            return f"its field {problem['ctx']['discriminator']} is required"
         case "too_long" if (given := problem["ctx"]["actual_length"]) is not None:
             return f"has {given} entries; at most {problem['ctx']['max_length']} are allowed"
     return str(problem["msg"])

@@ -113,7 +113,11 @@ class SamplingParams:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must have at most {MAX_STOP_STRINGS} strings")
         for stop in self.stop:
             _check(stop != "", "stop", "must not contain an empty string")
-            _check(len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES, "stop", f"strings: {MAX_STOP_BYTES} bytes")
+            _check(
+                len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES,
+                "stop",
+                f"must have texts of at most {MAX_STOP_BYTES} bytes",
+            )
         _check_logit_fields(self)
         bans = self.allowed_token_ids is not None or bool(self.bad_words) or self.no_repeat_ngram_size > 0
         biased = bool(self.logit_bias) or self.watermark is not False or self.fsd_alpha > 0.0
@@ -197,7 +201,7 @@ def _check_bans(p: SamplingParams) -> None:
     for word in p.bad_words:
         _check(word.strip() != "", "bad_words", "must not contain an empty text")
         is_short = len(word.encode("utf-8", "replace")) <= MAX_BAD_WORD_BYTES
-        _check(is_short, "bad_words", f"texts: at most {MAX_BAD_WORD_BYTES} bytes")
+        _check(is_short, "bad_words", f"must have texts of at most {MAX_BAD_WORD_BYTES} bytes")
     if p.allowed_token_ids is not None:
         is_some = 0 < len(p.allowed_token_ids) <= MAX_ALLOWED_TOKENS
         _check(is_some, "allowed_token_ids", f"must have 1 to {MAX_ALLOWED_TOKENS} tokens")

@@ -68,5 +68,5 @@ class ClosedBody(BaseModel):
     def _few_fields(cls, value: Any) -> Any:
         """Bound the number of fields, as each unknown one would be an error of its own."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise PydanticCustomError("too_many_entries", f"must have at most {MAX_FIELDS} fields")
+            raise PydanticCustomError("too_many_entries", f"an object here must have at most {MAX_FIELDS} fields")
         return value

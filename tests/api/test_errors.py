@@ -2,11 +2,12 @@
 
 import pytest
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
-from api.errors import ANSWERS, FIELD_NAMES, TGI_PATHS, answer_for, describe, describe_at, field_name
+from api.errors import ANSWERS, FIELD_NAMES, TGI_PATHS, answer_for, describe, describe_at, field_name, problem_text
 from api.schemas.adapters import VerifyBody
+from api.schemas.kv_policy import KvPolicyField
 from api.schemas.openai import ChatBody
 from api.schemas.responses import ResponsesBody
 from api.schemas.tgi import GenerateBody, Parameters
@@ -111,6 +112,12 @@ def test_a_field_of_several_types_is_told_once() -> None:
     error = describe(RequestValidationError(problems)).body["error"]
     wait = "wait: Input should be less than or equal to 60, or Input should be 'all'"
     assert (error["message"], error["param"]) == (f"{wait}; force: Input should be a valid boolean", "wait")
+
+
+def test_an_object_without_its_kind_is_told_the_field_that_it_lacks() -> None:
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(KvPolicyField).validate_python({"recent": 128})
+    assert [problem_text(problem) for problem in caught.value.errors()] == ["its field 'kind' is required"]
 
 
 def test_many_validation_errors_are_counted() -> None:

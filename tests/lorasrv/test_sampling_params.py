@@ -79,3 +79,10 @@ def test_the_flag_follows_the_fields() -> None:
     changed = replace(SamplingParams(), presence_penalty=0.5)
     assert changed.changes_logits
     assert not replace(changed, presence_penalty=0.0).changes_logits
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_a_text_that_is_too_long_is_told_with_what_would_be_right(field: str) -> None:
+    SamplingParams(**{field: ("x" * 256,)})
+    with pytest.raises(InvalidRequest, match=rf"^{field} must have texts of at most 256 bytes$"):
+        SamplingParams(**{field: ("x" * 257,)})
