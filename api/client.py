@@ -419,12 +419,21 @@ class _reaching:  # noqa: N801 - used as a statement
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-            raise ServerUnreachable(f"no server answers at {self._url}; start one with: lorasrv serve") from None
+            raise ServerUnreachable(f"no server answers at {self._url}; {_remedy(self._url)}") from None
         if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
             raise InvalidAddress(f"{self._url} is not a server address; expected http://HOST:PORT") from None
         if isinstance(error, httpx2.HTTPError):
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None
+
+
+def _remedy(url: str) -> str:
+    """Return what helps where nothing listens: a server of this machine may be missing, or not yet be ready."""
+    address = urlsplit(url)
+    if not is_loopback(address.hostname or ""):
+        return "check the address (--server), and that the server is ready"
+    port = "" if url == DEFAULT_SERVER else f" --port {address.port or 80}"
+    return f"start one with: lorasrv serve{port} (it answers once it is ready), or name its address by --server"
 
 
 def _refusal(response: httpx2.Response) -> Refused:

@@ -34,6 +34,7 @@ from api.cli.commands import (
 from api.cli.common.command_line import rewritten
 from api.cli.common.options import ServerDefaults, with_api_key, with_finite_numbers, with_option_groups
 from api.cli.common.settings_options import settings_command
+from api.cli.common.suggestions import commands_of, meant, options_of
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
 from api.cli.personas import command as personas
@@ -65,6 +66,14 @@ class _Group(TyperGroup):
             raise _Interrupted from None
         except BrokenPipeError:
             raise _PipeClosed from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            if args and args[0] not in self.commands:
+                error.message = _with_meant(f"No such command {args[0]!r}", meant(args[0], commands_of(self)))
+            raise
 
 
 app = typer.Typer(
@@ -211,10 +220,8 @@ _command(
     of=config.app,
 )
 _command("detect", watermark.detect_watermark, "lorasrv watermark detect --text answer.txt", of=watermark.app)
-app.add_typer(store.app, name="store")
-app.add_typer(keys.app, name="key")
-app.add_typer(config.app, name="config")
-app.add_typer(watermark.app, name="watermark")
+for _name, _inner in (("store", store.app), ("key", keys.app), ("config", config.app), ("watermark", watermark.app)):
+    app.add_typer(_inner, name=_name, cls=_Group)
 
 
 def _version(wanted: bool) -> None:
@@ -301,10 +308,28 @@ def _wrong_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()  # typer put the help into the message, or prints it itself
         return ExitCode.USAGE
-    command = error.ctx.command_path if error.ctx is not None else "lorasrv"
+    context = error.ctx
     message = error.format_message()
+    if context is not None and hasattr(error, "possibilities"):
+        message = _with_meant(error.message, meant(error.option_name, options_of(context)))
     stop = "" if message.endswith((".", "?")) else "."
-    return _say(f"{message[0].lower()}{message[1:]}{stop} See: {command} --help", code=ExitCode.USAGE)
+    usage = _usage(error) if context is not None else ""
+    command = context.command_path if context is not None else "lorasrv"
+    return _say(f"{message[0].lower()}{message[1:]}{stop}{usage} See: {command} --help", code=ExitCode.USAGE)
+
+
+def _with_meant(message: str, names: list[str]) -> str:
+    return f"{message}. Did you mean {' or '.join(names)}?" if names else message
+
+
+def _usage(error: Any) -> str:
+    """Return the order of arguments, where the error is in one of them."""
+    concerned = getattr(error, "param", None)
+    pieces = [piece.strip("{}") for piece in error.ctx.command.collect_usage_pieces(error.ctx)]
+    is_of_arguments = concerned is None or concerned.param_type_name == "argument"
+    if not is_of_arguments or hasattr(error, "option_name") or hasattr(error.ctx.command, "commands"):
+        return ""
+    return f" Usage: {' '.join([error.ctx.command_path, *pieces])}."
 
 
 def _problem(field: str, message: str, code: str) -> str:

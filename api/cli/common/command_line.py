@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 _LISTS = frozenset({"--lora-modules"})
-_NAMES_ELSEWHERE = {"run": "chat", "ps": "pool", "ls": "list", "version": "--version"}
+_NAMES_ELSEWHERE = {"run": "chat", "ps": "pool", "ls": "list", "remove": "rm", "start": "serve", "version": "--version"}
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:

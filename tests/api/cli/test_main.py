@@ -70,11 +70,47 @@ class TestEvery:
         assert done.err.endswith(f"See: lorasrv {name} --help\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("upload {folder} --name bb", "no such option: --name. Did you mean --id or --allow-partial?"),
+        ("list --url x", "no such option: --url. Did you mean --server?"),
+        ("chat --base x", "no such option: --base. Did you mean --adapter or --model?"),
+        ("generate hi --max_tokens 3", "no such option: --max_tokens. Did you mean --max-tokens?"),
+        ("generate hi --temp 0", "no such option: --temp. Did you mean --temperature?"),
+        ("key create --admin", "no such option: --admin. Did you mean --scope?"),
+        ("serve --listen x", "no such option: --listen. Did you mean --host or --port?"),
+        ("serve --pool-size 1GiB", "no such option: --pool-size. Did you mean --pool-bytes?"),
+        ("serve --model-path x", "no such option: --model-path. Did you mean --model or --draft-model?"),
+        ("serve --tensor-parallel 2", "no such option: --tensor-parallel. Did you mean --tensor-parallel-size?"),
+        ("serve --ctx-size 4096", "no such option: --ctx-size."),
+        ("fsck", "no such command 'fsck'. Did you mean store fsck?"),
+        ("delete mia", "no such command 'delete'. Did you mean rm?"),
+        ("status", "no such command 'status'."),
+        ("keys list", "no such command 'keys'. Did you mean key?"),
+        ("key revok mia", "no such command 'revok'. Did you mean revoke?"),
+        (
+            "upload bb {folder}",
+            "invalid value for 'DIR': dir 'bb' does not exist. Usage: lorasrv upload [OPTIONS] DIR.",
+        ),
+        ("upload {folder} bb", "got unexpected extra argument(s) (bb). Usage: lorasrv upload [OPTIONS] DIR."),
+        ("rollback mia 1", "got unexpected extra argument(s) (1). Usage: lorasrv rollback [OPTIONS] ID."),
+        ("limit", "missing argument 'ID'. Usage: lorasrv limit [OPTIONS] ID."),
+    ],
+)
+def test_what_was_meant_is_told(cli, tmp_path: Path, typed: str, says: str) -> None:
+    done = cli(*typed.format(folder=tmp_path).split())
+    assert (done.code, done.err.partition(" See: lorasrv ")[0]) == (2, f"lorasrv: {says}")
+
+
 @pytest.mark.parametrize("name", sorted(ASKS))
 def test_no_server_answers(cli, name: str) -> None:
     done = cli(name, *ASKS[name], "--server", NOBODY, stdin="hi\n")
     assert (done.code, done.out) == (3, "")
-    assert done.err == f"lorasrv: no server answers at {NOBODY}; start one with: lorasrv serve\n"
+    assert done.err == (
+        f"lorasrv: no server answers at {NOBODY}; start one with: lorasrv serve --port 1 "
+        "(it answers once it is ready), or name its address by --server\n"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(ASKS) - {"list", "pool", "top", "compose"}))
@@ -82,6 +118,14 @@ def test_an_unknown_adapter(cli, server, name: str) -> None:
     done = cli(name, *ASKS[name], "--server", server.url, stdin="hi\n")
     failed(done, 1, "lorasrv: ", "mia")
     assert done.err.count("\n") == 1
+
+
+def test_no_server_answers_elsewhere(cli) -> None:
+    done = cli("list", "--server", "http://nowhere.invalid:8000")
+    assert (done.code, done.err.partition("; ")[2]) == (
+        3,
+        "check the address (--server), and that the server is ready\n",
+    )
 
 
 def test_every_command_that_has_a_server_is_here() -> None:

@@ -1,0 +1,68 @@
+"""Say what was probably meant by a flag or a command that does not exist."""
+
+import re
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+MOST = 3
+"""More names than these would be a list to search, which --help is already."""
+EQUAL, SIMILAR, RELATED = 1.0, 0.75, 1 / 3
+
+
+_WORD = re.compile(r"\w+")
+
+
+def meant(word: str, known: Mapping[str, str]) -> list[str]:
+    """Return the names a word may stand for: those alike, else those of the same words, else those whose help has it.
+
+    Args:
+        known: name -> its help.
+    """
+    bare = _words(word)
+    for score, least in ((_alike, EQUAL), (_alike, SIMILAR), (_related, RELATED)):
+        scored = sorted(((score(bare, _words(name)), name) for name in known), key=lambda pair: -pair[0])
+        if found := [name for points, name in scored if points >= least]:
+            return found[:MOST]
+    mentioned = [
+        name for name, text in known.items() if any(_is_begun(bare, word) for word in _WORD.findall(text.lower()))
+    ]
+    return mentioned if len(mentioned) <= MOST else []
+
+
+def options_of(context: Any) -> dict[str, str]:
+    """Return a command's long flags, other names of theirs too, with what their help says."""
+    return {
+        flag: f"{param.metavar or ''} {param.help or ''}"
+        for param in context.command.get_params(context)
+        if not getattr(param, "hidden", False) or (param.help or "").startswith("Same as ")
+        for flag in (*param.opts, *param.secondary_opts)
+        if flag.startswith("--")
+    }
+
+
+def commands_of(group: Any, prefix: str = "") -> dict[str, str]:
+    """Return all commands below a group, by what is typed, with what they do."""
+    found: dict[str, str] = {}
+    for name, command in group.commands.items():
+        found[prefix + name] = command.help or ""
+        found |= commands_of(command, f"{prefix}{name} ") if hasattr(command, "commands") else {}
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _alike(left: list[str], right: list[str]) -> float:
+    return SequenceMatcher(None, "-".join(left), "-".join(right)).ratio()
+
+
+def _related(left: list[str], right: list[str]) -> float:
+    """Return the share of words that both have, or that the left one has the beginning of."""
+    shared = sum(any(one == other or _is_begun([one], other) for other in right) for one in left)
+    return shared / max(1, len(left) + len(right) - shared)
+
+
+def _is_begun(bare: list[str], word: str) -> bool:
+    return len(bare) == 1 and len(bare[0]) > 2 and word.startswith(bare[0])
