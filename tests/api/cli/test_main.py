@@ -148,6 +148,8 @@ class TestHabits:
             ("chat --adapter mia", "chat mia"),
             ("chat -a mia hi", "chat mia hi"),
             ("generate hi --model mia", "generate hi -a mia"),
+            ("start --help", "serve --help"),
+            ("remove --help", "rm --help"),
         ],
     )
     def test_does_what_is_meant(self, cli, server, make_adapter, monkeypatch, typed: str, ours: str) -> None:
