@@ -142,7 +142,7 @@ class HfCheckpoint:
         if missing and any(self._path.glob("pytorch_model*.bin")):
             raise UnsupportedModel("the model directory holds pickled weights (.bin); convert them to safetensors")
         if missing:
-            raise CorruptModel(f"the model directory lacks {', '.join(missing[:3])}")
+            raise CorruptModel(f"the model directory {self._path.name} lacks {', '.join(missing[:3])}")
         return shards
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -361,7 +361,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:
-        raise ModelNotFound(f"the model directory lacks {path.name}") from None
+        what = f"the model directory {path.parent.name} lacks {path.name}"
+        raise ModelNotFound(f"{what}; give the folder that save_pretrained() wrote") from None
     except (OSError, UnicodeDecodeError) as e:
         raise CorruptModel(f"{path.name} cannot be read: {_reason(e)}") from None
 

@@ -82,7 +82,7 @@ def test_the_name_of_a_base_on_the_disk(tmp_path: Path) -> None:
         ("base.gguf", b"GGUF", "base.gguf: the GGUF file is truncated"),
         ("base.gguf", b"", "base.gguf: the GGUF file is empty"),
         ("base/config.json", b"{", "config.json is not valid JSON"),
-        ("base/readme", b"", "lacks config.json"),
+        ("base/readme", b"", "directory base lacks config.json; give the folder that save_pretrained() wrote"),
         ("base/config.json", b'{"architectures": ["GPT2LMHeadModel"]}', "'GPT2LMHeadModel' is not supported"),
     ],
 )

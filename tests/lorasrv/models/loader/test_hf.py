@@ -131,7 +131,7 @@ def swapped(names: dict[str, str]) -> None:
         (lambda path: shutil.copy(first_shard(path), path / STRAY), "does not name model-9-of-9.safet"),
         (shard_twice, r"tensor '.*' is in two files: model-00001-of-\d+\.safetensors and model-00002-of"),
         (in_index(swapped), r"'.*' is in model-.*, but model\.safetensors\.index\.json says model"),
-        (lambda path: first_shard(path).unlink(), "the model directory lacks model-00001-of-"),
+        (lambda path: first_shard(path).unlink(), "the model directory sharded lacks model-00001-of-"),
     ],
 )
 def test_damaged_shards(tiny_hf_checkpoints: Tiny, tmp_path: Path, damage: Damage, message: str) -> None:
