@@ -84,11 +84,15 @@ class LinearConfig:
 @cache
 def device_name(device: torch.device) -> str:
     """Return the name of the device's table: its own, or that of a default one."""
+    if device.type == "cuda" and _file(own := torch.cuda.get_device_name(device)).is_file():
+        return own
+    return default_name(device)
+
+
+def default_name(device: torch.device) -> str:
+    """Return the name of the table for devices of this generation that have none."""
     capability = CAPABILITY
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if _file(name).is_file():
-            return name
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
     return DEFAULT if capability >= 90 else BEFORE_SM90

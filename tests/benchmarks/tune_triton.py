@@ -51,6 +51,8 @@ from sgmv_kernels.triton_ops.block_sizes import (
     AttentionConfig,
     LinearConfig,
     attention_config,
+    default_name,
+    device_name,
     file_name,
     table_of,
 )
@@ -245,7 +247,8 @@ def crossover(cases: dict[str, LinearCase], found: dict[Any, LinearConfig]) -> i
 
 def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
     """Return the row of half-precision heads of up to 128 dimensions, then the default rows."""
-    first = attention_config(DEFAULT, DIM, 2)
+    default = default_name(ops.device)
+    first = attention_config(default, DIM, 2)
     for options, lens in (
         (FEW_DECODE if quick else DECODE_ATTENTION, DECODES),
         (FEW_PREFILL if quick else PREFILL_ATTENTION, PROMPTS),
@@ -264,7 +267,7 @@ def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
         chosen = best(choices(options), us)
         first = replace(first, **chosen)
         emit("attention", **chosen, us=us(chosen))
-    return [{"max_dim": 128, "max_bytes": 2, **asdict(first)}, *table_of(DEFAULT)["attention"]]
+    return [{"max_dim": 128, "max_bytes": 2, **asdict(first)}, *table_of(default)["attention"]]
 
 
 def _attention_us(ops: Ops, lens: tuple[list[int], list[int]], made: list[Any]) -> float:
@@ -292,7 +295,7 @@ def main() -> None:
     kernel_compiler.MOST_PROCESSES = MOST_COMPILERS
     ops, name = Ops(device, "triton"), DEFAULT if DRY_RUN else torch.cuda.get_device_name(device)
     outs = [folder / file_name(name) for folder in ([] if DRY_RUN else [CONFIGS]) + ([a.out] if a.out else [])]
-    table = table_of(name) | {"device": name, "triton": triton.__version__}
+    table = table_of(device_name(device)) | {"device": name, "triton": triton.__version__}
     table.setdefault("parts", [])
     for part in PARTS:
         if part in table["parts"]:
