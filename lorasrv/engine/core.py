@@ -424,6 +424,6 @@ class EngineCore:
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
             pass_s = costs.step.seconds(self._in_flight[0].shape) + costs.lateness.seconds
-            # Twice the time of planning before its end: no prediction is exact, and to be early costs nothing.
-            planning_s = costs.lead.seconds / self._executor.share_hidden
-            self._plan_at_s = self._begun_s + pass_s - 2 * planning_s
+            # With two threads twice the time of planning before its end: no prediction is exact, and to be early costs
+            # no more than that a request which comes meanwhile is in the step after the next.
+            self._plan_at_s = self._begun_s + pass_s - 4 * costs.lead.seconds

@@ -10,9 +10,6 @@ MOST = 3
 EQUAL, SIMILAR, RELATED = 1.0, 0.75, 1 / 3
 
 
-_WORD = re.compile(r"\w+")
-
-
 def meant(word: str, known: Mapping[str, str]) -> list[str]:
     """Return the names a word may stand for: those alike, else those of the same words, else those whose help has it.
 
@@ -24,9 +21,7 @@ def meant(word: str, known: Mapping[str, str]) -> list[str]:
         scored = sorted(((score(bare, _words(name)), name) for name in known), key=lambda pair: -pair[0])
         if found := [name for points, name in scored if points >= least]:
             return found[:MOST]
-    mentioned = [
-        name for name, text in known.items() if any(_is_begun(bare, word) for word in _WORD.findall(text.lower()))
-    ]
+    mentioned = [name for name, text in known.items() if any(_is_begun(bare, word) for word in _words(text))]
     return mentioned if len(mentioned) <= MOST else []
 
 

@@ -1,6 +1,7 @@
 """Steps that are collected one step late: the answers are those of an engine that waits for each of them."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -233,6 +234,32 @@ def test_the_next_step_is_planned_late_but_before_the_pass_is_complete(
     assert costs.lead.seconds == pytest.approx(planning_s / 2)
     assert len(left) == 120 - penalized.max_tokens
     assert left[-16:-1] == pytest.approx([2 * planning_s] * 15, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["threads"], indirect=True)
+def test_a_pass_ends_when_it_is_computed_not_when_it_is_asked_for(
+    late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That tells how late the next step was planned, and counts as time between passes."""
+    executor, profile, away_s, since = late_engine.late, late_engine.engine.profile, 0.05, list[float]()
+
+    def collect(handle: StepHandle) -> ModelRunnerOutput:
+        asked_s = time.perf_counter()
+        output = ThreadedAtOnce.collect(executor, handle)
+        since.append(asked_s - handle.pass_ended_s)
+        return output
+
+    monkeypatch.setattr(executor, "collect", collect)
+    [[message]] = late_engine.messages([Ask(PROMPT, replace(GREEDY, max_tokens=6))], "asked")
+    late_engine.engine.add_request(message)
+    gaps, gap_s = profile.gaps, profile.gap_s
+    while late_engine.engine.has_requests:
+        late_engine.engine.step()
+        time.sleep(away_s)
+    # The helper had computed each pass long before, but for the first, which is recorded.
+    assert min(since[1:]) > away_s / 2
+    assert profile.gap_s - gap_s > (profile.gaps - gaps) * away_s / 2
+    assert profile.gaps > gaps
 
 
 @pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)
