@@ -8,6 +8,8 @@ from typing import Any
 MOST = 3
 """More names than these would be a list to search, which --help is already."""
 EQUAL, SIMILAR, RELATED = 1.0, 0.75, 1 / 3
+_WHOLE_WORD = re.compile(r"\w+")
+"""Of a help text, where `fallback_base` says nothing about a base."""
 
 
 def meant(word: str, known: Mapping[str, str]) -> list[str]:
@@ -21,7 +23,9 @@ def meant(word: str, known: Mapping[str, str]) -> list[str]:
         scored = sorted(((score(bare, _words(name)), name) for name in known), key=lambda pair: -pair[0])
         if found := [name for points, name in scored if points >= least]:
             return found[:MOST]
-    mentioned = [name for name, text in known.items() if any(_is_begun(bare, word) for word in _words(text))]
+    mentioned = [
+        name for name, text in known.items() if any(_is_begun(bare, word) for word in _WHOLE_WORD.findall(text.lower()))
+    ]
     return mentioned if len(mentioned) <= MOST else []
 
 
