@@ -29,12 +29,24 @@ from sgmv_kernels.cpu_ops.linear import (
     UNIT_BYTES,
     UNITS,
     WIDTH,
+    WITH_AMX,
     Y_WIDTH,
     X,
     Y,
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
+from sgmv_kernels.cpu_simd.amx_matmul import (
+    AMX_CONFIG,
+    AMX_ROWS,
+    AMX_SUMS,
+    ROWS_BLOCK,
+    arrange_rows,
+    begin_amx,
+    end_amx,
+    make_amx_product,
+    make_unpack,
+)
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
@@ -96,20 +108,27 @@ def unpack_q3h(source, group, table, out):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
+def unpack_q3h_for_amx(source, group, table, ahead, out):  # type: ignore[no-untyped-def]
+    unpack_q3h(source, group, table, out)
+
+
+@kernel_part
 def unpack_table(source, group, table, out):  # type: ignore[no-untyped-def]
     unpack_entries(source, group // CODE_BLOCK, table, out)
 
 
-def make_linear(kind: str, unpack: Any = None) -> Any:
+def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
     """Return the kernel of one format.
 
     Args:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
         unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
+        with_amx: the same, with the arguments of `amx_matmul.make_unpack`'s, which is used if codes are stored so.
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
+    unpack_for_amx, product_amx = with_amx or make_unpack(kind), make_amx_product(kind)
 
     @kernel_part
     def begin(args, tile, start):  # type: ignore[no-untyped-def]
@@ -128,17 +147,18 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 put_f32(y, i, f32(sums + row * _WIDTH, i))
 
     @kernel_part
-    def multiply(args, data, following, soon, first, groups, stored, kept, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-        """Write the products of all rows with groups of the tiles, from the group `first` on, added to what lies at
-        `start`, to `out`, and prefetch at least as many bytes at `soon`, whole lines for every block; if that is
-        `data`, nothing that is not here already. `kept`: scratch memory, by two addresses.
+    def multiply(  # type: ignore[no-untyped-def]
+        args, row, data, following, soon, first, groups, stored, kept, start, start_bytes, out, out_bytes
+    ):
+        """Write the products of the rows from `row` on with groups of the tiles, from the group `first` on, added to
+        what lies at `start`, to `out`, and prefetch at least as many bytes at `soon`, whole lines for every block; if
+        that is `data`, nothing that is not here already. `kept`: scratch memory, by two addresses.
         """
         group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
         blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK
-        passes = max(1, rows // ROWS)
+        passes = max(1, (rows - row) // ROWS)
         share = TILES_AT_ONCE * groups * (stored + factor_bytes) // (passes * blocks)
         share = (share + LINE - 1) // LINE * LINE if soon != data else np.int64(0)
-        row = np.int64(0)
         while row < rows:
             inside = row % ROW_GROUP
             left = min(rows - row, ROW_GROUP - inside)
@@ -174,7 +194,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             copy_factors(source + stored, factor_bytes, target + unpacked)
 
     @kernel_part
-    def multiply_unpacked(args, data, following, scratch, kept, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
+    def multiply_unpacked(args, row, data, following, scratch, kept, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
         step = max(1, CHUNK // args[GROUP])
         unpacked = TILE * args[GROUP]
         tile_bytes = step * (unpacked + factor_bytes)
@@ -183,7 +203,37 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             for i in range(TILES_AT_ONCE):
                 unpack_groups(args, data + i * following, first, last, scratch + i * tile_bytes)
             sums = start, start_bytes, out, out_bytes
-            multiply(args, scratch, tile_bytes, scratch, first, last - first, unpacked, kept, *sums)
+            multiply(args, row, scratch, tile_bytes, scratch, first, last - first, unpacked, kept, *sums)
+            start, start_bytes = out, out_bytes
+
+    @kernel_part
+    def arrange(args, rows, out):  # type: ignore[no-untyped-def]
+        """Write the codes of the first rows as `multiply_by_amx` takes them."""
+        for row in range(0, rows, AMX_ROWS):
+            arrange_rows(args[CODES] + row * args[ROW_BYTES], args[WIDTH] // CODE_BLOCK, out + row * args[WIDTH])
+
+    @kernel_part
+    def multiply_by_amx(  # type: ignore[no-untyped-def]
+        args, rows, data, following, ahead, scratch, whole, arranged, start, start_bytes, out, out_bytes
+    ):
+        """Write the products of the first rows, a multiple of `AMX_ROWS`, with all groups of the tiles, and prefetch
+        what lies `ahead` of the tiles.
+        """
+        group, stored, blocks = args[GROUP], args[CODE_BYTES], args[GROUP] // CODE_BLOCK
+        group_bytes, step = stored + factor_bytes, max(1, CHUNK // group)
+        for first in range(0, args[GROUPS], step):
+            count, source = min(step, args[GROUPS] - first), data + first * group_bytes
+            tile_bytes = count * group * TILE
+            for i in range(TILES_AT_ONCE):
+                for g in range(count):
+                    target = scratch + i * tile_bytes + g * group * TILE
+                    unpack_for_amx(source + i * following + g * group_bytes, group, args[TABLE], ahead, target)
+            tiles = scratch, tile_bytes, source, following, count, group, stored
+            for row in range(0, rows, AMX_ROWS):
+                x = arranged + row * args[WIDTH] + first * blocks * ROWS_BLOCK
+                u = args[UNITS] + row * args[UNIT_BYTES] + first * blocks * qm.UNITS
+                sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
+                product_amx(x, u, *tiles, *sums, whole)
             start, start_bytes = out, out_bytes
 
     is_stored = unpack is None
@@ -198,6 +248,12 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         start = kept[0] + ROWS * _WIDTH
         at_edge = start + _WIDTH
         scratch = at_edge + args[NUM_ROWS] * _WIDTH
+        whole = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
+        arranged = whole + AMX_SUMS + AMX_CONFIG
+        in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if args[WITH_AMX] else np.int64(0)
+        if in_amx:
+            begin_amx(whole + AMX_SUMS)
+            arrange(args, in_amx, arranged)
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
@@ -215,13 +271,19 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 is_whole = TILE * (tile + TILES_AT_ONCE) <= args[OUT]
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
-                if is_stored:
-                    multiply(args, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
-                else:
-                    multiply_unpacked(args, data, following, scratch, kept, *sums)
+                if in_amx:
+                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, whole, arranged, *sums)
+                    soon = data
+                if in_amx < args[NUM_ROWS]:
+                    if is_stored:
+                        multiply(args, in_amx, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
+                    else:
+                        multiply_unpacked(args, in_amx, data, following, scratch, kept, *sums)
                 if not is_whole:
                     copy(args, tile, at_edge)
             task = upcoming if args[EARLY] else take_next(args.ctypes.data) * task_tiles
+        if in_amx:
+            end_amx()
 
     return work
 
@@ -230,7 +292,7 @@ _int4, _int4_zeros, _int4_fp32, _int4_minima, _int4_steps = (
     make_linear(kind) for kind in ("int4", "int4_zeros", "int4_fp32", "int4_minima", "int4_steps")
 )
 _q3h, _q3h_zeros, _q3h_fp32, _q3h_minima = (
-    make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
+    make_linear(kind, unpack_q3h, unpack_q3h_for_amx) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
 )
 _int8, _int8_fp32, _int8_minima, _int8_steps = (
     make_linear(kind) for kind in ("int8", "int8_fp32", "int8_minima", "int8_steps")

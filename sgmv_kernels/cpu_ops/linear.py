@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.cpu_ops.linear_autotune import uses_amx
 from sgmv_kernels.cpu_ops.pointwise import round_last
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
@@ -33,9 +34,9 @@ WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
-Y_WIDTH, ORDER, TABLE, EARLY = range(22, 26)
+Y_WIDTH, ORDER, TABLE, EARLY, WITH_AMX = range(22, 27)
 """Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead."""
-NUM_ARGS = EARLY + 1
+NUM_ARGS = WITH_AMX + 1
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -59,6 +60,8 @@ class CpuLinear:
     # [O, H] bf16, a dequantized copy for calls of at least `wide_from` rows.
     wide: Tensor | None = None
     wide_from: int | None = None
+    # Whether eight rows at a time are multiplied in AMX registers, with the same results.
+    with_amx: bool = False
 
     @property
     def in_features(self) -> int:
@@ -85,7 +88,8 @@ def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from:
     _compile(_entry(tiles), _round_entry(tiles.order))
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
-    return CpuLinear(tiles, bias, None if wide_from is None else codes.dequantize().bfloat16(), wide_from)
+    wide = None if wide_from is None else codes.dequantize().bfloat16()
+    return CpuLinear(tiles, bias, wide, wide_from, uses_amx())
 
 
 @cache
@@ -171,7 +175,8 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
     # Even, because two tiles may be multiplied at a time.
     task_tiles = 2 * max(1, tiles // (2 * threads * TASKS_A_THREAD))
     tasks = -(-tiles // task_tiles)
-    scratch = empty("scratch", (threads, scratch_bytes(rows)), torch.uint8)
+    in_amx = weight.in_features if packed.with_amx else 0
+    scratch = empty("scratch", (threads, scratch_bytes(rows, in_amx)), torch.uint8)
     own = {
         **_codes(rounded),
         TILES: tiles,
@@ -191,6 +196,7 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         TABLE: 0 if weight.table is None else weight.table.data_ptr(),
         # Of few tasks, other threads would get none.
         EARLY: int(tasks >= 3 * threads),
+        WITH_AMX: int(packed.with_amx),
     }
     launch(MODULE, _entry(weight), rows_part(rows, tasks), own)
 
@@ -206,8 +212,10 @@ def _codes(rounded: RoundedRows) -> Words:
     }
 
 
-def scratch_bytes(rows: int) -> int:
+def scratch_bytes(rows: int, in_amx: int) -> int:
     """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, what sums start with, sums
-    of all rows in tiles that reach beyond the last output, and a chunk of two tiles as bytes with its factors.
+    of all rows in tiles that reach beyond the last output, and a chunk of two tiles as bytes with its factors. Where
+    rows of `in_amx` inputs are multiplied in AMX registers: sums of a block, a configuration, and all rows.
     """
-    return 2 * ((ROW_GROUP + 1 + rows) * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)
+    known = 2 * ((ROW_GROUP + 1 + rows) * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)
+    return known + (16 * 4 * TILE + 64 + rows * in_amx if in_amx else 0)

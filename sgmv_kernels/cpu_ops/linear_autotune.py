@@ -1,9 +1,12 @@
-"""Measure from how many rows a dequantized bf16 copy of a weight is faster than the quantized one.
+"""Measure what this machine's base linears are fastest with. Each measurement runs once on a machine and is kept.
 
-The measurement runs once on a machine, and its result is stored. Only processors that multiply bf16 (AVX-512 BF16, AMX)
-are measured; on others, and for few rows, the quantized kernels are the fastest known
-(docs/benchmarks/kernels.md#beside-torchs-ops). The copy costs memory, and steps that use it round their rows
-differently from smaller steps, so the gain must be worth it (`--bf16-linears off`).
+Two things are not the same on all processors:
+
+- From how many rows a dequantized bf16 copy of a weight is faster than the quantized one. Only processors that multiply
+  bf16 (AVX-512 BF16, AMX) are measured; on others, and for few rows, the quantized kernels are the fastest known
+  (docs/benchmarks/kernels.md#beside-torchs-ops). The copy costs memory, and steps that use it round their rows
+  differently from smaller steps, so the gain must be worth it (`--bf16-linears off`).
+- Whether AMX registers are faster than `vpdpbusd`. Their results must be the same, bit by bit, or they are not used.
 """
 
 import json
@@ -12,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -19,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.cpu_runtime.amx import may_use_amx
 from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 
@@ -26,8 +31,10 @@ logger = logging.getLogger(__name__)
 CANDIDATES = (64, 128, 256)
 GAIN = 1.3
 """Factor by which bf16 must be faster."""
+AMX_CANDIDATES, AMX_GAIN = (8, 16, 64), 1.05
+"""Numbers of rows at which AMX must be faster, and the factor."""
 WIDTH, GROUP, ROUNDS = 2048, 64, 3
-FILE = "wide_rows.json"
+FILE, AMX_FILE = "wide_rows.json", "amx.json"
 Product = Callable[[Tensor], Tensor]
 
 
@@ -37,26 +44,37 @@ def wide_rows() -> int | None:
     features = llvm.get_host_cpu_features()
     if not (features.get("avx512bf16") or features.get("amx-bf16")):
         return None
+    found = _kept(FILE, "rows", lambda: measured(*_products()))
+    return found if isinstance(found, int) else None
+
+
+@cache
+def uses_amx() -> bool:
+    """Return whether base linears are multiplied in AMX registers."""
+    return may_use_amx() and _kept(AMX_FILE, "faster", lambda: amx_is_faster(*_products_by_amx())) is True
+
+
+def _kept(file: str, key: str, measure: Callable[[], object]) -> object:
+    """Return what was measured on this machine before, or measure it and keep it."""
     directory = cache_directory()
-    path = None if directory is None else directory / FILE
+    path = None if directory is None else directory / file
     try:
         if path is not None:
-            kept = json.loads(path.read_text())["rows"]
-            return kept if isinstance(kept, int) else None
+            return json.loads(path.read_text())[key]
     except (OSError, ValueError, KeyError, TypeError):
-        logger.debug("nothing is known of bf16 linears")
+        logger.debug("%s has no %s", file, key)
+
+    def by_all() -> object:
+        torch.get_num_threads()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+        return measure()
+
     with ThreadPoolExecutor(1) as apart:
         # In a thread of its own: the thread that loads models computes alone.
-        found = apart.submit(_measured_by_all).result()
-    logger.info("base linears of %s rows and more are computed in bf16", found)
-    keep(path, {"rows": found})
+        found = apart.submit(by_all).result()
+    logger.info("measured for base linears on this machine, %s: %s is %s", file, key, found)
+    keep(path, {key: found})
     return found
-
-
-def _measured_by_all() -> int | None:
-    torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
-    return measured(*_products())
 
 
 def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
@@ -70,13 +88,39 @@ def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
     return found
 
 
+def amx_is_faster(plain: Product, by_amx: Product, width: int = WIDTH) -> bool:
+    """Return whether AMX gives the same results, faster by the required factor."""
+    for rows in AMX_CANDIDATES:
+        x = torch.randn(rows, width)
+        if not torch.equal(plain(x), by_amx(x)):
+            logger.warning("AMX gives wrong results on this processor and is not used; please report it")
+            return False
+        if _seconds(plain, x) < AMX_GAIN * _seconds(by_amx, x):
+            return False
+    return True
+
+
 def _products() -> tuple[Product, Product]:
     from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 
-    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
-    codes = GroupQuantizedWeight(torch.ones((WIDTH, WIDTH), dtype=torch.uint8), scales, scales, INT4_LEVELS)
+    codes = _codes()
     packed, wide = pack_linear_cpu(codes, None, wide_from=None), codes.dequantize().bfloat16()
     return lambda x: linear_cpu(x, packed), lambda x: F.linear(x.bfloat16(), wide).float()
+
+
+def _products_by_amx() -> tuple[Product, Product]:
+    from sgmv_kernels.cpu_ops.linear import CpuLinear, linear_cpu
+    from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
+
+    plain = CpuLinear(pack_tiles(_codes()), None)
+    by_amx = replace(plain, with_amx=True)
+    return lambda x: linear_cpu(x, plain), lambda x: linear_cpu(x, by_amx)
+
+
+def _codes() -> GroupQuantizedWeight:
+    codes = torch.randint(INT4_LEVELS, (WIDTH, WIDTH), dtype=torch.uint8)
+    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
+    return GroupQuantizedWeight(codes, scales, scales, INT4_LEVELS)
 
 
 def _seconds(product: Product, x: Tensor) -> float:

@@ -23,6 +23,7 @@ _I8, _I16 = ir.IntType(8), ir.IntType(16)
 BYTES, WORDS, INTS = (ir.VectorType(kind, n * LANES) for kind, n in ((_I8, 4), (_I16, 2), (I32, 1)))
 _FEATURES = llvm.get_host_cpu_features()
 HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni") if _WIDE else _FEATURES.get("avxvnni"))
+HAS_AMX = bool(_WIDE and HAS_BYTE_DOT and _FEATURES.get("amx-tile") and _FEATURES.get("amx-int8"))
 HAS_PAIR_DOT = bool(_FEATURES.get("avx512bw") if _WIDE else _FEATURES.get("avx2"))
 
 

@@ -84,7 +84,7 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
         unit = b.select(finite, unit, group.const(float("nan")))
         dot = SmallDot()
         sums: Value | None = None
-        for n, quad in enumerate(_by_quads(b, [_rounded(b, row, factors, i) for i, row in enumerate(parts)])):
+        for n, quad in enumerate(by_quads(b, [_rounded(b, row, factors, i) for i, row in enumerate(parts)])):
             store_vector(b, quad, b.add(codes, c64(4 * LANES * n)))
             sums = dot.step(b, sums, filled(BYTES, 1), quad)
         assert sums is not None
@@ -143,7 +143,7 @@ def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
     return b.bitcast(codes, ir.VectorType(I32, CODE_BLOCK // 4))
 
 
-def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
+def by_quads(b: Any, rows: list[Value]) -> list[Value]:
     """Return the first int32 of every row, then the second of every row, and so on, in vectors of LANES."""
     half = ROW_GROUP // 2
     low = [place for n in range(half) for place in (n, n + ROW_GROUP)]

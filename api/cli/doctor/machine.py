@@ -17,7 +17,7 @@ NEEDED = (
 )  # fmt: skip
 OPTIONAL = {"peft": "train", "transformers": "train", "triton": "cuda", "matplotlib": "plot"}
 TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "neon", "sve")
+FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "amx-bf16", "neon", "sve")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,220 @@
+"""Define products of 8 rows with two tiles of weights in AMX registers, for Numba; empty on processors without them.
+
+An AMX register is a matrix of up to 16 rows of 64 bytes. One instruction multiplies 8 rows of 32 rounded activations by
+a block of a tile, whose lines are the rows of the second matrix; `vpdpbusd` would be needed 64 times. Its sums are
+whole numbers, and are scaled and added as in `quant_matmul.make_product`, so results have the same bits. Addresses and
+strides are int64, in bytes. Source: Intel's Software Developer's Manual, TDPBSUD.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sgmv_kernels.cpu_simd.quant_ir import (
+    BYTES,
+    HAS_AMX,
+    INTS,
+    LINES,
+    WORDS,
+    filled,
+    load_table,
+    load_vector,
+    look_up,
+    store_vector,
+)
+from sgmv_kernels.cpu_simd.quant_matmul import CODES, LINE, QUAD, TILES_AT_ONCE, UNITS, by_quads
+from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, align_spills, c64, loop_of
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, TILE
+
+AMX_ROWS = ROW_GROUP
+"""Rows that are multiplied at a time."""
+ROWS_BLOCK, TILE_BLOCK = AMX_ROWS * CODE_BLOCK, TILE * CODE_BLOCK
+"""Bytes of a block of 32 neighbours of those rows, row after row, and of a tile, line after line."""
+AMX_SUMS = TILES_AT_ONCE * AMX_ROWS * LINE
+"""Bytes of the sums of a block, int32."""
+AMX_CONFIG = 64
+_ROWS = 0
+_SUMS, _WEIGHTS = range(1, 1 + TILES_AT_ONCE), range(1 + TILES_AT_ONCE, 1 + 2 * TILES_AT_ONCE)
+"""AMX registers, the second and third kind for each tile."""
+_SHAPES = {
+    _ROWS: (AMX_ROWS, CODE_BLOCK),
+    **dict.fromkeys(_SUMS, (AMX_ROWS, LINE)),
+    **dict.fromkeys(_WEIGHTS, (LINES, LINE)),
+}
+"""Their rows, and the bytes of each."""
+_A = types.int64
+_I8 = ir.IntType(8)
+_POINTER = _I8.as_pointer()
+
+
+def _call(b: Any, name: str, *arguments: Value) -> None:
+    """Call an instruction; registers are given by their numbers."""
+    values = [ir.Constant(_I8, a) if isinstance(a, int) else a for a in arguments]
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
+
+
+def _pointer(b: Any, address: Value) -> Value:
+    return b.inttoptr(address, _POINTER)
+
+
+@intrinsic
+def begin_amx(typingctx, config):  # type: ignore[no-untyped-def]
+    """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        if HAS_AMX:
+            told = bytearray(AMX_CONFIG)
+            told[0] = 1
+            for register, (rows, row_bytes) in _SHAPES.items():
+                told[16 + 2 * register] = row_bytes
+                told[48 + register] = rows
+            store_vector(b, ir.Constant(ir.VectorType(_I8, AMX_CONFIG), list(told)), args[0])
+            _call(b, "ldtilecfg", _pointer(b, args[0]))
+        return ctx.get_dummy_value()
+
+    return types.void(_A), codegen
+
+
+@intrinsic
+def end_amx(typingctx):  # type: ignore[no-untyped-def]
+    """Clear the registers of this thread, so that the system need not keep them."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        if HAS_AMX:
+            _call(b, "tilerelease")
+        return ctx.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def arrange_rows(typingctx, codes, blocks, out):  # type: ignore[no-untyped-def]
+    """Write the int8 of a group of rows, in which four neighbours of each lie together, block by block row by row."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        codes, blocks, out = args
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            block = b.add(codes, b.mul(at, c64(LINES * QUAD)))
+            quads = [load_vector(b, b.add(block, c64(QUAD * n)), ir.VectorType(I32, ROW_GROUP)) for n in range(LINES)]
+            target = b.add(out, b.mul(at, c64(ROWS_BLOCK)))
+            for n, rows in enumerate(by_quads(b, quads)):
+                store_vector(b, rows, b.add(target, c64(4 * LANES * n)))
+            return state
+
+        if HAS_AMX:
+            loop_of(b, c64(0), blocks, 1, [], body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A), codegen
+
+
+def make_unpack(kind: str) -> Callable[..., Any]:
+    """unpack(source, group, table, ahead, out): write the codes of a tile's group, a multiple of 32, as unsigned bytes.
+
+    As many bytes are prefetched, `ahead` of those that are read.
+    """
+    codes = CODES[kind]
+    stored = LINES // (2 if codes.is_halved else 1)
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        source, group, table, ahead, out = args
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            lines, target = b.add(source, b.mul(at, c64(stored * LINE))), b.add(out, b.mul(at, c64(LINES * LINE)))
+            for n in range(stored):
+                line = b.add(lines, c64(n * LINE))
+                Emitter(b, LANES).fetch(b.add(line, ahead))
+                value = load_vector(b, line, WORDS)
+                for half in range(LINES // stored):
+                    read = codes.read(b, value, half > 0)
+                    found = read if entries is None else look_up(b, entries, read)
+                    store_vector(b, found, b.add(target, c64((n + half * stored) * LINE)))
+            return state
+
+        if HAS_AMX:
+            entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
+            loop_of(b, c64(0), b.sdiv(group, c64(CODE_BLOCK)), 1, [], body)
+        return ctx.get_dummy_value()
+
+    @intrinsic
+    def unpack(typingctx, source, group, table, ahead, out):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 5), codegen
+
+    made: Callable[..., Any] = unpack
+    return made
+
+
+def make_amx_product(kind: str) -> Callable[..., Any]:
+    """product(x, u, codes, next_codes, data, next, groups, group, stored, start, start_bytes, out, out_bytes, sums):
+    out[i, :] = start[i, :] + x[i] @ tiles for `AMX_ROWS` rows.
+
+    `x`: rows as `arrange_rows` writes them; `u`: their units. `codes`: those of the first tile's groups as `unpack`
+    writes them, the second's `next_codes` bytes on. The tiles themselves, whose groups have `stored` bytes of codes
+    before their factors, lie at `data`, and `next` bytes on. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE * TILE],
+    `start_bytes` and `out_bytes` from row to row. `sums`: room for `AMX_SUMS` bytes.
+    """
+    codes_kind = CODES[kind]
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        if HAS_AMX:
+            emit_product(b, *args)
+        return ctx.get_dummy_value()
+
+    def emit_product(b: Any, *args: Value) -> None:
+        x, u, codes, next_codes, data, following, groups, group, stored = args[:9]
+        start, start_bytes, out, out_bytes, sums = args[9:]
+        align_spills(b.function)
+        emit, one = Emitter(b, LANES), Emitter(b, 1)
+        tiles = range(TILES_AT_ONCE)
+        places = [(i, tile) for i in range(AMX_ROWS) for tile in tiles]
+        blocks = b.sdiv(group, c64(CODE_BLOCK))
+        group_bytes = b.add(stored, c64(codes_kind.factors.nbytes))
+
+        def add_group(at: Value, state: list[Value]) -> list[Value]:
+            behind = b.add(b.add(data, b.mul(at, group_bytes)), stored)
+
+            def add_block(j: Value, state: list[Value]) -> list[Value]:
+                block = b.add(b.mul(at, blocks), j)
+                _call(b, "tileloadd64", _ROWS, _pointer(b, b.add(x, b.mul(block, c64(ROWS_BLOCK)))), c64(CODE_BLOCK))
+                for tile in tiles:
+                    place = b.add(b.add(codes, b.mul(next_codes, c64(tile))), b.mul(block, c64(TILE_BLOCK)))
+                    _call(b, "tileloadd64", _WEIGHTS[tile], _pointer(b, place), c64(LINE))
+                    _call(b, "tilezero", _SUMS[tile])
+                    _call(b, "tdpbsud", _SUMS[tile], _ROWS, _WEIGHTS[tile])
+                for tile in tiles:
+                    room = b.add(sums, c64(tile * AMX_ROWS * LINE))
+                    _call(b, "tilestored64", _SUMS[tile], _pointer(b, room), c64(LINE))
+                factors = [b.add(behind, b.mul(following, c64(tile))) for tile in tiles]
+                scales, minima = zip(*(codes_kind.load_factors(emit, own, j, 0) for own in factors), strict=True)
+                units = b.add(u, b.mul(block, c64(UNITS)))
+                results, unit, unit_sum = [], units, units
+                for (i, tile), before in zip(places, state, strict=True):
+                    if tile == 0:
+                        unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
+                    whole = load_vector(b, b.add(sums, c64((tile * AMX_ROWS + i) * LINE)), INTS)
+                    scaled, minimum = b.fmul(b.sitofp(whole, emit.float), scales[tile]), minima[tile]
+                    total = emit.fma(unit, scaled, before)
+                    results.append(total if minimum is None else emit.fma(unit_sum, minimum, total))
+                return results
+
+            return loop_of(b, c64(0), blocks, 1, state, add_block)
+
+        begun = [emit.load(b.add(start, b.mul(start_bytes, c64(i))), c64(tile * LANES)) for i, tile in places]
+        for total, (i, tile) in zip(loop_of(b, c64(0), groups, 1, begun, add_group), places, strict=True):
+            emit.store(total, b.add(out, b.mul(out_bytes, c64(i))), c64(tile * LANES))
+
+    @intrinsic
+    def product(  # type: ignore[no-untyped-def]
+        typingctx, x, u, codes, next_codes, data, following, groups, group, stored, start, start_bytes, out, out_bytes,
+        sums,
+    ):  # fmt: skip
+        return types.void(*(_A,) * 14), codegen
+
+    made: Callable[..., Any] = product
+    return made
