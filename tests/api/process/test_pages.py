@@ -62,7 +62,7 @@ def test_an_answer_over_two_processes(flags: Any, adapter_dirs: dict[str, Path],
         prefill.signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as waiting:
             answer = waiting.submit(ask, decode, "mia", "killed", prefill.url)
-            decode.until(lambda: decode.held()["requests"])
+            decode.until(lambda: decode.figure("lorasrv_requests_waiting"))
             prefill.signal(signal.SIGKILL)
             assert answer.result(60) == (alone["mia"][0], 0)
         assert ask(decode, "tiny", "gone", prefill.url) == (alone["tiny"][0], 0)
