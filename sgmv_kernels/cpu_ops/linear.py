@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgmv_kernels.cpu_ops.linear_autotune import uses_amx
 from sgmv_kernels.cpu_ops.pointwise import round_last
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
@@ -82,14 +81,16 @@ class CpuLinear:
         return rows_cpu(self.tiles, ids)
 
 
-def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None) -> CpuLinear:
-    """See `ops.Ops.pack_linear`."""
+def pack_linear_cpu(
+    codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None, with_amx: bool = False
+) -> CpuLinear:
+    """See `ops.Ops.pack_linear`, and `CpuLinear`."""
     tiles = pack_tiles(codes)
     _compile(_entry(tiles), _round_entry(tiles.order))
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
     wide = None if wide_from is None else codes.dequantize().bfloat16()
-    return CpuLinear(tiles, bias, wide, wide_from, uses_amx())
+    return CpuLinear(tiles, bias, wide, wide_from, with_amx)
 
 
 @cache

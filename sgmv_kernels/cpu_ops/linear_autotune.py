@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime.amx import may_use_amx
 from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
@@ -101,18 +102,13 @@ def amx_is_faster(plain: Product, by_amx: Product, width: int = WIDTH) -> bool:
 
 
 def _products() -> tuple[Product, Product]:
-    from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
-
     codes = _codes()
-    packed, wide = pack_linear_cpu(codes, None, wide_from=None), codes.dequantize().bfloat16()
+    packed, wide = pack_linear_cpu(codes, None, None, uses_amx()), codes.dequantize().bfloat16()
     return lambda x: linear_cpu(x, packed), lambda x: F.linear(x.bfloat16(), wide).float()
 
 
 def _products_by_amx() -> tuple[Product, Product]:
-    from sgmv_kernels.cpu_ops.linear import CpuLinear, linear_cpu
-    from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
-
-    plain = CpuLinear(pack_tiles(_codes()), None)
+    plain = pack_linear_cpu(_codes(), None, None)
     by_amx = replace(plain, with_amx=True)
     return lambda x: linear_cpu(x, plain), lambda x: linear_cpu(x, by_amx)
 

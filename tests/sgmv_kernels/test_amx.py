@@ -52,7 +52,7 @@ def rows(count: int, width: int, seed: int = 1) -> Tensor:
 def check_same_bits(codes: GroupQuantizedWeight, counts: tuple[int, ...] = COUNTS) -> None:
     bias = rows(1, codes.out_features, seed=2)[0]
     for own in (None, bias):
-        plain = replace(pack_linear_cpu(codes, own, None), with_amx=False)
+        plain = pack_linear_cpu(codes, own, None)
         by_amx = replace(plain, with_amx=True)
         for count in counts:
             x = rows(count, codes.in_features)
@@ -89,7 +89,7 @@ def test_any_shape(out: int, groups: int, group: int, count: int, seed: int) -> 
 @with_amx
 def test_a_recorded_pass_takes_any_number_of_rows() -> None:
     codes = random_codes(INT4_LEVELS, 32, 200, 96)
-    plain = replace(pack_linear_cpu(codes, None, None), with_amx=False)
+    plain = pack_linear_cpu(codes, None, None)
     by_amx, most = replace(plain, with_amx=True), rows(48, 96)
     with recording() as recorded:
         y = linear_parts_cpu(most, (by_amx,))
@@ -104,7 +104,7 @@ def test_a_recorded_pass_takes_any_number_of_rows() -> None:
 @with_amx
 def test_no_number_stays_in_its_row() -> None:
     codes = random_codes(INT4_LEVELS, 32, 40, 64)
-    by_amx = replace(pack_linear_cpu(codes, None, None), with_amx=True)
+    by_amx = pack_linear_cpu(codes, None, None, with_amx=True)
     x = rows(32, 64)
     whole = linear_parts_cpu(x, (by_amx,))
     x[5, 3] = float("nan")
