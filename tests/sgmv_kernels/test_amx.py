@@ -7,7 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from quantized_codes import FILE_KINDS, random_codes, random_file_codes, random_packed
 from torch import Tensor
 
-from sgmv_kernels.cpu_ops import linear_autotune
-from sgmv_kernels.cpu_ops.linear import linear_parts_cpu, pack_linear_cpu, scratch_bytes
-from sgmv_kernels.cpu_runtime import amx
+from sgmv_kernels.cpu_ops import linear, linear_autotune
+from sgmv_kernels.cpu_ops.linear import linear_parts_cpu, pack_linear_cpu
+from sgmv_kernels.cpu_runtime import amx, launch
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX, HAS_BYTE_DOT, LANES
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
@@ -101,6 +101,28 @@ def test_a_recorded_pass_takes_any_number_of_rows() -> None:
         assert not y[count:].any()
 
 
+@pytest.mark.parametrize("in_amx", [False, pytest.param(True, marks=with_amx)])
+@pytest.mark.parametrize(("levels", "group", "inputs"), [(INT4_LEVELS, 32, 1536), (Q3H_LEVELS, 1024, 2048)])
+def test_kernels_stay_in_their_scratch_memory(
+    in_amx: bool, levels: int, group: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = []
+
+    def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        if name != "scratch":
+            return launch.empty(name, shape, dtype)
+        threads, size = shape
+        guarded.append(torch.full((threads, size + 4096), 0xA5, dtype=dtype))
+        return guarded[-1][:, :size]
+
+    monkeypatch.setattr(linear, "empty", empty)
+    packed = linear.pack_linear_cpu(random_codes(levels, group, 600, inputs), None, None, in_amx)
+    for count in (1, 9, 64, 131):
+        linear.linear_cpu(rows(count, inputs), packed)
+        assert (guarded[-1][:, -4096:] == 0xA5).all()
+    assert len(guarded) == 4
+
+
 @with_amx
 def test_no_number_stays_in_its_row() -> None:
     codes = random_codes(INT4_LEVELS, 32, 40, 64)
@@ -160,10 +182,6 @@ def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx.llvm, "get_host_cpu_features", lambda: {"avx512vnni": True})
     assert not amx.may_use_amx.__wrapped__()
     assert len(asked) == 1
-
-
-def test_scratch_memory_without_amx_is_what_it_was() -> None:
-    assert scratch_bytes(40, 0) == scratch_bytes(40, 576) - 1024 - 64 - 40 * 576
 
 
 WITH_AMX = """
