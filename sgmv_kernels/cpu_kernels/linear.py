@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from sgmv_kernels.cpu_kernels.linear_amx import make_amx
 from sgmv_kernels.cpu_kernels.rounding import round_group, round_ordered_group
 from sgmv_kernels.cpu_ops.linear import (
     BIAS,
@@ -36,17 +37,7 @@ from sgmv_kernels.cpu_ops.linear import (
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
-from sgmv_kernels.cpu_simd.amx_matmul import (
-    AMX_CONFIG,
-    AMX_ROWS,
-    AMX_SUMS,
-    ROWS_BLOCK,
-    arrange_rows,
-    begin_amx,
-    end_amx,
-    make_amx_product,
-    make_unpack,
-)
+from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, end_amx
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
@@ -123,12 +114,12 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
     Args:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
         unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
-        with_amx: the same, with the arguments of `amx_matmul.make_unpack`'s, which is used if codes are stored so.
+        with_amx: see `linear_amx.make_amx`.
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
-    unpack_for_amx, product_amx = with_amx or make_unpack(kind), make_amx_product(kind)
+    begin_amx, multiply_by_amx = make_amx(kind, with_amx)
 
     @kernel_part
     def begin(args, tile, start):  # type: ignore[no-untyped-def]
@@ -206,36 +197,6 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
             multiply(args, row, scratch, tile_bytes, scratch, first, last - first, unpacked, kept, *sums)
             start, start_bytes = out, out_bytes
 
-    @kernel_part
-    def arrange(args, rows, out):  # type: ignore[no-untyped-def]
-        """Write the codes of the first rows as `multiply_by_amx` takes them."""
-        for row in range(0, rows, AMX_ROWS):
-            arrange_rows(args[CODES] + row * args[ROW_BYTES], args[WIDTH] // CODE_BLOCK, out + row * args[WIDTH])
-
-    @kernel_part
-    def multiply_by_amx(  # type: ignore[no-untyped-def]
-        args, rows, data, following, ahead, scratch, whole, arranged, start, start_bytes, out, out_bytes
-    ):
-        """Write the products of the first rows, a multiple of `AMX_ROWS`, with all groups of the tiles, and prefetch
-        what lies `ahead` of the tiles.
-        """
-        group, stored, blocks = args[GROUP], args[CODE_BYTES], args[GROUP] // CODE_BLOCK
-        group_bytes, step = stored + factor_bytes, max(1, CHUNK // group)
-        for first in range(0, args[GROUPS], step):
-            count, source = min(step, args[GROUPS] - first), data + first * group_bytes
-            tile_bytes = count * group * TILE
-            for i in range(TILES_AT_ONCE):
-                for g in range(count):
-                    target = scratch + i * tile_bytes + g * group * TILE
-                    unpack_for_amx(source + i * following + g * group_bytes, group, args[TABLE], ahead, target)
-            tiles = scratch, tile_bytes, source, following, count, group, stored
-            for row in range(0, rows, AMX_ROWS):
-                x = arranged + row * args[WIDTH] + first * blocks * ROWS_BLOCK
-                u = args[UNITS] + row * args[UNIT_BYTES] + first * blocks * qm.UNITS
-                sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
-                product_amx(x, u, *tiles, *sums, whole)
-            start, start_bytes = out, out_bytes
-
     is_stored = unpack is None
 
     @kernel_part
@@ -248,12 +209,10 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         start = kept[0] + ROWS * _WIDTH
         at_edge = start + _WIDTH
         scratch = at_edge + args[NUM_ROWS] * _WIDTH
-        whole = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
-        arranged = whole + AMX_SUMS + AMX_CONFIG
+        own_of_amx = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
         in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if args[WITH_AMX] else np.int64(0)
         if in_amx:
-            begin_amx(whole + AMX_SUMS)
-            arrange(args, in_amx, arranged)
+            begin_amx(args, in_amx, own_of_amx)
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
@@ -272,7 +231,7 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
                 if in_amx:
-                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, whole, arranged, *sums)
+                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, own_of_amx, *sums)
                     soon = data
                 if in_amx < args[NUM_ROWS]:
                     if is_stored:

@@ -1,4 +1,4 @@
-"""Define products of 8 rows with two tiles of weights in AMX registers, for Numba; empty on processors without them.
+"""Define products of 8 rows with two tiles of weights in AMX registers, for Numba kernels of processors that have them.
 
 An AMX register is a matrix of up to 16 rows of 64 bytes. One instruction multiplies 8 rows of 32 rounded activations by
 a block of a tile, whose lines are the rows of the second matrix; `vpdpbusd` would be needed 64 times. Its sums are
@@ -63,18 +63,17 @@ def _pointer(b: Any, address: Value) -> Value:
 
 
 @intrinsic
-def begin_amx(typingctx, config):  # type: ignore[no-untyped-def]
+def configure_amx(typingctx, config):  # type: ignore[no-untyped-def]
     """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        if HAS_AMX:
-            told = bytearray(AMX_CONFIG)
-            told[0] = 1
-            for register, (rows, row_bytes) in _SHAPES.items():
-                told[16 + 2 * register] = row_bytes
-                told[48 + register] = rows
-            store_vector(b, ir.Constant(ir.VectorType(_I8, AMX_CONFIG), list(told)), args[0])
-            _call(b, "ldtilecfg", _pointer(b, args[0]))
+        told = bytearray(AMX_CONFIG)
+        told[0] = 1
+        for register, (rows, row_bytes) in _SHAPES.items():
+            told[16 + 2 * register] = row_bytes
+            told[48 + register] = rows
+        store_vector(b, ir.Constant(ir.VectorType(_I8, AMX_CONFIG), list(told)), args[0])
+        _call(b, "ldtilecfg", _pointer(b, args[0]))
         return ctx.get_dummy_value()
 
     return types.void(_A), codegen
@@ -107,8 +106,7 @@ def arrange_rows(typingctx, codes, blocks, out):  # type: ignore[no-untyped-def]
                 store_vector(b, rows, b.add(target, c64(4 * LANES * n)))
             return state
 
-        if HAS_AMX:
-            loop_of(b, c64(0), blocks, 1, [], body)
+        loop_of(b, c64(0), blocks, 1, [], body)
         return ctx.get_dummy_value()
 
     return types.void(_A, _A, _A), codegen
@@ -137,9 +135,8 @@ def make_unpack(kind: str) -> Callable[..., Any]:
                     store_vector(b, found, b.add(target, c64((n + half * stored) * LINE)))
             return state
 
-        if HAS_AMX:
-            entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
-            loop_of(b, c64(0), b.sdiv(group, c64(CODE_BLOCK)), 1, [], body)
+        entries = b.xor(load_table(b, table), filled(BYTES, codes.shift)) if codes.has_table else None
+        loop_of(b, c64(0), b.sdiv(group, c64(CODE_BLOCK)), 1, [], body)
         return ctx.get_dummy_value()
 
     @intrinsic
@@ -162,11 +159,6 @@ def make_amx_product(kind: str) -> Callable[..., Any]:
     codes_kind = CODES[kind]
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        if HAS_AMX:
-            emit_product(b, *args)
-        return ctx.get_dummy_value()
-
-    def emit_product(b: Any, *args: Value) -> None:
         x, u, codes, next_codes, data, following, groups, group, stored = args[:9]
         start, start_bytes, out, out_bytes, sums = args[9:]
         align_spills(b.function)
@@ -208,6 +200,7 @@ def make_amx_product(kind: str) -> Callable[..., Any]:
         begun = [emit.load(b.add(start, b.mul(start_bytes, c64(i))), c64(tile * LANES)) for i, tile in places]
         for total, (i, tile) in zip(loop_of(b, c64(0), groups, 1, begun, add_group), places, strict=True):
             emit.store(total, b.add(out, b.mul(out_bytes, c64(i))), c64(tile * LANES))
+        return ctx.get_dummy_value()
 
     @intrinsic
     def product(  # type: ignore[no-untyped-def]
