@@ -12,6 +12,7 @@ from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 
+from adapter_store.storage.blobs import NEW_FILE
 from api.replication.headers import LEASE_S
 
 FILE_NAME = "followers.json"
@@ -121,7 +122,8 @@ def _read(file: Path) -> frozenset[str]:
 
 def _write(file: Path, names: frozenset[str]) -> None:
     part = file.with_suffix(".part")
-    with part.open("w") as opened:
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, NEW_FILE, 0o600), "w") as opened:
         json.dump(sorted(names), opened)
         opened.flush()
         os.fsync(opened.fileno())

@@ -71,6 +71,16 @@ def test_what_was_uploaded_can_be_asked_at_once_anywhere(cluster: Cluster, uploa
         assert answer.json()["choices"][0]["text"] != node.ask(BASE).json()["choices"][0]["text"]
 
 
+def test_what_a_registry_keeps_is_its_owners_alone(cluster: Cluster, upload: Callable[..., int]) -> None:
+    """The names of followers, too."""
+    cluster.registry.store.root.chmod(0o755)
+    cluster.follow()
+    upload(cluster.registry, "mia")
+    kept = {path.name: path.stat().st_mode & 0o777 for path in cluster.registry.store.root.rglob("*") if path.is_file()}
+    assert "followers.json" in kept
+    assert {name: oct(mode) for name, mode in kept.items() if mode != 0o600} == {}
+
+
 def test_a_revision_that_is_asked_for_is_waited_for(cluster: Cluster, upload: Callable[..., int]) -> None:
     node = cluster.follow()
     upload(cluster.registry, "mia", 1)
