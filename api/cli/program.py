@@ -34,7 +34,7 @@ from api.cli.commands import (
 from api.cli.common.command_line import rewritten
 from api.cli.common.options import ServerDefaults, with_api_key, with_finite_numbers, with_option_groups
 from api.cli.common.settings_options import settings_command
-from api.cli.common.suggestions import commands_of, meant, options_of
+from api.cli.common.suggestions import commands_of, meant, options_of, owners_of
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
 from api.cli.personas import command as personas
@@ -311,7 +311,7 @@ def _wrong_usage(error: Any) -> int:
     context = error.ctx
     message = error.format_message()
     if context is not None and hasattr(error, "possibilities"):
-        message = _with_meant(error.message, meant(error.option_name, options_of(context)))
+        message = _with_option_meant(error.message, error.option_name, context)
     stop = "" if message.endswith((".", "?")) else "."
     usage = _usage(error) if context is not None else ""
     command = context.command_path if context is not None else "lorasrv"
@@ -320,6 +320,14 @@ def _wrong_usage(error: Any) -> int:
 
 def _with_meant(message: str, names: list[str]) -> str:
     return f"{message}. Did you mean {' or '.join(names)}?" if names else message
+
+
+def _with_option_meant(message: str, flag: str, context: Any) -> str:
+    """Name the options that may be meant, or else the commands that have this one."""
+    if names := meant(flag, options_of(context)):
+        return _with_meant(message, names)
+    owners = owners_of(flag, context.find_root().command)
+    return f"{message}. It is an option of {' and of '.join(owners)}" if owners else message
 
 
 def _usage(error: Any) -> str:

@@ -33,7 +33,7 @@ def create(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"Permission: infer, upload, metrics, admin or replicate; may be repeated. \[default: infer]",
+            help=r"Role of the key: infer, upload, metrics, admin or replicate; may be repeated. \[default: infer]",
             show_default=False,
         ),
     ] = None,

@@ -26,7 +26,11 @@ ServerOption = Annotated[
     str,
     # The default is read from the configuration file by a function, whose name help would show.
     typer.Option(
-        "--server", envvar="LORASRV_SERVER", metavar="URL", help="URL of the server.", show_default=DEFAULT_SERVER
+        "--server",
+        envvar="LORASRV_SERVER",
+        metavar="URL",
+        help="URL of the server, with its host and port.",
+        show_default=DEFAULT_SERVER,
     ),
 ]
 ApiKeyOption = Annotated[

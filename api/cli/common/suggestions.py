@@ -1,7 +1,7 @@
 """Say what was probably meant by a flag or a command that does not exist."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -40,13 +40,22 @@ def options_of(context: Any) -> dict[str, str]:
     }
 
 
-def commands_of(group: Any, prefix: str = "") -> dict[str, str]:
+def commands_of(group: Any) -> dict[str, str]:
     """Return all commands below a group, by what is typed, with what they do."""
-    found: dict[str, str] = {}
+    return {typed: command.help or "" for typed, command in _below(group)}
+
+
+def owners_of(flag: str, group: Any) -> list[str]:
+    """Return the commands below a group that have an option, as they are typed; none where they are many."""
+    owners = [typed for typed, command in _below(group) if any(flag in param.opts for param in command.params)]
+    return owners if len(owners) <= MOST else []
+
+
+def _below(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
-        found[prefix + name] = command.help or ""
-        found |= commands_of(command, f"{prefix}{name} ") if hasattr(command, "commands") else {}
-    return found
+        yield prefix + name, command
+        if hasattr(command, "commands"):
+            yield from _below(command, f"{prefix}{name} ")
 
 
 def _words(text: str) -> list[str]:

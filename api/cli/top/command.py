@@ -25,7 +25,9 @@ KEY_POLL_S = 0.2
 
 
 def top(
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two samples.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two samples, which refresh the screen.")
+    ] = 2.0,
     count: Annotated[int | None, typer.Option("--count", min=1, help="Stop after so many samples.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one sample as plain lines.")] = False,
     replica: ReplicaOption = None,
