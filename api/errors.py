@@ -289,6 +289,9 @@ def problem_text(problem: Mapping[str, Any]) -> str:
             return "is required"
         case "union_tag_not_found":
             return f"its field {problem['ctx']['discriminator']} is required"
+        case "union_tag_invalid":
+            known, given = problem["ctx"]["expected_tags"], problem["ctx"]["tag"]
+            return f"its field {problem['ctx']['discriminator']} must be one of {known}, not {given!r}"
         case "too_long" if (given := problem["ctx"]["actual_length"]) is not None:
             return f"has {given} entries; at most {problem['ctx']['max_length']} are allowed"
     return str(problem["msg"])

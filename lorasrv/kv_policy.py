@@ -46,7 +46,7 @@ class KvPolicy(ABC):
                 raise self._wrong(field.name, f"must be between 1 and {MAX_TOKENS} tokens, not {size}")
 
     def placed(self, page_size: int, step_tokens: int) -> Self:
-        """Return the policy with sizes of whole pages, the next larger ones.
+        """Return the policy with sizes of whole pages: the next larger ones, at most the largest that a size can have.
 
         Raises:
             InvalidRequest: it keeps too little.
@@ -56,7 +56,8 @@ class KvPolicy(ABC):
             raise self._wrong(
                 "recent", f"must be at least {least} tokens ({MIN_RECENT_PAGES} pages), not {self.recent}"
             )
-        sizes = {name: -(-getattr(self, name) // page_size) * page_size for name in self.sizes}
+        pages = {name: min(-(-getattr(self, name) // page_size), MAX_TOKENS // page_size) for name in self.sizes}
+        sizes = {name: count * page_size for name, count in pages.items()}
         return replace(self, page_size=page_size, step_tokens=step_tokens, **sizes)
 
     def as_dict(self) -> Mapping[str, int]:

@@ -63,6 +63,11 @@ def test_answers_tell_how_far_they_are_those_of_full_attention(
             ({"kind": "select", "budget": 64}, "kv_policy.budget", "at least 176 tokens"),
         ):
             refused(served.post("/v1/completions", **body, kv_policy=policy), 400, param, says)
+        for largest in (
+            {"kind": "window", "recent": 2**31 - 1, "sink": 2**31 - 1},
+            {"kind": "select", "budget": 2**31 - 1, "every": 2**31 - 1},
+        ):
+            assert said(served, "mia", largest, max_tokens=9)[1]["dropped_tokens"] == 0
         for more in ({"prompt_logprobs": 1}, {"use_beam_search": True, "best_of": 2}):
             refused(served.post("/v1/completions", **body, **more, kv_policy=WINDOW), 400, "kv_policy", "leave one")
         drafted = served.post("/v1/completions", **body, kv_policy=SELECT).json()["usage"]["lorasrv"]["speculation"]
