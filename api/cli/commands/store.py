@@ -14,7 +14,7 @@ import typer
 from adapter_store.errors import ProblemList
 from adapter_store.formats.adapter_config import read_added_tokens
 from adapter_store.spec import BaseShapes
-from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
+from adapter_store.storage.blobs import NEW_FILE, UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
 from api.cli.common.options import JsonOption, duration
 from api.cli.common.terminal import CliError, names_file, note, print_json, print_table, progress, say
@@ -179,10 +179,10 @@ def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":
 
 @contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically and durably."""
+    """Write a file atomically and durably, readable by its owner only, as the store is."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with names_file(path), partial.open("xb") as file:
+        with names_file(path), os.fdopen(os.open(partial, NEW_FILE, 0o600), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -92,6 +92,7 @@ class TestMoving:
         done, tar = run("export", tmp_path), tmp_path / "lorasrv-store.tar"
         assert (done.code, tar.is_file()) == (0, True)
         assert done.out.startswith("exported 2 adapters, 2 versions, 2 blobs (")
+        assert tar.stat().st_mode & 0o777 == 0o600, "it has personas' hidden prompts"
         failed(run("export", tar), 1, "exists already")
         new = tmp_path / "new"
         moved = json.loads(cli("store", "import", tar, "--store", new, "--json").out)
