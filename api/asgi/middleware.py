@@ -69,21 +69,12 @@ class LoopbackGuard:
         self._checks_host = checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))):
+        if scope["type"] == "http" and (refusal := _unclear(scope) or self._refusal(Headers(scope=scope))):
             await describe_at(scope["path"], refusal).response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy in front of us may honour the other header, and take what follows for another request (RFC 9112
-            # section 6.3).
-            return ApiError(
-                400,
-                "the body's length is given twice, by Content-Length and by Transfer-Encoding",
-                code="invalid_http",
-                headers={"connection": "close"},
-            )
         hosts = headers.getlist("host")
         if (len(hosts) != 1 or not is_loopback(host_name(hosts[0]))) and self._checks_host():
             return ApiError(
@@ -97,6 +88,20 @@ class LoopbackGuard:
                     code="origin_not_allowed",
                 )
         return None
+
+
+def _unclear(scope: Scope) -> ApiError | None:
+    """Refuse what may end elsewhere than it seems to; its connection is not used again."""
+    headers = Headers(scope=scope)
+    if scope["http_version"] not in ("1.0", "1.1"):
+        said = f"HTTP/{scope['http_version']} is not served, only HTTP/1.1 and HTTP/1.0"
+    elif "content-length" in headers and "transfer-encoding" in headers:
+        # A proxy in front of us may honour the other header, and take what follows for another request (RFC 9112
+        # section 6.3).
+        said = "the body's length is given twice, by Content-Length and by Transfer-Encoding"
+    else:
+        return None
+    return ApiError(400, said, code="invalid_http", headers={"connection": "close"})
 
 
 def host_name(host: str) -> str:

@@ -46,14 +46,15 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
 
 
 def check_repetitions(pattern: str, param: str) -> None:
-    """Check that a regular expression's counted repetitions do not multiply to too many.
+    """Check that a regular expression has not too many characters, each as often as it is repeated.
 
     Raises:
-        InvalidRequest: they do.
+        InvalidRequest: it has.
     """
     if (count := repetitions(pattern)) > MAX_REPETITIONS:
         raise InvalidRequest(
-            f"{{param}}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
+            f"{{param}}: {pattern[:60]!r} has {count} characters, each as often as it is repeated, more than"
+            f" {MAX_REPETITIONS}",
             param=param,
         )
 

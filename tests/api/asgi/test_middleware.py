@@ -70,6 +70,27 @@ def test_a_length_that_is_given_twice_ends_the_connection(server, engine, path: 
     assert b"given twice" in answer
 
 
+@pytest.mark.parametrize(
+    ("begins", "status"),
+    [
+        ("GET /v1/models HTTP/1.0", 200),
+        ("GET /v1/models HTTP/2.0", 400),
+        ("GET /v1/models HTTP/0.9", 400),
+        ("PRI * HTTP/2.0", 400),
+    ],
+)
+def test_other_versions_of_http_are_refused_by_name(server, begins: str, status: int) -> None:
+    """The last one begins HTTP/2 with prior knowledge; what follows it is no second request."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
+        connection.sendall(f"{begins}\r\nHost: 127.0.0.1\r\n\r\nSM\r\n\r\n".encode())
+        answer = b""
+        while piece := connection.recv(1 << 16):
+            answer += piece
+    assert int(answer.split()[1]) == status
+    assert (b"is not served, only HTTP/1.1" in answer) == (status == 400)
+    assert answer.count(b"HTTP/1.1 400") <= 1
+
+
 class TestOrigin:
     def test_none_and_the_servers_own_are_served(self, server) -> None:
         assert get(server).status_code == get(server, origin=server.url).status_code == 200

@@ -233,7 +233,11 @@ FIELDS = {
         ("guided_regex", "(a", "unclosed group"),
         ("guided_regex", "(?=a)b", "look-around"),
         ("guided_regex", r"[^\x00-\U0010FFFF]", "no text satisfies"),
-        ("guided_regex", "a" + "{999999999}" * 1000, "multiply to 1000000000000000, more than 100000"),
+        (
+            "guided_regex",
+            "a" + "{999999999}" * 1000,
+            "has 1000000000000000 characters, each as often",
+        ),
         ("guided_choice", [], "1 to"),
         ("guided_choice", ["a", ""], "empty"),
         ("guided_grammar", f"start: /{REPEATED}/", "too many"),
