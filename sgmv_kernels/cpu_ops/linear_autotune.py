@@ -34,7 +34,7 @@ GAIN = 1.3
 """Factor by which bf16 must be faster."""
 AMX_CANDIDATES, AMX_GAIN = (8, 16, 64), 1.05
 """Numbers of rows at which AMX must be faster, and the factor."""
-WIDTH, GROUP, ROUNDS = 2048, 64, 3
+WIDTH, GROUP, ROUNDS = 2048, 64, 31
 FILE, AMX_FILE = "wide_rows.json", "amx.json"
 Product = Callable[[Tensor], Tensor]
 
@@ -83,7 +83,7 @@ def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
     found = None
     for rows in reversed(CANDIDATES):
         x = torch.randn(rows, width)
-        if _seconds(codes, x) < GAIN * _seconds(wide, x):
+        if _gain(codes, wide, x) < GAIN:
             break
         found = rows
     return found
@@ -96,7 +96,7 @@ def amx_is_faster(plain: Product, by_amx: Product, width: int = WIDTH) -> bool:
         if not torch.equal(plain(x), by_amx(x)):
             logger.warning("AMX gives wrong results on this processor and is not used; please report it")
             return False
-        if _seconds(plain, x) < AMX_GAIN * _seconds(by_amx, x):
+        if _gain(plain, by_amx, x) < AMX_GAIN:
             return False
     return True
 
@@ -119,12 +119,15 @@ def _codes() -> GroupQuantizedWeight:
     return GroupQuantizedWeight(codes, scales, scales, INT4_LEVELS)
 
 
-def _seconds(product: Product, x: Tensor) -> float:
-    """Return the seconds of the fastest of a few rounds."""
-    product(x)
-    spent = []
+def _gain(product: Product, other: Product, x: Tensor) -> float:
+    """Return how many times as fast the other product is: both in turns, the fastest round of each.
+
+    What another process computes slows down rounds one after another, of both then.
+    """
+    spent: tuple[list[float], ...] = [], []
     for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        product(x)
-        spent.append(time.perf_counter() - begun)
-    return min(spent)
+        for seconds, timed in zip(spent, (product, other), strict=True):
+            begun = time.perf_counter()
+            timed(x)
+            seconds.append(time.perf_counter() - begun)
+    return min(spent[0]) / min(spent[1])

@@ -145,7 +145,7 @@ def test_amx_is_used_where_it_is_faster_and_right(
         return x + 0
 
     def is_used(seconds: float, product: linear_autotune.Product = by_amx) -> bool:
-        monkeypatch.setattr(linear_autotune, "_seconds", lambda timed, x: 1.0 if timed is plain else seconds)
+        monkeypatch.setattr(linear_autotune, "_gain", lambda plain, by_amx, x: 1 / seconds)
         return linear_autotune.amx_is_faster(plain, product, 8)
 
     assert [is_used(seconds) for seconds in (0.5, 0.99, 1.5)] == [True, False, False]

@@ -497,19 +497,38 @@ def test_many_rows_through_a_bf16_copy() -> None:
 
 
 def test_the_probe_wants_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(product: object, x: Tensor) -> float:
-        return float(len(x)) if product == "codes" else 100.0
-
-    monkeypatch.setattr(linear_probe, "_seconds", seconds)
+    monkeypatch.setattr(linear_probe, "_gain", lambda codes, wide, x: len(x) / 100)
     for gain, from_rows in ((linear_probe.GAIN, 256), (0.5, 64), (3, None)):
         monkeypatch.setattr(linear_probe, "GAIN", gain)
         assert linear_probe.measured("codes", "wide") == from_rows  # type: ignore[arg-type]
+
+
+def test_the_probe_bears_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process halves the speed most of the time, for ten products at a time."""
+    now = [0.0]
+    done = [0]
+
+    def product(seconds: float) -> linear_probe.Product:
+        def compute(x: Tensor) -> Tensor:
+            now[0] += seconds * (1 if done[0] % 15 < 5 else 2)
+            done[0] += 1
+            return x
+
+        return compute
+
+    monkeypatch.setattr(linear_probe.time, "perf_counter", lambda: now[0])
+    for begun in range(15):
+        done[0] = begun
+        assert linear_probe.amx_is_faster(product(1.2), product(1.0), 8)
+        done[0] = begun
+        assert not linear_probe.amx_is_faster(product(1.0), product(1.2), 8)
 
 
 def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(linear_probe, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(linear_probe, "_products", lambda: ())
     monkeypatch.setattr(linear_probe, "measured", lambda *products: calls.append(1) or 128)
     asked = linear_probe.wide_rows.__wrapped__
     assert [asked(), asked(), len(calls)] == [128, 128, 1]
