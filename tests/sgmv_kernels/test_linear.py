@@ -18,6 +18,7 @@ from torch import Tensor
 from sgmv_kernels.cpu_ops import linear as linear_cpu
 from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
+from sgmv_kernels.cpu_runtime import launch
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
@@ -252,7 +253,8 @@ def test_nothing_is_written_beside_the_result(
         return scratch[-1][margin:-margin].view(shape)
 
     packed = linear_cpu.pack_linear_cpu(random_codes(levels, group, out, 2048), None, None)
-    monkeypatch.setattr(linear_cpu, "team_size", lambda: 1)
+    for module in (linear_cpu, launch):  # The one sizes scratch memory, the other starts threads.
+        monkeypatch.setattr(module, "team_size", lambda: 1)
     for count in (1, 9, 70):
         x, wide = rows(count, 2048), torch.full((count + 2, 3 + out + 40), -7.0)
         rounded = linear_cpu.round_rows(x)
