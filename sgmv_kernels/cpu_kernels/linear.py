@@ -43,7 +43,7 @@ from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (
     LINE,
-    QUAD,
+    ROWS_BLOCK,
     TILES_AT_ONCE,
     begin_tile,
     copy_factors,
@@ -153,7 +153,7 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         while row < rows:
             inside = row % ROW_GROUP
             left = min(rows - row, ROW_GROUP - inside)
-            x = args[CODES] + (row - inside) * args[ROW_BYTES] + 4 * inside + before * CODE_BLOCK // 4 * QUAD
+            x = args[CODES] + (row - inside) * args[ROW_BYTES] + CODE_BLOCK * inside + before * ROWS_BLOCK
             u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + before * qm.UNITS
             tiles = data, following, groups, group, stored, lines, table
             sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
@@ -212,7 +212,7 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         own_of_amx = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
         in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if args[WITH_AMX] else np.int64(0)
         if in_amx:
-            begin_amx(args, in_amx, own_of_amx)
+            begin_amx(own_of_amx)
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles

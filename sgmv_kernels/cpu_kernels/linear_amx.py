@@ -11,15 +11,11 @@ from sgmv_kernels.cpu_ops.linear import (
     TABLE,
     UNIT_BYTES,
     UNITS,
-    WIDTH,
 )
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import (
-    AMX_CONFIG,
     AMX_ROWS,
     AMX_SUMS,
-    ROWS_BLOCK,
-    arrange_rows,
     configure_amx,
     make_amx_product,
     make_unpack,
@@ -36,11 +32,11 @@ def _nothing(*args):  # type: ignore[no-untyped-def]
 
 
 def make_amx(kind: str, unpack: Any = None) -> tuple[Any, Any]:
-    """Return begin(args, rows, own) and multiply(args, rows, data, next, ahead, scratch, own, start, start_bytes, out,
+    """Return begin(own) and multiply(args, rows, data, next, ahead, scratch, own, start, start_bytes, out,
     out_bytes) for one format; they do nothing where the processor has no AMX.
 
-    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `own`: scratch memory of this thread that `multiply`
-    finds as `begin` leaves it.
+    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `own`: `AMX_SUMS + AMX_CONFIG` bytes of scratch memory of
+    this thread.
 
     Args:
         kind: as of `linear.make_linear`.
@@ -50,15 +46,11 @@ def make_amx(kind: str, unpack: Any = None) -> tuple[Any, Any]:
         return _nothing, _nothing
     unpack_codes, product = unpack or make_unpack(kind), make_amx_product(kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
-    before_rows = AMX_SUMS + AMX_CONFIG
 
     @kernel_part
-    def begin(args, rows, own):  # type: ignore[no-untyped-def]
-        """Configure the registers, and write the codes of the rows one row after another."""
+    def begin(own):  # type: ignore[no-untyped-def]
+        """Configure the registers."""
         configure_amx(own + AMX_SUMS)
-        for row in range(0, rows, AMX_ROWS):
-            arranged = own + before_rows + row * args[WIDTH]
-            arrange_rows(args[CODES] + row * args[ROW_BYTES], args[WIDTH] // CODE_BLOCK, arranged)
 
     @kernel_part
     def multiply(args, rows, data, following, ahead, scratch, own, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
@@ -74,7 +66,7 @@ def make_amx(kind: str, unpack: Any = None) -> tuple[Any, Any]:
                     unpack_codes(source + i * following + g * group_bytes, group, args[TABLE], ahead, target)
             tiles = scratch, tile_bytes, source, following, count, group, stored
             for row in range(0, rows, AMX_ROWS):
-                x = own + before_rows + row * args[WIDTH] + first * blocks * ROWS_BLOCK
+                x = args[CODES] + row * args[ROW_BYTES] + first * blocks * qm.ROWS_BLOCK
                 u = args[UNITS] + row * args[UNIT_BYTES] + first * blocks * qm.UNITS
                 sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
                 product(x, u, *tiles, *sums, own)

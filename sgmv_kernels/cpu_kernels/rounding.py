@@ -3,7 +3,7 @@
 from typing import Any
 
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.quant_matmul import QUAD, UNITS, make_rounding
+from sgmv_kernels.cpu_simd.quant_matmul import ROWS_BLOCK, UNITS, make_rounding
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK
 
 
@@ -21,7 +21,7 @@ def make_round_group(is_ordered: bool) -> Any:
         for j in range(first, last):
             at = j * 4 * CODE_BLOCK
             source = x if is_ordered else x + at
-            round_block(source, row_bytes, rows, order + at, codes + j * CODE_BLOCK // 4 * QUAD, units + j * UNITS)
+            round_block(source, row_bytes, rows, order + at, codes + j * ROWS_BLOCK, units + j * UNITS)
 
     return round_group
 

@@ -43,7 +43,7 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 class RoundedRows:
     """Hold rounded activations."""
 
-    # [T / 8, H / 4, 8, 4] int8.
+    # [T / 8, H / 32, 8, 32] int8.
     codes: Tensor
     # [T / 8, H / 32, 2, 8] fp32: units, and units * sums.
     units: Tensor
@@ -119,7 +119,7 @@ def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
     """
     rows, width = x.shape
     groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
-    codes = empty("codes", (groups, width // 4, ROW_GROUP, 4), torch.int8)
+    codes = empty("codes", (groups, blocks, ROW_GROUP, CODE_BLOCK), torch.int8)
     units = empty("units", (groups, blocks, 2, ROW_GROUP))
     rounded = RoundedRows(codes, units)
     target = _codes(rounded)
@@ -176,8 +176,7 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
     # Even, because two tiles may be multiplied at a time.
     task_tiles = 2 * max(1, tiles // (2 * threads * TASKS_A_THREAD))
     tasks = -(-tiles // task_tiles)
-    in_amx = weight.in_features if packed.with_amx else 0
-    scratch = empty("scratch", (threads, scratch_bytes(rows, in_amx)), torch.uint8)
+    scratch = empty("scratch", (threads, scratch_bytes(rows)), torch.uint8)
     own = {
         **_codes(rounded),
         TILES: tiles,
@@ -213,10 +212,10 @@ def _codes(rounded: RoundedRows) -> Words:
     }
 
 
-def scratch_bytes(rows: int, in_amx: int) -> int:
+def scratch_bytes(rows: int) -> int:
     """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, what sums start with, sums
-    of all rows in tiles that reach beyond the last output, and a chunk of two tiles as bytes with its factors. Where
-    rows of `in_amx` inputs are multiplied in AMX registers: sums of a block, a configuration, and all rows.
+    of all rows in tiles that reach beyond the last output, a chunk of two tiles as bytes with its factors, and for AMX
+    registers sums of a block and their configuration.
     """
     known = 2 * ((ROW_GROUP + 1 + rows) * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)
-    return known + (16 * 4 * TILE + 64 + rows * in_amx if in_amx else 0)
+    return known + 2 * ROW_GROUP * 4 * TILE + 64

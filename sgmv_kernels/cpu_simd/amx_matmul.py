@@ -26,14 +26,14 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     look_up,
     store_vector,
 )
-from sgmv_kernels.cpu_simd.quant_matmul import CODES, LINE, QUAD, TILES_AT_ONCE, UNITS, by_quads
-from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, align_spills, c64, loop_of
+from sgmv_kernels.cpu_simd.quant_matmul import CODES, LINE, ROWS_BLOCK, TILES_AT_ONCE, UNITS
+from sgmv_kernels.cpu_simd.vector_ir import LANES, Emitter, Value, align_spills, c64, loop_of
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, TILE
 
 AMX_ROWS = ROW_GROUP
 """Rows that are multiplied at a time."""
-ROWS_BLOCK, TILE_BLOCK = AMX_ROWS * CODE_BLOCK, TILE * CODE_BLOCK
-"""Bytes of a block of 32 neighbours of those rows, row after row, and of a tile, line after line."""
+TILE_BLOCK = TILE * CODE_BLOCK
+"""Bytes of a block of a tile, line after line."""
 AMX_SUMS = TILES_AT_ONCE * AMX_ROWS * LINE
 """Bytes of the sums of a block, int32."""
 AMX_CONFIG = 64
@@ -91,27 +91,6 @@ def end_amx(typingctx):  # type: ignore[no-untyped-def]
     return types.void(), codegen
 
 
-@intrinsic
-def arrange_rows(typingctx, codes, blocks, out):  # type: ignore[no-untyped-def]
-    """Write the int8 of a group of rows, in which four neighbours of each lie together, block by block row by row."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        codes, blocks, out = args
-
-        def body(at: Value, state: list[Value]) -> list[Value]:
-            block = b.add(codes, b.mul(at, c64(LINES * QUAD)))
-            quads = [load_vector(b, b.add(block, c64(QUAD * n)), ir.VectorType(I32, ROW_GROUP)) for n in range(LINES)]
-            target = b.add(out, b.mul(at, c64(ROWS_BLOCK)))
-            for n, rows in enumerate(by_quads(b, quads)):
-                store_vector(b, rows, b.add(target, c64(4 * LANES * n)))
-            return state
-
-        loop_of(b, c64(0), blocks, 1, [], body)
-        return ctx.get_dummy_value()
-
-    return types.void(_A, _A, _A), codegen
-
-
 def make_unpack(kind: str) -> Callable[..., Any]:
     """unpack(source, group, table, ahead, out): write the codes of a tile's group, a multiple of 32, as unsigned bytes.
 
@@ -151,7 +130,7 @@ def make_amx_product(kind: str) -> Callable[..., Any]:
     """product(x, u, codes, next_codes, data, next, groups, group, stored, start, start_bytes, out, out_bytes, sums):
     out[i, :] = start[i, :] + x[i] @ tiles for `AMX_ROWS` rows.
 
-    `x`: rows as `arrange_rows` writes them; `u`: their units. `codes`: those of the first tile's groups as `unpack`
+    `x`, `u`: rounded activations and units of a group of rows. `codes`: those of the first tile's groups as `unpack`
     writes them, the second's `next_codes` bytes on. The tiles themselves, whose groups have `stored` bytes of codes
     before their factors, lie at `data`, and `next` bytes on. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE * TILE],
     `start_bytes` and `out_bytes` from row to row. `sums`: room for `AMX_SUMS` bytes.

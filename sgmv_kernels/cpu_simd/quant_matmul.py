@@ -1,8 +1,8 @@
 """Define vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
 
 Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rounded activations lie in groups of
-`ROW_GROUP` rows: four neighbours of every row of the group, then the next four. So the rows that are
-multiplied at a time are read from one place.
+`ROW_GROUP` rows: a block of every row of the group, then the next block. So the rows that are multiplied at a time are
+read from one place.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, STEP_GROU
 LEVELS = 127
 LINE = 4 * TILE
 """Bytes of a line of codes, four neighbours of every output of a tile."""
-QUAD = 4 * ROW_GROUP
-"""Bytes from four neighbours of a row to the next four."""
+ROWS_BLOCK = ROW_GROUP * CODE_BLOCK
+"""Bytes of a block of a group of rows, row after row."""
 UNITS = 8 * ROW_GROUP
 """Bytes of the units, then of the units times sums, of a block of a group of rows."""
 TILES_AT_ONCE = 2 // VECTORS
@@ -56,8 +56,7 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
 
     `x`: the first number of the first row; of an ordered rounding the row, from which the 32 int32 at `order` choose;
     `xs` bytes from row to row. There are `rows` rows from x on; if the group has more places, they get what the last
-    row has. `codes`: where the first four
-    int8 of each row go, `QUAD` bytes before the next. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
+    row has. `codes`: where the int8 go, row after row. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
     on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
@@ -84,8 +83,10 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
         unit = b.select(finite, unit, group.const(float("nan")))
         dot = SmallDot()
         sums: Value | None = None
-        for n, quad in enumerate(by_quads(b, [_rounded(b, row, factors, i) for i, row in enumerate(parts)])):
-            store_vector(b, quad, b.add(codes, c64(4 * LANES * n)))
+        rounded = [_rounded(b, row, factors, i) for i, row in enumerate(parts)]
+        for i, row in enumerate(rounded):
+            store_vector(b, row, b.add(codes, c64(CODE_BLOCK * i)))
+        for quad in _by_quads(b, rounded):
             sums = dot.step(b, sums, filled(BYTES, 1), quad)
         assert sums is not None
         whole = dot.end(b, sums)
@@ -143,7 +144,7 @@ def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
     return b.bitcast(codes, ir.VectorType(I32, CODE_BLOCK // 4))
 
 
-def by_quads(b: Any, rows: list[Value]) -> list[Value]:
+def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
     """Return the first int32 of every row, then the second of every row, and so on, in vectors of LANES."""
     half = ROW_GROUP // 2
     low = [place for n in range(half) for place in (n, n + ROW_GROUP)]
@@ -379,7 +380,7 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
 
             def add_block(j: Value, state: list[Value]) -> list[Value]:
                 block = b.add(b.mul(at, blocks), j)
-                quads = b.add(x, b.mul(block, c64(LINES * QUAD)))
+                codes_of_rows = b.add(x, b.mul(block, c64(ROWS_BLOCK)))
                 lines_of = [b.add(start, b.mul(j, c64(num_stored * LINE))) for start in starts]
                 own_share = b.add(soon, b.mul(block, share))
 
@@ -396,8 +397,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
                         read = [codes.read(b, value, half > 0) for value in loaded]
                         if entries is not None:
                             read = [look_up(b, entries, value) for value in read]
-                        own = b.add(quads, b.mul(b.add(n, c64(half * num_stored)), c64(QUAD)))
-                        taken = [splat_int(b, b.add(own, c64(4 * i))) for i in range(rows)]
+                        own = b.add(codes_of_rows, b.mul(b.add(n, c64(half * num_stored)), c64(4)))
+                        taken = [splat_int(b, b.add(own, c64(CODE_BLOCK * i))) for i in range(rows)]
                         whole = [dot.step(b, whole[p], read[k], taken[i]) for p, (i, k, _) in enumerate(places)]
                     return list(whole)
 

@@ -123,6 +123,18 @@ def test_kernels_stay_in_their_scratch_memory(
     assert len(guarded) == 4
 
 
+def test_threads_share_the_rows() -> None:
+    """Copies of a long prompt's rows, one for each thread, would not stay in a processor's caches."""
+    plain = pack_linear_cpu(random_codes(INT4_LEVELS, 64, 64, 2048), None, None)
+
+    def scratch(packed: linear.CpuLinear) -> int:
+        with recording() as recorded:
+            linear_parts_cpu(rows(256, 2048), (packed,))
+        return sum(held.nbytes for (name, *_), held in recorded.buffers.items() if name == "scratch")
+
+    assert scratch(replace(plain, with_amx=True)) == scratch(plain)
+
+
 @with_amx
 def test_no_number_stays_in_its_row() -> None:
     codes = random_codes(INT4_LEVELS, 32, 40, 64)
