@@ -67,7 +67,7 @@ def _kept(file: str, key: str, measure: Callable[[], object]) -> object:
 
     def by_all() -> object:
         torch.get_num_threads()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+        torch.set_num_threads(all_threads())
         return measure()
 
     with ThreadPoolExecutor(1) as apart:
@@ -76,6 +76,12 @@ def _kept(file: str, key: str, measure: Callable[[], object]) -> object:
     logger.info("measured for base linears on this machine, %s: %s is %s", file, key, found)
     keep(path, {key: found})
     return found
+
+
+def all_threads() -> int:
+    """Return how many threads OpenMP starts: the first number of `OMP_NUM_THREADS`, or one for each processor."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else len(os.sched_getaffinity(0))
 
 
 def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -538,3 +539,10 @@ def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [asked(), len(calls)] == [128, 2]
     monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"avx2": True})
     assert [asked(), len(calls)] == [None, 2]
+
+
+@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("4,2", 4), (" 5 ", 5), ("", None), ("many", None), ("0", 1)])
+def test_all_threads_are_those_of_openmp(told: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start must not end with what OpenMP itself ignores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    assert linear_probe.all_threads() == (threads or len(os.sched_getaffinity(0)))
