@@ -92,16 +92,20 @@ class LoopbackGuard:
 
 def _unclear(scope: Scope) -> ApiError | None:
     """Refuse what may end elsewhere than it seems to; its connection is not used again."""
-    headers = Headers(scope=scope)
-    if scope["http_version"] not in ("1.0", "1.1"):
-        said = f"HTTP/{scope['http_version']} is not served, only HTTP/1.1 and HTTP/1.0"
-    elif "content-length" in headers and "transfer-encoding" in headers:
+    headers, version, ends = Headers(scope=scope), scope["http_version"], {"connection": "close"}
+    if version not in ("1.0", "1.1"):
+        said = f"HTTP/{version} is not served, only HTTP/1.1 and HTTP/1.0"
+        return ApiError(400, said, code="invalid_http", headers=ends)
+    if "content-length" in headers and "transfer-encoding" in headers:
         # A proxy in front of us may honour the other header, and take what follows for another request (RFC 9112
         # section 6.3).
-        said = "the body's length is given twice, by Content-Length and by Transfer-Encoding"
-    else:
-        return None
-    return ApiError(400, said, code="invalid_http", headers={"connection": "close"})
+        return ApiError(
+            400,
+            "the body's length is given twice, by Content-Length and by Transfer-Encoding",
+            code="invalid_http",
+            headers=ends,
+        )
+    return None
 
 
 def host_name(host: str) -> str:
