@@ -37,7 +37,7 @@ from sgmv_kernels.cpu_ops.linear import (
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
-from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, end_amx
+from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, AMX_SUMS, configure_amx, end_amx
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
@@ -119,7 +119,7 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
-    begin_amx, multiply_by_amx = make_amx(kind, with_amx)
+    multiply_by_amx = make_amx(kind, with_amx)
 
     @kernel_part
     def begin(args, tile, start):  # type: ignore[no-untyped-def]
@@ -209,10 +209,10 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         start = kept[0] + ROWS * _WIDTH
         at_edge = start + _WIDTH
         scratch = at_edge + args[NUM_ROWS] * _WIDTH
-        own_of_amx = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
+        amx_sums = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
         in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if args[WITH_AMX] else np.int64(0)
         if in_amx:
-            begin_amx(own_of_amx)
+            configure_amx(amx_sums + AMX_SUMS)
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
@@ -231,7 +231,7 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
                 if in_amx:
-                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, own_of_amx, *sums)
+                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, amx_sums, *sums)
                     soon = data
                 if in_amx < args[NUM_ROWS]:
                     if is_stored:

@@ -13,13 +13,7 @@ from sgmv_kernels.cpu_ops.linear import (
     UNITS,
 )
 from sgmv_kernels.cpu_simd import quant_matmul as qm
-from sgmv_kernels.cpu_simd.amx_matmul import (
-    AMX_ROWS,
-    AMX_SUMS,
-    configure_amx,
-    make_amx_product,
-    make_unpack,
-)
+from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, make_amx_product, make_unpack
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX
 from sgmv_kernels.cpu_simd.quant_matmul import TILES_AT_ONCE
@@ -31,29 +25,24 @@ def _nothing(*args):  # type: ignore[no-untyped-def]
     pass
 
 
-def make_amx(kind: str, unpack: Any = None) -> tuple[Any, Any]:
-    """Return begin(own) and multiply(args, rows, data, next, ahead, scratch, own, start, start_bytes, out,
-    out_bytes) for one format; they do nothing where the processor has no AMX.
+def make_amx(kind: str, unpack: Any = None) -> Any:
+    """Return multiply(args, rows, data, next, ahead, scratch, sums, start, start_bytes, out, out_bytes) for one format;
+    it does nothing where the processor has no AMX.
 
-    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `own`: `AMX_SUMS + AMX_CONFIG` bytes of scratch memory of
-    this thread.
+    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `sums`: `AMX_SUMS` bytes of scratch memory of this
+    thread, whose registers `configure_amx` has prepared.
 
     Args:
         kind: as of `linear.make_linear`.
         unpack: what `amx_matmul.make_unpack` makes, if that does not know how the codes are stored.
     """
     if not HAS_AMX:
-        return _nothing, _nothing
+        return _nothing
     unpack_codes, product = unpack or make_unpack(kind), make_amx_product(kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
-    def begin(own):  # type: ignore[no-untyped-def]
-        """Configure the registers."""
-        configure_amx(own + AMX_SUMS)
-
-    @kernel_part
-    def multiply(args, rows, data, following, ahead, scratch, own, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
+    def multiply(args, rows, data, following, ahead, scratch, sums, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
         """Write the products with all groups of the tiles, and prefetch what lies `ahead` of the tiles."""
         group, stored, blocks = args[GROUP], args[CODE_BYTES], args[GROUP] // CODE_BLOCK
         group_bytes, step = stored + factor_bytes, max(1, CHUNK // group)
@@ -68,8 +57,8 @@ def make_amx(kind: str, unpack: Any = None) -> tuple[Any, Any]:
             for row in range(0, rows, AMX_ROWS):
                 x = args[CODES] + row * args[ROW_BYTES] + first * blocks * qm.ROWS_BLOCK
                 u = args[UNITS] + row * args[UNIT_BYTES] + first * blocks * qm.UNITS
-                sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
-                product(x, u, *tiles, *sums, own)
+                begun, written = start + row * start_bytes, out + row * out_bytes
+                product(x, u, *tiles, begun, start_bytes, written, out_bytes, sums)
             start, start_bytes = out, out_bytes
 
-    return begin, multiply
+    return multiply

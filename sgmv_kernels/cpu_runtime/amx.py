@@ -8,7 +8,7 @@ from functools import cache
 import llvmlite.binding as llvm
 
 logger = logging.getLogger(__name__)
-NEEDED = ("amx-tile", "amx-int8", "avx512vnni")
+NEEDED_BY_AMX = ("amx-tile", "amx-int8", "avx512vnni")
 """Features of the processor by LLVM's names."""
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 """A system call of Linux on x86-64, `ARCH_REQ_XCOMP_PERM`, and the registers' number there (Linux, x86/xstate)."""
@@ -18,7 +18,7 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 def may_use_amx() -> bool:
     """Return whether this process may use AMX registers: the processor has them, and the system allows it."""
     features = llvm.get_host_cpu_features()
-    if not (sys.platform == "linux" and all(features.get(name) for name in NEEDED)):
+    if not (sys.platform == "linux" and all(features.get(name) for name in NEEDED_BY_AMX)):
         return False
     is_allowed: bool = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
     if not is_allowed:

@@ -67,13 +67,14 @@ def configure_amx(typingctx, config):  # type: ignore[no-untyped-def]
     """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        told = bytearray(AMX_CONFIG)
-        told[0] = 1
-        for register, (rows, row_bytes) in _SHAPES.items():
-            told[16 + 2 * register] = row_bytes
-            told[48 + register] = rows
-        store_vector(b, ir.Constant(ir.VectorType(_I8, AMX_CONFIG), list(told)), args[0])
-        _call(b, "ldtilecfg", _pointer(b, args[0]))
+        if HAS_AMX:
+            told = bytearray(AMX_CONFIG)
+            told[0] = 1
+            for register, (rows, row_bytes) in _SHAPES.items():
+                told[16 + 2 * register] = row_bytes
+                told[48 + register] = rows
+            store_vector(b, ir.Constant(ir.VectorType(_I8, AMX_CONFIG), list(told)), args[0])
+            _call(b, "ldtilecfg", _pointer(b, args[0]))
         return ctx.get_dummy_value()
 
     return types.void(_A), codegen

@@ -11,6 +11,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
+from sgmv_kernels.cpu_runtime.amx import NEEDED_BY_AMX
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Value
 from sgmv_kernels.formats.adapter_panels import TILE
 
@@ -23,7 +24,7 @@ _I8, _I16 = ir.IntType(8), ir.IntType(16)
 BYTES, WORDS, INTS = (ir.VectorType(kind, n * LANES) for kind, n in ((_I8, 4), (_I16, 2), (I32, 1)))
 _FEATURES = llvm.get_host_cpu_features()
 HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni") if _WIDE else _FEATURES.get("avxvnni"))
-HAS_AMX = bool(_WIDE and HAS_BYTE_DOT and _FEATURES.get("amx-tile") and _FEATURES.get("amx-int8"))
+HAS_AMX = _WIDE and all(_FEATURES.get(name) for name in NEEDED_BY_AMX)
 HAS_PAIR_DOT = bool(_FEATURES.get("avx512bw") if _WIDE else _FEATURES.get("avx2"))
 
 
