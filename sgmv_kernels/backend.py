@@ -191,7 +191,18 @@ Angles = tuple[tuple[Tensor, Tensor], ...]
 Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
 Layers = Callable[[Tensor, Angles, StepTables], Tensor]
-"""Function (x [T, H], angles, tables) -> logits [S, V] that consists of calls of `Ops` only."""
+"""Function (x [T, H], angles, tables) -> logits [S, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Hold the functions that a forward pass consists of, each of calls of `Ops` only."""
+
+    # ids [T] int64 -> x [T, H]; None if that is computed otherwise.
+    embed: Callable[[Tensor], Tensor] | None
+    layers: Layers
+    # Logits [S, V], which it may change -> their likeliest tokens [S] int64.
+    choose: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

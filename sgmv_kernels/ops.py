@@ -10,7 +10,7 @@ import torch
 
 from sgmv_kernels.adapter_ops import AdapterOps
 from sgmv_kernels.attention_ops import AttentionOps
-from sgmv_kernels.backend import KernelsUnavailable, Layers, ProgramShape, Progress, choose_backend, load_backend
+from sgmv_kernels.backend import KernelsUnavailable, ProgramShape, Progress, Stages, choose_backend, load_backend
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.linear_ops import LinearOps
 from sgmv_kernels.pointwise_ops import PointwiseOps
@@ -58,11 +58,11 @@ class Ops(AdapterOps, AttentionOps, LinearOps, PointwiseOps):
         """Return the fastest number of threads up to `most`; may measure, in the calling thread's team."""
         return self._backend.best_threads(most)
 
-    def program(self, layers: Layers, shape: ProgramShape) -> "RecordedStep":
-        """Return a program that runs a model's layers from recordings, where no linear takes other kernels."""
+    def program(self, stages: Stages, shape: ProgramShape) -> "RecordedStep":
+        """Return a program that runs a model's passes from recordings, where no linear takes other kernels."""
         from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
-        return RecordedStep(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
+        return RecordedStep(stages, shape.below(self._backend.wide_rows() if self._copies else None), self)
 
     def warm_up(
         self, adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress = lambda what, share: None

@@ -12,15 +12,15 @@ answers does not depend on the drafts, but each answer does.
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from lorasrv.outputs import RequestId
 from lorasrv.request import ConstraintState
 from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.rejection import DrawnToken, Probabilities, accept_or_draw
-from lorasrv.sampling.sampler import Likeliest, distribution, likeliest_finite, sample_finite
+from lorasrv.sampling.sampler import distribution, or_none, sample_finite
 from lorasrv.scheduler_output import ScheduledRequest, children
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.metadata.draft_trees import ROOT
 from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
@@ -31,16 +31,19 @@ def choose_tokens(
     logits: Tensor,
     shares: Sequence[ScheduledRequest],
     drawn_from: DrawnFrom = lambda share, at: None,
-    likeliest: Likeliest = likeliest_torch,
+    likeliest: Tensor | None = None,
 ) -> dict[RequestId, tuple[int, ...]]:
     """Choose the next tokens of each share; a share whose first row is no numbers has none.
 
     Args:
         logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
         drawn_from: what the draft token at a place of a share that is accepted by rejection was drawn from.
+        likeliest: [at least S] int64, of each of these rows as `Ops.likeliest` finds it; None: they are looked for.
     """
+    best = likeliest_torch(logits) if likeliest is None else likeliest
     if not any(share.num_guessed_tokens for share in shares):
-        tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares], likeliest)
+        rows = [SamplingMetadata.of(share) for share in shares]
+        tokens = sample_finite(logits[: len(shares)], rows, best[: len(shares)])
         return {s.request_id: (token,) for s, token in zip(shares, tokens, strict=True) if token is not None}
     paths, first = [], 0
     for share in shares:
@@ -48,46 +51,44 @@ def choose_tokens(
         first += share.num_logit_rows
     left = [path for path in paths if not path.takes_likeliest]
     if len(left) < len(paths):
-        best = likeliest_finite(logits[:first], likeliest)
+        numbers = or_none(best[:first])
         for path in paths:
             if path.takes_likeliest:
-                path.follow(best)
+                path.follow(numbers)
     while left:
-        tokens = _sampled(logits, left, drawn_from)
+        tokens = _sampled(logits, best, left, drawn_from)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
     return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
 
 
-def probed_tokens(
-    logits: Tensor, shares: Sequence[ScheduledRequest], likeliest: Likeliest
-) -> dict[RequestId, tuple[int, ...]]:
+def probed_tokens(likeliest: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
     """Return the likeliest token behind each probe, of the shares whose probes' logits are all numbers.
 
     Args:
-        logits: [at least S, V] fp32, as of `choose_tokens`.
+        likeliest: [at least S] int64, as of `choose_tokens`.
     """
     found, first = dict[RequestId, tuple[int, ...]](), 0
     for share in shares if any(share.drafts.probes.token_ids for share in shares) else ():
         first += share.num_logit_rows
         if count := len(share.drafts.probes.token_ids):
-            best = likeliest_finite(logits[first - count : first], likeliest)
-            tokens = [token for token in best if token is not None]
+            tokens = [token for token in or_none(likeliest[first - count : first]) if token is not None]
             if len(tokens) == count:
                 found[share.request_id] = tuple(tokens)
     return found
 
 
-def _sampled(logits: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:
+def _sampled(logits: Tensor, likeliest: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:
     """Return the token of each path's current row: from a GPU of all rows at once, on a CPU without copying them."""
     if logits.device.type != "cpu" and not any(path.is_rejecting for path in paths):
-        return sample_finite(logits[[path.row for path in paths]], [path.sampling_row() for path in paths])
-    return [_accepted(logits[path.row], path, drawn_from) for path in paths]
+        rows = [path.row for path in paths]
+        return sample_finite(logits[rows], [path.sampling_row() for path in paths], likeliest[rows])
+    return [_accepted(logits[path.row], likeliest[path.row], path, drawn_from) for path in paths]
 
 
-def _accepted(logits: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | None:
+def _accepted(logits: Tensor, likeliest: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | None:
     row = path.sampling_row()
-    if not path.is_rejecting or not torch.isfinite(logits.sum()):
-        return sample_finite(logits[None], [row])[0]
+    if not path.is_rejecting or likeliest == NO_TOKEN:
+        return sample_finite(logits[None], [row], likeliest[None])[0]
     assert row.params.seed is not None, "a random request gets a seed at admission"
     drawn = [DrawnToken(path.share.draft_token_ids[at], drawn_from(path.share, at)) for at in path.drafts]
     return accept_or_draw(distribution(logits, row), drawn, row.params.seed, row.num_generated)

@@ -6,7 +6,7 @@ whatever shares its batch, and after a preemption. CPU and GPU may give differen
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 CANDIDATES = 256
 """Likeliest tokens that are looked for where they are nearly always enough: far cheaper than sorting the vocabulary."""
-Likeliest = Callable[[Tensor], Tensor]
-"""`sgmv_kernels.ops.Ops.likeliest`, or torch's."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
@@ -42,19 +40,26 @@ def launch_sampling(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
     Returns: [B] int64 on the device; `NO_TOKEN` for a row with logits that are not finite.
     """
-    best = likeliest_torch(logits)
+    return _launched(logits, rows, likeliest_torch(logits))
+
+
+def _launched(logits: Tensor, rows: Sequence[SamplingMetadata], best: Tensor) -> Tensor:
     # A draw from a row with NaN gives an arbitrary token, which is replaced here.
     return torch.where(best == NO_TOKEN, best, _tokens(logits, rows, best))
 
 
 def sample_finite(
-    logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: Likeliest = likeliest_torch
+    logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: Tensor | None = None
 ) -> list[int | None]:
-    """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
+    """Choose a token for each row as `sample` does; None for a row with logits that are not finite.
+
+    Args:
+        likeliest: [B] int64, of each row as `Ops.likeliest` finds it; None: they are looked for.
+    """
+    best = likeliest_torch(logits) if likeliest is None else likeliest
     if logits.device.type != "cpu":
-        return _or_none(launch_sampling(logits, rows))
-    best = likeliest(logits)
-    chosen = _or_none(best)
+        return or_none(_launched(logits, rows, best))
+    chosen = or_none(best)
     left = [at for at, row in enumerate(rows) if chosen[at] is not None and not row.takes_likeliest]
     if left:
         of_left = slice(None) if len(left) == len(rows) else left
@@ -64,16 +69,14 @@ def sample_finite(
     return chosen
 
 
-def likeliest_finite(logits: Tensor, likeliest: Likeliest = likeliest_torch) -> list[int | None]:
-    """Return the token of the highest logit of each row; None for a row with logits that are not finite.
-
-    Args:
-        logits: [B, V] fp32.
-    """
-    return _or_none(likeliest(logits))
+def likeliest_finite(logits: Tensor) -> list[int | None]:
+    """Return the token of the highest logit of each row of [B, V] fp32; None for a row with logits that are not
+    finite."""
+    return or_none(likeliest_torch(logits))
 
 
-def _or_none(tokens: Tensor) -> list[int | None]:
+def or_none(tokens: Tensor) -> list[int | None]:
+    """Return tokens [B] as numbers, None for `NO_TOKEN`."""
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 

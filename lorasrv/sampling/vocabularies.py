@@ -17,17 +17,20 @@ class SameVocabulary(NamedTuple):
     `prompt_rows`."""
 
     logits: Tensor
+    # [S] int64, the likeliest token of each row, as far as they are known.
+    likeliest: Tensor | None
     sampled: tuple[ScheduledRequest, ...]
     asked: tuple[ScheduledRequest, ...]
 
     @property
-    def prompt_logits(self) -> Tensor:
-        """Return the rows of `asked`."""
-        return self.logits[sum(share.num_logit_rows for share in self.sampled) :]
+    def num_sampled_rows(self) -> int:
+        """Return the rows of `sampled`; those of `asked` are behind them."""
+        return sum(share.num_logit_rows for share in self.sampled)
 
 
 def by_vocabulary(
     logits: Tensor,
+    likeliest: Tensor | None,
     sampled: tuple[ScheduledRequest, ...],
     asked: tuple[ScheduledRequest, ...],
     vocab_size: int,
@@ -36,16 +39,17 @@ def by_vocabulary(
 
     Args:
         logits: [S, at least V] fp32.
+        likeliest: as of `SameVocabulary`, of all these columns.
         vocab_size: V of shares that do not say another.
     """
     sizes = {share.vocab_size for share in (*sampled, *asked)}
     if sizes <= {0}:
-        yield SameVocabulary(logits, sampled, asked)
+        yield SameVocabulary(logits, likeliest, sampled, asked)
         return
     for size in sorted(sizes):
         of_answers, rows, first = _of(size, sampled, [share.num_logit_rows for share in sampled], 0)
         of_prompts, more, _ = _of(size, asked, [len(share.prompt_rows) for share in asked], first)
-        yield SameVocabulary(logits[:, : size or vocab_size][rows + more], of_answers, of_prompts)
+        yield SameVocabulary(logits[:, : size or vocab_size][rows + more], None, of_answers, of_prompts)
 
 
 def _of(

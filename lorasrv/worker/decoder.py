@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.weights import ModelWeights
-from sgmv_kernels.backend import Angles, ProgramShape, SgmvPlan, StepTables
+from sgmv_kernels.backend import Angles, ProgramShape, SgmvPlan, Stages, StepTables
 from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -181,7 +182,9 @@ class Decoder:
         self._angles = [
             rope_tables(rope, 0 if slopes else spec.head_dim, limits.max_model_len, memory.device) for rope in ropes
         ]
-        self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
+        # The likeliest token of each row of the last pass's logits, if it has found them.
+        self._likeliest: Tensor | None = None
+        self._program = ops.program(self._stages(), self._shape(limits)) if self._can_be_recorded() else None
 
     @property
     def page_size(self) -> int:
@@ -205,17 +208,21 @@ class Decoder:
         angles = tuple((_rows_at(cos, places), _rows_at(sin, places)) for cos, sin in self._angles)
         if self._program is None:
             return DecoderPass(batch, angles, None)
-        return DecoderPass(batch, angles, self._program.prepare(len(places), angles, batch.tables))
+        ids = batch.token_ids if self._program.can_embed and not batch.changes_embedding else None
+        program = self._program.prepare(len(places), angles, batch.tables, ids, chooses=not batch.changes_head)
+        return DecoderPass(batch, angles, program)
 
     @torch.inference_mode()
     def begin(self, prepared: "DecoderPass") -> None:
         """Begin with the pass that was prepared last, once that before is complete. Where it can be computed beside the
         calling thread, it is."""
-        x = self._inputs(prepared.batch)
         if self._program is None or prepared.program is None:
-            prepared.x = x
+            prepared.x = self._inputs(prepared.batch)
+        elif prepared.program.ids is None:
+            self._program.begin(prepared.program, self._inputs(prepared.batch))
         else:
-            self._program.begin(x, prepared.program)
+            self._check_ids(prepared.program.ids)
+            self._program.begin(prepared.program)
 
     def take_part(self, seconds: float) -> None:
         """Compute the pass that has begun for about so long, if it is computed beside the calling thread."""
@@ -239,11 +246,11 @@ class Decoder:
         batch = prepared.batch
         if self._program is None or prepared.program is None:
             assert prepared.x is not None, "the pass has not begun"
-            logits = self._layers(prepared.x, prepared.angles, batch.tables)
+            logits, self._likeliest = self._layers(prepared.x, prepared.angles, batch.tables), None
         else:
-            logits = self._program.complete()
+            logits, self._likeliest = self._program.complete()
         self._exchange.ended()
-        if not (count := len(logits)):
+        if self._likeliest is not None or not (count := len(logits)):
             return logits
         states = self._states[:count] if count <= len(self._states) else self._wide
         return self._capped(self.adapted_logits(logits, states, batch))
@@ -272,6 +279,15 @@ class Decoder:
         """
         return self._states
 
+    @property
+    def likeliest(self) -> Tensor | None:
+        """Return the likeliest token of each row of the last pass's logits, as `Ops.likeliest` finds it; None if the
+        pass has not looked for them.
+
+        Returns: [S] int64, valid until the next pass.
+        """
+        return self._likeliest
+
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
@@ -296,6 +312,14 @@ class Decoder:
     def _can_be_recorded(self) -> bool:
         return self._ops.can_record and self._weights.is_recordable and self._exchange.can_record
 
+    def _stages(self) -> Stages:
+        can_embed = self._weights.embed.can_be_recorded and not self._spec.scaled_embedding
+        return Stages(
+            embed=self._weights.embed if can_embed else None,
+            layers=self._layers,
+            choose=lambda logits: self._ops.likeliest(self._capped(logits)),
+        )
+
     def _shape(self, limits: DecoderLimits) -> ProgramShape:
         spec = self._spec
         return ProgramShape(
@@ -313,6 +337,11 @@ class Decoder:
             adapter_dtype=limits.adapter_dtype,
             places=place_widths(spec),
         )
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise IndexError for an id that is no token's; a negative one is a very large one."""
+        if ids.numpy().view(np.uint64).max(initial=0) >= self._spec.vocab_size:
+            raise IndexError(f"token ids must be from 0 to {self._spec.vocab_size - 1}")
 
     def _inputs(self, batch: ForwardBatch) -> Tensor:
         """Return the inputs [T, H] of the first layer that is computed here."""

@@ -333,12 +333,14 @@ class ModelRunner:
     ) -> ModelRunnerOutput:
         chosen, logprobs = dict[RequestId, tuple[int, ...]](), dict[RequestId, tuple[TokenLogprobs, ...]]()
         of_prompts, probed = dict[RequestId, tuple[TokenLogprobs, ...]](), dict[RequestId, tuple[int, ...]]()
-        for part in by_vocabulary(logits, sampled, asked, self._spec.vocab_size):
+        for part in by_vocabulary(logits, self._decoder.likeliest, sampled, asked, self._spec.vocab_size):
+            count = part.num_sampled_rows
+            best = self._ops.likeliest(part.logits[:count]) if part.likeliest is None else part.likeliest
             # One adapter's weights may overflow: its requests fail, the others of the step do not.
-            chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from, self._ops.likeliest)
+            chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from, best)
             logprobs |= chosen_logprobs(part.logits, part.sampled, chosen)
-            of_prompts |= prompt_logprobs(part.prompt_logits, part.asked)
-            probed |= probed_tokens(part.logits, part.sampled, self._ops.likeliest)
+            of_prompts |= prompt_logprobs(part.logits[count:], part.asked)
+            probed |= probed_tokens(best, part.sampled)
         self._bring_together(sampled, chosen)
         return ModelRunnerOutput(chosen, logprobs, of_prompts, probed, masses=masses)
 

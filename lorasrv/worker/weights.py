@@ -66,6 +66,7 @@ class AbsentEmbedding:
     """Stand for the embedding where another rank has it; see `Embedding`."""
 
     nbytes = 0
+    can_be_recorded = False
 
     def __call__(self, ids: Tensor) -> Tensor:
         raise AssertionError(_ELSEWHERE)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from sgmv_kernels.cpu_kernels.likeliest import find_peak
 from sgmv_kernels.cpu_kernels.linear_amx import make_amx
 from sgmv_kernels.cpu_kernels.rounding import round_group, round_ordered_group
 from sgmv_kernels.cpu_ops.linear import (
@@ -19,6 +20,8 @@ from sgmv_kernels.cpu_ops.linear import (
     NUM_ARGS,
     ORDER,
     OUT,
+    PEAK_BYTES,
+    PEAKS,
     ROUND_BLOCKS,
     ROW_BYTES,
     SCRATCH,
@@ -39,7 +42,7 @@ from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, AMX_SUMS, configure_amx, end_amx
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
-from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, take_next
+from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, put_i32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (
     LINE,
@@ -106,6 +109,17 @@ def unpack_q3h_for_amx(source, group, table, ahead, out):  # type: ignore[no-unt
 @kernel_part
 def unpack_table(source, group, table, out):  # type: ignore[no-untyped-def]
     unpack_entries(source, group // CODE_BLOCK, table, out)
+
+
+@kernel_part
+def find_peaks(args, first, end):  # type: ignore[no-untyped-def]
+    """Note the largest of each row's outputs that the tiles from `first` to `end` have made."""
+    rows, start = args[NUM_ROWS], TILE * first
+    width, peaks = min(TILE * end, args[OUT]) - start, args[PEAKS] + first // args[TASK_TILES] * rows * PEAK_BYTES
+    for row in range(rows):
+        peak, at = find_peak(args[Y] + 4 * (row * args[Y_WIDTH] + start), width)
+        put_f32(peaks, 2 * row, peak)
+        put_i32(peaks, 2 * row + 1, start + at if peak == peak else at)
 
 
 def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
@@ -240,6 +254,8 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
                         multiply_unpacked(args, in_amx, data, following, scratch, kept, *sums)
                 if not is_whole:
                     copy(args, tile, at_edge)
+            if args[PEAKS]:
+                find_peaks(args, task, end_of_task)
             task = upcoming if args[EARLY] else take_next(args.ctypes.data) * task_tiles
         if in_amx:
             end_amx()

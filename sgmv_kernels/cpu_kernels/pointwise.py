@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_kernels.rounding import round_group
 from sgmv_kernels.cpu_ops.pointwise import (
@@ -23,7 +22,6 @@ from sgmv_kernels.cpu_ops.pointwise import (
     PAGE,
     PAGE_BYTES,
     PAGES,
-    PEAK_BLOCK,
     ROW_BYTES,
     ROWS,
     SLOTS,
@@ -48,7 +46,6 @@ from sgmv_kernels.cpu_simd.elementwise import (
     keep_below,
     rotated,
     row_max,
-    row_peak,
     row_sum,
     scaled,
     silu_times,
@@ -73,7 +70,6 @@ from sgmv_kernels.cpu_simd.memory_access import (
     itemsize,
     put_column,
     put_f32,
-    put_i32,
     put_kind,
     put_row,
     take_next,
@@ -112,10 +108,6 @@ def heads(raw: Any) -> None:
 
 def cap(raw: Any) -> None:
     _cap_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def likeliest(raw: Any) -> None:
-    _likeliest_rows(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part
@@ -236,26 +228,6 @@ def _take_rows(args):  # type: ignore[no-untyped-def]
             return
         for row in range(first, min(first + ROWS, args[NUM_ROWS])):
             scaled(args[A] + 4 * width * i64(args[B], row), width, np.float32(1), args[OUT] + 4 * width * row)
-
-
-@kernel_part
-def _likeliest_rows(args):  # type: ignore[no-untyped-def]
-    width = args[WIDTH]
-    while True:
-        row = take_next(args.ctypes.data)
-        if row >= args[NUM_ROWS]:
-            return
-        x, best, at = args[A] + args[B] * row, np.float32(-np.inf), np.int64(0)
-        for first in range(0, width, PEAK_BLOCK):
-            peak = row_peak(x + 4 * first, min(PEAK_BLOCK, width - first))
-            if peak > best:
-                best, at = peak, np.int64(first)
-            elif peak != peak:
-                at = np.int64(NO_TOKEN)
-                break
-        while at != NO_TOKEN and f32(x, at) != best:
-            at += 1
-        put_i32(args[OUT], row, at)
 
 
 @kernel_part

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sgmv_kernels.backend import Backend, PackedLinear, Progress
 from sgmv_kernels.cpu_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
+from sgmv_kernels.cpu_ops.likeliest import likeliest_cpu
 from sgmv_kernels.cpu_ops.linear_autotune import uses_amx, wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
@@ -53,7 +54,7 @@ BACKEND = Backend(
     norm_heads_=pointwise.norm_heads_cpu_,
     softcap_=pointwise.softcap_cpu_,
     take_rows=pointwise.take_rows_cpu,
-    likeliest=pointwise.likeliest_cpu,
+    likeliest=likeliest_cpu,
     pack_linear=pack_linear,
     check_codes=check_codes,
     linear=linear.linear_cpu,

@@ -19,7 +19,15 @@ from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needs_signed
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Words, empty, launch, recording_now, rows_part
+from sgmv_kernels.cpu_runtime.launch import (
+    NUM_ROWS,
+    Words,
+    empty,
+    launch,
+    recorded_maker,
+    recording_now,
+    rows_part,
+)
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
@@ -33,9 +41,12 @@ WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
-Y_WIDTH, ORDER, TABLE, EARLY, WITH_AMX = range(22, 27)
-"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead."""
-NUM_ARGS = WITH_AMX + 1
+Y_WIDTH, ORDER, TABLE, EARLY, WITH_AMX, PEAKS = range(22, 28)
+"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. PEAKS: where the
+largest outputs go, see `peaks_of`; 0 where nobody asks for them."""
+NUM_ARGS = PEAKS + 1
+PEAK_BYTES = 8
+"""Bytes of one: fp32, and its place as int32."""
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -145,7 +156,7 @@ def linear_parts_cpu(x: Tensor, parts: Sequence[CpuLinear]) -> Tensor:
     before: Tensor | None = None
     first = 0
     for part in parts:
-        columns = y[:, first : first + part.out_features]
+        columns = y if len(parts) == 1 else y[:, first : first + part.out_features]
         first += part.out_features
         if rounded is None or part.tiles.order is not before:
             rounded, before = round_rows(x, part.tiles.order), part.tiles.order
@@ -198,7 +209,21 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         EARLY: int(tasks >= 3 * threads),
         WITH_AMX: int(packed.with_amx),
     }
-    launch(MODULE, _entry(weight), rows_part(rows, tasks), own)
+    launch(MODULE, _entry(weight), rows_part(rows, tasks), own, result=y)
+
+
+def peaks_of(y: Tensor) -> Tensor | None:
+    """Have the linear that makes y find the largest output of each row, if it is what was recorded last.
+
+    Returns: [tasks, T] int64, in its first bytes fp32, in its last the output's number as int32, of each task the first
+        of equals; NaN and `NO_TOKEN` where an output is NaN or infinite. None if something else makes y.
+    """
+    own = recorded_maker(y, MODULE)
+    if own is None:
+        return None
+    peaks = empty("peaks", (-(-own[TILES] // own[TASK_TILES]), len(y)), torch.int64)
+    own[PEAKS] = peaks.data_ptr()
+    return peaks
 
 
 def _codes(rounded: RoundedRows) -> Words:

@@ -1,7 +1,6 @@
 """CPU launchers of the ops between the linears: norms, rotation, activations. Each passes over memory once."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.launch import (
@@ -24,8 +23,6 @@ ROWS = 4
 rows than two tasks have, a second thread is not worth waking."""
 COLUMNS = 512
 """Columns of a task of an activation."""
-PEAK_BLOCK = 1024
-"""Numbers among which the place of the largest is looked for."""
 TAKEN, SAMPLED = "taken", "sampled"
 """Names of parts of a step that these kernels use."""
 A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
@@ -162,22 +159,13 @@ def softcap_cpu_(x: Tensor, cap: float) -> None:
     _launch("cap", len(x), {A: x.data_ptr(), WIDTH: x.shape[1], FLOAT: _bits(cap)})
 
 
-def likeliest_cpu(logits: Tensor) -> Tensor:
-    """See `ops.Ops.likeliest`."""
-    rows, width = logits.shape
-    out = torch.empty(rows, dtype=torch.int32)
-    own = {A: logits.data_ptr(), B: 4 * logits.stride(0), OUT: out.data_ptr(), WIDTH: width}
-    launch(MODULE, "likeliest", rows_part(rows, rows), own)
-    return out.long()
-
-
 def round_last(x: Tensor, codes: int, row_bytes: int, units: int, unit_bytes: int) -> bool:
     """Have the launch that makes x round it, too, if that is what was recorded last; return whether it does.
 
     Args:
         codes, row_bytes, units, unit_bytes: addresses of `cpu_ops.linear.RoundedRows`, and bytes from row to row.
     """
-    own = recorded_maker(x)
+    own = recorded_maker(x, MODULE)
     if own is None:
         return False
     own |= {CODES: codes, ROW_BYTES: row_bytes, UNITS: units, UNIT_BYTES: unit_bytes}

@@ -5,7 +5,7 @@ adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Angles, AttentionPlan, Layers, PageMasses, ProgramShape, SgmvPlan, StepTables
+from sgmv_kernels.backend import Angles, AttentionPlan, PageMasses, ProgramShape, SgmvPlan, Stages, StepTables
 from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
 from sgmv_kernels.cpu_ops.attention import sequences_part
 from sgmv_kernels.cpu_ops.page_mass import PART as OBSERVED
 from sgmv_kernels.cpu_ops.page_mass import masses_part
 from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
+from sgmv_kernels.cpu_ops.weight_rows import PART as LOOKED_UP
+from sgmv_kernels.cpu_ops.weight_rows import ids_part
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.metadata.segments import Int32
@@ -43,32 +45,52 @@ class Planner(Protocol):
     ) -> AttentionPlan: ...
 
 
+PassResult = tuple[Tensor, Tensor | None]
+"""Logits [S, V], and the likeliest token of each row [S] int64, if the pass has found them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """Hold a recorded pass of the most rows, and what it reads and writes."""
+
+    program: Program
+    x: Tensor
+    logits: Tensor
+    likeliest: Tensor
+    # The number of launches before those that choose.
+    up_to_logits: int
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedPass:
-    """Hold a pass that can begin as soon as its input is known, and the tables that its launches point to."""
+    """Hold a pass that can begin as soon as its input is known, and what its launches point to."""
 
     # None: it is not recorded.
-    program: Program | None
+    recording: _Recording | None
+    # Token ids [T]; None: it begins with embedded tokens.
+    ids: Tensor | None
+    chooses: bool
     angles: Angles
     tables: StepTables
-    # The logits of an input, once the program is complete.
-    result: Callable[[Tensor], Tensor]
+
+    @property
+    def program(self) -> Program | None:
+        return None if self.recording is None else self.recording.program
 
 
 class RecordedStep:
-    """Run `layers` from recordings, with the same results as a call."""
+    """Run the stages of a forward pass from recordings, with the same results as calls."""
 
-    def __init__(self, layers: Layers, shape: ProgramShape, planner: Planner) -> None:
-        self._layers, self._shape, self._planner = layers, shape, planner
-        self._x = torch.empty((shape.max_rows, shape.hidden_size))
+    def __init__(self, stages: Stages, shape: ProgramShape, planner: Planner) -> None:
+        self._stages, self._shape, self._planner = stages, shape, planner
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
         # By the number of passes over adapters, whether any has vectors, and whether rows are observed: steps pay for
         # what they have.
-        self._recorded: dict[tuple[int, bool, bool], tuple[Program, Tensor]] = {}
+        self._recorded: dict[tuple[int, bool, bool], _Recording] = {}
         # The pass that is computed now, with its input.
-        self._now: tuple[Tensor, PreparedPass] | None = None
-        self._logits: Tensor | None = None
+        self._now: tuple[PreparedPass, Tensor | None] | None = None
+        self._result: PassResult | None = None
         self._last: Program | None = None
 
     @property
@@ -77,59 +99,71 @@ class RecordedStep:
         else."""
         return team_size()
 
-    def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
-        """Compute logits [S, V], in a buffer that the next run overwrites."""
-        self.begin(x, self.prepare(x.shape[0], angles, tables))
-        return self.complete()
+    @property
+    def can_embed(self) -> bool:
+        """Return whether passes can begin with token ids."""
+        return self._stages.embed is not None
 
-    def prepare(self, rows: int, angles: Angles, tables: StepTables) -> "PreparedPass":
-        """Make everything ready for a pass but its input; another one may be computed meanwhile."""
-        samples = tables.sample_rows.shape[0]
-        if rows > self._shape.max_rows or samples > self._shape.max_samples:
-            return PreparedPass(None, angles, tables, lambda x: self._layers(x, angles, tables))
+    def prepare(
+        self, rows: int, angles: Angles, tables: StepTables, ids: Tensor | None = None, *, chooses: bool = False
+    ) -> "PreparedPass":
+        """Make everything ready for a pass but its input; another one may be computed meanwhile.
+
+        Args:
+            ids: [T] int64, of which some may still be written until the pass begins; None: it begins with embedded
+                tokens.
+            chooses: whether it ends with the likeliest tokens; else with logits, which `choose` has not seen.
+        """
+        if rows > self._shape.max_rows or tables.sample_rows.shape[0] > self._shape.max_samples:
+            return PreparedPass(None, ids, chooses, angles, tables)
         kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
         for each in (kind, *USUAL):
             held = self._recorded.get(each)
-            if held is None or held[0].threads != team_size():
+            if held is None or held.program.threads != team_size():
                 self._recorded[each] = self._record(*each)
-        program, logits = self._recorded[kind]
-        program.prepare(self._parts(rows, angles, tables))
-        return PreparedPass(program, angles, tables, lambda x: logits[:samples])
+        recorded = self._recorded[kind]
+        count = None if chooses else recorded.up_to_logits
+        recorded.program.prepare(self._parts(rows, angles, tables, ids), count)
+        return PreparedPass(recorded, ids, chooses, angles, tables)
 
-    def begin(self, x: Tensor, prepared: "PreparedPass") -> None:
+    def begin(self, prepared: "PreparedPass", x: Tensor | None = None) -> None:
         """Let the other threads of the team begin with the pass that was prepared last; the one before must be
-        complete. One that is not recorded waits for `settle` or `complete`."""
+        complete. One that is not recorded waits for `settle` or `complete`.
+
+        Args:
+            x: embedded tokens [T, H], for a pass without ids.
+        """
         self.wait()  # one is left where an interrupt has come
-        self._now, self._logits = (x, prepared), None
-        if prepared.program is not None:
-            # By numpy: torch takes ten times as long for a few rows.
-            self._x.numpy()[: len(x)] = x.numpy()
-            prepared.program.begin()
+        self._now, self._result = (prepared, x), None
+        if prepared.recording is not None:
+            if x is not None:
+                # By numpy: torch takes ten times as long for a few rows.
+                prepared.recording.x.numpy()[: len(x)] = x.numpy()
+            prepared.recording.program.begin()
 
     def take_part(self, seconds: float) -> None:
         """Compute with the others for about so long, at most until the pass is complete."""
-        if self._now is not None and (program := self._now[1].program) is not None:
+        if self._now is not None and (program := self._now[0].program) is not None:
             program.take_part(seconds)
 
     def wait(self) -> None:
         """Compute with the others until none of them computes any more; what is not recorded is not computed."""
-        if self._now is not None and (program := self._now[1].program) is not None:
+        if self._now is not None and (program := self._now[0].program) is not None:
             program.complete()
 
     def settle(self) -> None:
         """Compute what has begun to its end: pages that it reads or writes may change then."""
         self.wait()
-        if self._now is not None and self._logits is None:
-            x, prepared = self._now
-            self._logits = prepared.result(x)
+        if self._now is not None and self._result is None:
+            self._result = self._result_of(*self._now)
 
-    def complete(self) -> Tensor:
-        """Complete the pass, and return its logits [S, V], in a buffer that the next one overwrites."""
+    def complete(self) -> PassResult:
+        """Complete the pass, and return its result, in buffers that the next one overwrites."""
         self.settle()
         assert self._now is not None, "no pass was begun"
-        assert self._logits is not None
-        self._last, self._now = self._now[1].program, None
-        return self._logits
+        assert self._result is not None
+        self._last, self._now = self._now[0].program, None
+        return self._result
 
     @property
     def ended_s(self) -> float:
@@ -141,7 +175,20 @@ class RecordedStep:
         """Return the seconds of the last run by kind of kernel, including the wait for the slowest thread."""
         return {} if self._last is None else self._last.seconds()
 
-    def _record(self, num_passes: int, with_vectors: bool, with_masses: bool) -> tuple[Program, Tensor]:
+    def _result_of(self, prepared: PreparedPass, x: Tensor | None) -> PassResult:
+        """Return the result of a pass that is complete, or compute one that is not recorded."""
+        stages, ids, tables = self._stages, prepared.ids, prepared.tables
+        if (recorded := prepared.recording) is not None:
+            count = tables.sample_rows.shape[0]
+            return recorded.logits[:count], recorded.likeliest[:count] if prepared.chooses else None
+        if ids is not None:
+            assert stages.embed is not None
+            x = stages.embed(ids)
+        assert x is not None
+        logits = stages.layers(x, prepared.angles, tables)
+        return logits, stages.choose(logits) if prepared.chooses else None
+
+    def _record(self, num_passes: int, with_vectors: bool, with_masses: bool) -> _Recording:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
         attention = self._planner.plan_attention(
@@ -156,11 +203,15 @@ class RecordedStep:
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         observed = PageMasses(np.ones(1, dtype=np.int32), torch.zeros((shape.num_kv_heads, 1, pages)))
         masses = observed if with_masses else None
+        embed, ids = self._stages.embed, torch.zeros(shape.max_rows, dtype=torch.int64)
         with recording() as recorded:
-            logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled, masses))
-        return Program(recorded), logits
+            x = torch.empty((shape.max_rows, shape.hidden_size)) if embed is None else embed(ids)
+            logits = self._stages.layers(x, self._angles, StepTables(attention, lora, sampled, masses))
+            up_to_logits = len(recorded.launches)
+            likeliest = self._stages.choose(logits)
+        return _Recording(Program(recorded), x, logits, likeliest, up_to_logits)
 
-    def _parts(self, rows: int, angles: Angles, tables: StepTables) -> dict[str, Words]:
+    def _parts(self, rows: int, angles: Angles, tables: StepTables, ids: Tensor | None) -> dict[str, Words]:
         shape, attention = self._shape, tables.attention
         sequences = sequences_part(attention, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         parts: dict[str, Words] = {
@@ -168,6 +219,8 @@ class RecordedStep:
             SAMPLED: {NUM_ROWS: tables.sample_rows.shape[0]},
             TAKEN: taken_part(tables.sample_rows).words,
             ATTENTION: sequences.words,
+            # Without rows it does nothing.
+            LOOKED_UP: {NUM_ROWS: 0} if ids is None else ids_part(ids).words,
         }
         if tables.masses is not None:
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, Factors
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, launch, rows_part
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, empty, launch
 from sgmv_kernels.formats.adapter_panels import TILE
 
-MODULE, ENTRY = "weight_rows", "rows"
+MODULE, ENTRY, PART = "weight_rows", "rows", "looked up"
 IDS, DATA, RUNS, RUN_BYTES, CODE_BYTES, GROUP, LEVELS, KIND, COUNT, TABLE, ORDER, OUT = range(
     NUM_ROWS + 1, NUM_ROWS + 13
 )
@@ -31,11 +31,10 @@ def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:
     # A negative id is a very large one.
     if ids.numpy().view(np.uint64).max(initial=0) >= tiles.out_features:
         raise IndexError(f"ids must be from 0 to {tiles.out_features - 1}")
-    out = torch.empty((len(ids), tiles.in_features))
+    out = empty("embedded", (len(ids), tiles.in_features))
     kind = FLOAT if factors.dtype == torch.float32 else STEPS if factors is Factors.STEPS else HALF
     _, runs, run_bytes = tiles.data.shape
     own = {
-        IDS: ids.data_ptr(),
         DATA: tiles.data.data_ptr(),
         RUNS: runs,
         RUN_BYTES: run_bytes,
@@ -48,5 +47,10 @@ def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:
         ORDER: 0 if tiles.order is None else tiles.order.data_ptr(),
         OUT: out.data_ptr(),
     }
-    launch(MODULE, ENTRY, rows_part(len(ids), len(ids)), own)
+    launch(MODULE, ENTRY, ids_part(ids), own)
     return out
+
+
+def ids_part(ids: Tensor) -> Part:
+    """Return the words that a step gives to `rows_cpu`: ids [N] int64, contiguous, which the caller keeps."""
+    return Part(PART, {NUM_ROWS: len(ids), IDS: ids.data_ptr()}, len(ids))

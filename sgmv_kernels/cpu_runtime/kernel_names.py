@@ -25,7 +25,8 @@ def common_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
         ("weight_rows", "rows"),
         ("program", "compute"),
         ("linear", "round8"),
-        *(("pointwise", entry) for entry in ("norm", "silu", "take", "likeliest")),
+        *(("pointwise", entry) for entry in ("norm", "silu", "take")),
+        ("likeliest", "rows"),
         ("program", "help"),
     )
 

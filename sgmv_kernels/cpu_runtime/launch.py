@@ -100,10 +100,13 @@ def rows_are_now(part: str) -> None:
         _local.recorder.part_of_rows = part
 
 
-def recorded_maker(x: Tensor) -> dict[int, int] | None:
-    """Return the own words, which may be changed, of the launch that was recorded last if x is its `result`."""
+def recorded_maker(x: Tensor, module: str) -> dict[int, int] | None:
+    """Return the own words, which may be changed, of the launch that was recorded last if x is its `result`, and it is
+    of this module."""
     recorder = _local.recorder
-    return recorder.launches[-1][3] if recorder is not None and recorder.last_result is x else None
+    if recorder is None or recorder.last_result is not x or recorder.launches[-1][0] != module:
+        return None
+    return recorder.launches[-1][3]
 
 
 def launch(module: str, entry: str, part: Part, own: Words, result: Tensor | None = None) -> None:
@@ -149,6 +152,7 @@ class Program:
         self._kinds = list(dict.fromkeys(kinds))
         launches = [(kernel, 0, self._kinds.index(kind)) for kind, kernel, _, _ in recorded.launches]
         self._spare = [_blocks(launches) for _ in range(2)]
+        self._count: int | None = None
         self._kept = recorded.buffers
         self.threads = recorded.threads
         self._clock = np.zeros(1 + len(self._kinds), dtype=np.int64)
@@ -165,13 +169,14 @@ class Program:
         self.begin()
         self.complete()
 
-    def prepare(self, parts: Mapping[str, Words]) -> None:
-        """Make everything ready for the next run."""
+    def prepare(self, parts: Mapping[str, Words], count: int | None = None) -> None:
+        """Make everything ready for the next run, of the first `count` launches; None: of all."""
         self._parts[:] = 0
         for name, i in self._names.items():
             row = self._parts[i]
             for place, value in parts[name].items():
                 row[place] = value
+        self._count = count
         words = self._spare[0].words
         self._parts.take(self._part_of, axis=0, out=words)
         words += self._own
@@ -180,7 +185,7 @@ class Program:
         """Let the other threads of the team begin with the run that was prepared; none may be computed now."""
         assert self._team is None, "the run before is not complete"
         self._clock[:] = 0
-        items = self._spare[0].items
+        items = self._spare[0].items[: self._count]
         self._spare.reverse()
         self._team = take_team(self.threads)
         self._begun_s = time.perf_counter()

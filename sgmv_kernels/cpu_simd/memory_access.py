@@ -195,6 +195,17 @@ def put_i32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def put_i64(typingctx, address, index, value):  # type: ignore[no-untyped-def]
+    """Store an int64 at `index`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        b.store(args[2], Emitter(b, 1).at(args[0], args[1], 8, I64), align=8)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A), codegen
+
+
+@intrinsic
 def itemsize(typingctx, kind):  # type: ignore[no-untyped-def]
     """Return the bytes of one number of a kind."""
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quantized_codes import FILE_KINDS, random_codes, random_file_codes, random_packed
 from torch import Tensor
 
+from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.cpu_ops import linear as linear_cpu
 from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
@@ -325,6 +326,37 @@ def test_a_recorded_launch_rounds_what_it_computes() -> None:
             compute()
             linear_cpu.round_rows(another)
         assert len(apart.launches) == 2, "it computes something else"
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_a_recorded_linear_finds_its_largest_outputs(is_capped: bool) -> None:
+    """Of the rows of a run: the first of equals, which are of different tasks; none where an output is no number."""
+    half, x = random_codes(INT8_LEVELS, 32, 617, 96), rows(11, 96)
+    x[1, 40], x[2, 0], x[3] = torch.nan, torch.inf, 0
+    packed = NUMBA.pack_linear(stack_codes([half, half]), None)
+
+    def chosen() -> tuple[Tensor, Tensor]:
+        y = NUMBA.linear(x, packed)
+        if is_capped:
+            NUMBA.softcap_(y, 0.1)
+        return y, NUMBA.likeliest(y)
+
+    with recording() as recorded:
+        y, got = chosen()
+    assert (launch_words(recorded, "linear")[linear_cpu.PEAKS] == 0) == is_capped, "which launch looks for them"
+    program = Program(recorded)
+    for count in (11, 9, 1):
+        got.fill_(-7)
+        program.run({ROWS: {NUM_ROWS: count}})
+        want = y[:count].argmax(dim=1)
+        want[1:3] = NO_TOKEN
+        assert got.tolist() == [*want.tolist(), *[-7] * (11 - count)]
+    assert torch.equal(got[:1], chosen()[1][:1])
+
+
+def launch_words(recorded: launch.Recorder, module: str) -> dict[int, int]:
+    """The own words of the last launch of a module."""
+    return dict.fromkeys(range(WORDS), 0) | [own for name, _, _, own in recorded.launches if name == module][-1]
 
 
 FILES = tuple(pytest.param(kind, marks=() if kind == "table" else pytest.mark.long) for kind in FILE_KINDS)

@@ -130,4 +130,4 @@ class ThreadedInPart(ThreadedAtOnce):
         super().__init__(executor)
         decoder = self.runner._decoder
         program = decoder._program
-        decoder._program = RecordedStep(program._layers, replace(program._shape, max_rows=8), program._planner)
+        decoder._program = RecordedStep(program._stages, replace(program._shape, max_rows=8), program._planner)

@@ -49,6 +49,11 @@ class Embedding(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Return whether a call launches kernels of `Ops` and does nothing else."""
+        ...
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Look up ids [T] int64; returns [T, H] fp32."""
         ...

@@ -47,9 +47,10 @@ class GroupQuantLinear:
 class GroupQuantEmbedding:
     """Look up rows of packed codes; see `Embedding`."""
 
-    def __init__(self, packed: PackedLinear) -> None:
+    def __init__(self, ops: Ops, packed: PackedLinear) -> None:
         self.packed = packed
         self.nbytes = packed.nbytes
+        self.can_be_recorded = ops.can_record
 
     def __call__(self, ids: Tensor) -> Tensor:
         return self.packed.rows(ids)
@@ -119,7 +120,7 @@ class GroupQuantFormat(QuantFormat):
 
     def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
         del dtype
-        return GroupQuantEmbedding(self._ops.pack_linear(self._ends(weight), None, few_rows=True))
+        return GroupQuantEmbedding(self._ops, self._ops.pack_linear(self._ends(weight), None, few_rows=True))
 
     def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
         del dtype

@@ -39,6 +39,7 @@ class FloatEmbedding:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.nbytes = weight.nbytes
+        self.can_be_recorded = False
 
     def __call__(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight).float()

@@ -102,6 +102,26 @@ def test_int8_heads_are_pefts_with_the_matrices_of_the_codes(
         oracles.check(name, got, PROMPT)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints: Any, tmp_path: Path, family: str) -> None:
+    """Bit for bit, whichever of its ends an adapter changes; with a bound of the logits and without."""
+    directory = tiny_hf_checkpoints[family]()
+    oracles = Oracles(directory, tmp_path, {name: HEADS[name] for name in ("head", "embedding", "both", "plain")})
+    recorded, called = (HandDecoder(directory, oracles.folders, tmp_path / n, "numba", weights="int4") for n in "rc")
+    assert recorded.decoder._program is not None
+    called.decoder._program = None
+    table, shown = tuple(range(10)), {}
+    for names in ((None, "plain"), ("embedding", None), ("head", "plain"), ("both", "embedding")):
+        shares = [(name, PROMPT, 0, tuple(10 * i + page for page in table)) for i, name in enumerate(names)]
+        got, want = recorded.logits(shares), called.logits(shares)
+        assert all(torch.equal(got[i], want[i]) for i in range(len(shares)))
+        best, changes_head = recorded.decoder.likeliest, {"head", "both"} & {*names}
+        assert (best is None) == bool(changes_head)
+        assert best is None or sorted(best.tolist()) == sorted(got[i].argmax().item() for i in range(len(shares)))
+        shown |= {name: got[i] for i, name in enumerate(names)}
+    assert all((shown[None] - own).abs().max() > 1e-3 for name, own in shown.items() if name), "nothing changed"
+
+
 @pytest.mark.parametrize("kernels", ["torch", "numba", pytest.param("triton", marks=pytest.mark.long)])
 def test_every_set_of_kernels(tiny_hf_checkpoints: Any, tmp_path: Path, kernels: str) -> None:
     """A vocabulary that no block divides; panels in several runs of pages."""

@@ -1,0 +1,33 @@
+"""CPU launcher that finds the largest logit of each row.
+
+In a recording, the linear that makes the logits finds the largest of each of its tasks, while they are in the cache of
+the thread that has computed them, and only these are compared. Source: the reduction in the epilogue of a matrix
+product, as in CUTLASS.
+"""
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.cpu_ops.linear import peaks_of
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, empty, launch, rows_part
+
+MODULE, ENTRY = "likeliest", "rows"
+LOGITS, ROW_BYTES, WIDTH, PEAKS, NUM_PEAKS, OUT = range(NUM_ROWS + 1, NUM_ROWS + 7)
+"""Places in the kernel's arguments, after the counters and the rows. PEAKS: 0, or what `peaks_of` returns."""
+NUM_ARGS = OUT + 1
+
+
+def likeliest_cpu(logits: Tensor) -> Tensor:
+    """See `ops.Ops.likeliest`; in a recording, the one buffer of its kind."""
+    rows, width = logits.shape
+    out, peaks = empty("likeliest", (rows,), torch.int64), peaks_of(logits)
+    own = {
+        LOGITS: logits.data_ptr(),
+        ROW_BYTES: logits.stride(0) * logits.itemsize,
+        WIDTH: width,
+        PEAKS: 0 if peaks is None else peaks.data_ptr(),
+        NUM_PEAKS: 0 if peaks is None else len(peaks),
+        OUT: out.data_ptr(),
+    }
+    launch(MODULE, ENTRY, rows_part(rows, rows), own)
+    return out
