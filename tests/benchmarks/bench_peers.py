@@ -414,8 +414,7 @@ class LlamaClient(BenchClient):
     """
 
     def __init__(self, names: Sequence[str], url: str, **options: Any) -> None:
-        super().__init__(url, **options)
-        self._http.headers["connection"] = "close"
+        super().__init__(url, keeps=False, **options)
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def body(self, ask: Ask) -> dict[str, Any]:

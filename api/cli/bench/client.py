@@ -1,16 +1,15 @@
 """Send requests and time their streams, using only what every OpenAI-compatible server supports."""
 
+import asyncio
 import itertools
 import json
 import time
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
-import httpx2
-
-from api.asgi.address import is_loopback
+from api.cli.bench.connections import Address, Connection, Connections, Cut, Unreachable
 from api.client import CONNECT_S
 
 
@@ -85,7 +84,12 @@ class MalformedResponse(Exception):
 
 
 class BenchClient:
-    """Request completions from one server concurrently. `timeout_s` bounds the time without an event."""
+    """Request completions from one server concurrently, without a proxy.
+
+    Args:
+        timeout_s: bounds the time without an event.
+        keeps: whether connections are used again.
+    """
 
     def __init__(
         self,
@@ -94,16 +98,18 @@ class BenchClient:
         chat: bool = False,
         key: str | None = None,
         timeout_s: float = 600.0,
+        keeps: bool = True,
     ) -> None:
-        self._path = "/v1/chat/completions" if chat else "/v1/completions"
-        self._chat = chat
-        self._http = httpx2.AsyncClient(
-            base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(timeout_s, connect=max(CONNECT_S, min(timeout_s, 60.0)), pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=not is_loopback(urlsplit(url).hostname or ""),
-        )
+        address = Address.of(url)
+        self._path = address.path + ("/v1/chat/completions" if chat else "/v1/completions")
+        self._chat, self._timeout_s = chat, timeout_s
+        self._connections = Connections(address, max(CONNECT_S, min(timeout_s, 60.0)))
+        self._headers = [
+            ("host", address.name),
+            ("content-type", "application/json"),
+            ("connection", "keep-alive" if keeps else "close"),
+            *([("authorization", f"Bearer {key}")] if key else []),
+        ]
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,24 +117,21 @@ class BenchClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        self._connections.close()
 
     async def ask(self, ask: Ask) -> RequestOutcome:
         """Send a request. Errors of the server or the network are recorded, not raised."""
         outcome = RequestOutcome(ask.model, ask.has_adapter, time.perf_counter())
         try:
-            async with self._http.stream("POST", self._path, json=self.body(ask)) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    outcome.fail(f"HTTP {response.status_code}", _message(text))
-                else:
-                    await self._watch(response, outcome)
-        except httpx2.ConnectError as error:
-            outcome.fail("unreachable", str(error) or type(error).__name__)
-        except httpx2.TimeoutException as error:
-            outcome.fail("timeout", str(error) or type(error).__name__)
-        except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, httpx2.CookieConflict) as error:
-            outcome.fail("cut stream", str(error) or type(error).__name__)
+            async with self._connections.lent() as connection:
+                connection.send(self._path, self._headers, json.dumps(self.body(ask)).encode())
+                await self._answer(connection, outcome)
+        except Unreachable as error:
+            outcome.fail("unreachable", str(error))
+        except TimeoutError:
+            outcome.fail("timeout", f"no event for {self._timeout_s:g} s")
+        except Cut as error:
+            outcome.fail("cut stream", str(error))
         except MalformedResponse as error:
             outcome.fail("malformed event", str(error))
         outcome.ended_s = time.perf_counter()
@@ -142,9 +145,25 @@ class BenchClient:
         fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         return {"model": ask.model, **content, "max_tokens": ask.max_tokens, **fixed}
 
-    async def _watch(self, response: httpx2.Response, outcome: RequestOutcome) -> None:
+    async def _answer(self, connection: Connection, outcome: RequestOutcome) -> None:
+        """Read an answer; raise TimeoutError if nothing comes for too long."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._timeout_s) as limit:
+
+            async def body() -> AsyncIterator[bytes]:
+                async for data in connection.body():
+                    limit.reschedule(loop.time() + self._timeout_s)
+                    yield data
+
+            if (status := await connection.status()) == 200:
+                await self._watch(body(), outcome)
+            else:
+                text = b"".join([data async for data in body()]).decode(errors="replace")
+                outcome.fail(f"HTTP {status}", _message(text))
+
+    async def _watch(self, body: AsyncIterable[bytes], outcome: RequestOutcome) -> None:
         ended, event_s = False, 0.0
-        async for line in response.aiter_lines():
+        async for line in _lines(body):
             if not line.startswith("data:"):
                 continue
             if line.endswith("[DONE]"):
@@ -181,6 +200,17 @@ class BenchClient:
             return choice.get("text")
         delta = choice.get("delta") or {}
         return delta.get("content") or delta.get("reasoning_content")
+
+
+async def _lines(body: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    """Yield the lines of a body, without their ends."""
+    begun = b""
+    async for data in body:
+        *lines, begun = (begun + data).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r").decode(errors="replace")
+    if begun:
+        yield begun.decode(errors="replace")
 
 
 def _event(text: str) -> dict[str, Any]:

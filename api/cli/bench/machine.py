@@ -31,7 +31,7 @@ TELLING_FLAGS = (
     "bf16",
     "sve",
 )
-PACKAGES = ("torch", "numba", "httpx2")
+PACKAGES = ("torch", "numba", "h11")
 
 
 def machine() -> dict[str, object]:
