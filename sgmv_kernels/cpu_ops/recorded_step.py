@@ -69,6 +69,7 @@ class PreparedPass:
     recording: _Recording | None
     # Token ids [T]; None: it begins with embedded tokens.
     ids: Tensor | None
+    # Whether it ends with the likeliest tokens.
     chooses: bool
     angles: Angles
     tables: StepTables

@@ -124,8 +124,7 @@ class Connections:
         """Lend a connection; one whose answer was not read to its end is closed.
 
         Raises:
-            Unreachable: none can be made.
-            TimeoutError: it takes too long.
+            Unreachable: none can be made in time.
         """
         connection = await self._connection()
         try:
@@ -146,12 +145,11 @@ class Connections:
             if (connection := self._idle.pop()).can_be_used:
                 return connection
             connection.close()
+        host, port, tls = self.address.host, self.address.port, self.address.tls
         try:
             async with asyncio.timeout(self.connect_s):
-                return Connection(
-                    *await asyncio.open_connection(self.address.host, self.address.port, ssl=self.address.tls)
-                )
+                return Connection(*await asyncio.open_connection(host, port, ssl=tls))
         except TimeoutError:
-            raise
+            raise Unreachable(f"no connection within {self.connect_s:g} s") from None
         except OSError as error:
             raise Unreachable(str(error) or type(error).__name__) from error

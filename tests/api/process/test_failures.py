@@ -1,7 +1,7 @@
 """Steps that fail or hang, a disk that refuses uploads, signals, and second servers.
 
 The faults are injected, but for those that a test can cause from outside. Steps are counted from the start of the
-process, so the first test that asks this server anything is the one that counts.
+process.
 """
 
 import hashlib
@@ -19,17 +19,16 @@ import pytest
 from answers import error_of
 from served import Served, lorasrv, serve
 
-FAULTS = (
-    "step-raises@2,step-raises@5,step-oom:4@6x3,step-raises:7",
-    "no-space@2x1,io-error@3x1,read-only@4x1,no-files@5x1,failing-reads@2x1,slow-disk:20ms@2",
-)
+OF_STEPS = "step-raises@2,step-raises@5,step-oom:4@6x3,step-raises:7"
+OF_THE_DISK = "no-space@2x1,io-error@3x1,read-only@4x1,no-files@5x1,failing-reads@2x1,slow-disk:20ms@2"
 POISON = 7
 PROMPT = list(range(20, 50))
 
 
-@pytest.fixture(scope="module")
-def process(flags, adapter_dirs) -> Iterator[Served]:
-    faults = ("--testing", "--inject-faults", ",".join(FAULTS))
+@pytest.fixture
+def process(flags, adapter_dirs, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A server with the faults that a test names."""
+    faults = ("--testing", "--inject-faults", request.param) if hasattr(request, "param") else ()
     with serve(*flags, *faults, adapters={"mia": adapter_dirs["two"]}, ends=0) as served:
         yield served
 
@@ -61,6 +60,7 @@ def stream_of(served: Served, max_tokens: int) -> Any:
     return served.http.stream("POST", "/v1/completions", json=body)
 
 
+@pytest.mark.parametrize("process", [OF_STEPS], indirect=True, ids=["of steps"])
 def test_steps_that_raise_and_run_out_of_memory(process: Served) -> None:
     """The batch's requests end with an error and the server continues; short of memory, none ends."""
     with stream_of(process, 50) as answer:  # steps 1 and 2
@@ -94,6 +94,7 @@ def upload(served: Served, folder: Path, name: str) -> httpx2.Response:
     return served.post("/v1/adapters", id=name, config=config, weights=digest)
 
 
+@pytest.mark.parametrize("process", [OF_THE_DISK], indirect=True, ids=["of the disk"])
 def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
     """ENOSPC, EIO, EROFS and EMFILE: nothing of them stays, answers continue, and the fifth upload is taken."""
     before = text(complete(process, model="mia"))  # the adapter is read, and lies in memory
@@ -113,7 +114,7 @@ def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
 
 
 def test_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
-    """Not ready at once, new requests refused, the stream to its end, exit code 0. The last test of this process."""
+    """Not ready at once, new requests refused, the stream to its end, exit code 0."""
     # Made before: it takes a good part of the time that the stream does.
     other = httpx2.Client(base_url=process.url, trust_env=False)
     with other, stream_of(process, 200) as answer:
