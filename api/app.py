@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -126,73 +127,20 @@ def create_app(
     Raises:
         ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
     """
-    clock = time.monotonic if follower is None else follower.clock
-    limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine, clock))
-    limits.check()
-    verifier = Verifier()
-    services = Services.create(engine, store, settings, limits, verifier, follower)
-    sender = None if follower is None else UsageSender(services.ledger, follower.client)
-    watching = Observability.of(services)
-    keys = KeyCache(
-        store.root,
-        settings.secret_key,
-        open_without_keys=settings.serves_without_keys,
-        cluster_secret=settings.read_cluster_secret(),
-        now=time.time if follower is None else follower.registry_clock,
-    )
-    batch_manager = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await engine.start()
-        # Has anyio import what it needs here, 25 ms, and not when the first request comes.
-        to_thread.current_default_thread_limiter()
-        watching.start()
-        collecting = asyncio.create_task(_collect(store))
-        noting = asyncio.create_task(keys.keep_uses())
-        forgetting = asyncio.create_task(_forget_answers(keys, engine))
-        try:
-            if follower is not None:
-                await follower.share(limits.shares)
-            else:
-                await services.registry.start()
-            await limits.apply_all()
-            await batch_manager.start()
-            if follower is not None:
-                await follower.start(partial(_followed, services))
-            if sender is not None:
-                sender.start()
-            yield
-        finally:
-            if follower is not None:
-                await follower.stop()
-            collecting.cancel()
-            noting.cancel()
-            forgetting.cancel()
-            await batch_manager.close()
-            await verifier.close()
-            await engine.shutdown()
-            await keys.write_uses()
-            keys.close()
-            await services.registry.close()
-            await watching.close()
-            if sender is not None:
-                await sender.close()
-            if follower is not None:
-                await follower.close()
-
+    parts = _Parts.of(engine, store, settings, follower)
+    services, watching = parts.services, parts.watching
     app = DocumentedApi(
         EXAMPLES,
         title="lorasrv",
         version=__version__,
-        lifespan=lifespan,
-        middleware=[watching.middleware, *_middleware(settings, keys, services)],
+        lifespan=parts.running,
+        middleware=[watching.middleware, *_middleware(settings, parts.keys, services)],
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.services = services
-    app.state.batches = batch_manager
+    app.state.batches = parts.batches
     app.state.registry = watching.registry
     app.state.residents = watching.residents
     for module in _ROUTES:
@@ -200,6 +148,81 @@ def create_app(
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Hold what runs beside the requests."""
+
+    services: Services
+    limits: AdapterLimits
+    verifier: Verifier
+    watching: Observability
+    keys: KeyCache
+    batches: BatchManager
+    # Tells a registry what its adapters were used for.
+    sender: UsageSender | None
+
+    @classmethod
+    def of(
+        cls, engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings, follower: Follower | None
+    ) -> "_Parts":
+        clock = time.monotonic if follower is None else follower.clock
+        limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine, clock))
+        limits.check()
+        verifier = Verifier()
+        services = Services.create(engine, store, settings, limits, verifier, follower)
+        keys = KeyCache(
+            store.root,
+            settings.secret_key,
+            open_without_keys=settings.serves_without_keys,
+            cluster_secret=settings.read_cluster_secret(),
+            now=time.time if follower is None else follower.registry_clock,
+        )
+        return cls(
+            services,
+            limits,
+            verifier,
+            Observability.of(services),
+            keys,
+            BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys))),
+            None if follower is None else UsageSender(services.ledger, follower.client),
+        )
+
+    @asynccontextmanager
+    async def running(self, _: FastAPI) -> AsyncIterator[None]:
+        """Start everything, and end it all, whatever of it fails to start or to end."""
+        engine, follower, sender = self.services.engine, self.services.follower, self.sender
+        async with AsyncExitStack() as ends:  # the last one first
+            if follower is not None:
+                ends.push_async_callback(follower.close)
+            if sender is not None:
+                ends.push_async_callback(sender.close)
+            ends.push_async_callback(self.watching.close)
+            ends.push_async_callback(self.services.registry.close)
+            ends.callback(self.keys.close)
+            ends.push_async_callback(self.keys.write_uses)
+            ends.push_async_callback(engine.shutdown)
+            ends.push_async_callback(self.verifier.close)
+            ends.push_async_callback(self.batches.close)
+            await engine.start()
+            # Has anyio import what it needs here, 25 ms, and not when the first request comes.
+            to_thread.current_default_thread_limiter()
+            self.watching.start()
+            for work in (_collect(self.services.store), self.keys.keep_uses(), _forget_answers(self.keys, engine)):
+                ends.callback(asyncio.create_task(work).cancel)
+            if follower is not None:
+                ends.push_async_callback(follower.stop)
+                await follower.share(self.limits.shares)
+            else:
+                await self.services.registry.start()
+            await self.limits.apply_all()
+            await self.batches.start()
+            if follower is not None:
+                await follower.start(partial(_followed, self.services))
+            if sender is not None:
+                sender.start()
+            yield
 
 
 async def _collect(store: AdapterStore) -> None:

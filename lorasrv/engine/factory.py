@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from adapter_store.host_cache import HostCache
-from adapter_store.storage.snapshots import SnapshotFiles
+from adapter_store.storage.snapshots import Facts, SnapshotFiles
 from adapter_store.store import AdapterStore
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
 from lorasrv.distributed.model_processes import ModelProcesses, start_processes
@@ -106,23 +106,8 @@ def _build(
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
     sizes = (layout.page_size, layout.page_bytes, layout.num_slabs, layout.elsewhere_bytes)
     identity = kv_identity(loaded.weights, model.fmt, config.model, model.ops, model.kv_format, sizes, loaded.draft)
-    memory = MemoryManager.make(
-        layout,
-        config.memory,
-        config.scheduler.preemption_mode,
-        adapters.is_on_host if adapters else lambda _: False,
-        facts=identity if snapshots is not None else None,
-        stored=snapshots.sizes() if snapshots is not None else {},
-        peer_facts=peer_identity(identity) if processes.can_lend_pages else None,
-    )
-    pool = DevicePool(
-        loaded.weights.spec,
-        layout.num_pages,
-        layout.page_size,
-        model.kv_format,
-        model.device,
-        page_bytes=layout.page_bytes,
-    )
+    memory = _memory(model, processes, layout, adapters, snapshots, identity)
+    pool = _pool(model, loaded.weights.spec, layout)
     models = model_names(drafting) if processes.can_draft else []
     runner = _runner(model, loaded, processes, pool, _draft_heads(model, models, adapters))
     has_trees = drafting.draft_trees or drafting.lookahead is not None
@@ -139,24 +124,8 @@ def _build(
         pool_bytes=pool.nbytes + layout.num_pages * layout.elsewhere_bytes,
     )
     own_tokenizers = OwnTokenizers(model.tokenizer, store.added_tokens.of) if store is not None else None
-    inputs = InputProcessor(
-        memory,
-        adapters,
-        model.max_model_len,
-        spec.vocab_size,
-        model.tokenizer,
-        own_tokenizers=own_tokenizers,
-        eos_token_ids=spec.eos_token_ids,
-        watermark=config.watermark,
-        poison=parts.poison,
-        drafts=DraftRules(
-            may_reject=drafting.accept == REJECTION,
-            num_draft_heads=len(model.draft_heads),
-            drafters=frozenset((*(drafter.name for drafter in made), *models)),
-        ),
-        step_tokens=model.limits.max_rows,
-        why_no_policy=processes.why_no_policy,
-    )
+    names = frozenset((*(drafter.name for drafter in made), *models))
+    inputs = _inputs(model, processes, parts, own_tokenizers, names)
     of_kernels = model.ops.is_batch_invariant and model.fmt.is_batch_invariant and loaded.weights.is_recordable
     is_batch_invariant = of_kernels and not drafting.draft_trees
     source = model.tokenizer_source
@@ -187,6 +156,62 @@ def _layout(model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses,
         draft = loaded.draft.spec
         elsewhere += page_bytes(draft.num_kv_heads, draft.head_dim) * draft.num_slabs
     return PoolLayout.of_bytes(pool_bytes, own, PAGE_SIZE_TOKENS, loaded.weights.spec.num_slabs, elsewhere)
+
+
+def _memory(
+    model: CheckedModel,
+    processes: ModelProcesses,
+    layout: PoolLayout,
+    adapters: HostAdapterStore | None,
+    snapshots: SnapshotFiles | None,
+    identity: Facts,
+) -> MemoryManager:
+    """Return the accounts of an empty pool; `identity` says for which servers its pages have the same bits."""
+    return MemoryManager.make(
+        layout,
+        model.config.memory,
+        model.config.scheduler.preemption_mode,
+        adapters.is_on_host if adapters else lambda _: False,
+        facts=identity if snapshots is not None else None,
+        stored=snapshots.sizes() if snapshots is not None else {},
+        peer_facts=peer_identity(identity) if processes.can_lend_pages else None,
+    )
+
+
+def _pool(model: CheckedModel, spec: ModelSpec, layout: PoolLayout) -> DevicePool:
+    """Return the pool of the layers that this process computes."""
+    return DevicePool(
+        spec, layout.num_pages, layout.page_size, model.kv_format, model.device, page_bytes=layout.page_bytes
+    )
+
+
+def _inputs(
+    model: CheckedModel,
+    processes: ModelProcesses,
+    parts: EngineParts,
+    own_tokenizers: OwnTokenizers | None,
+    drafters: frozenset[str],
+) -> InputProcessor:
+    """Return what makes requests for an engine of these parts, whose drafters have these names."""
+    config = model.config
+    return InputProcessor(
+        parts.memory,
+        parts.source,
+        model.max_model_len,
+        model.spec.vocab_size,
+        model.tokenizer,
+        own_tokenizers=own_tokenizers,
+        eos_token_ids=model.spec.eos_token_ids,
+        watermark=config.watermark,
+        poison=parts.poison,
+        drafts=DraftRules(
+            may_reject=config.speculation.accept == REJECTION,
+            num_draft_heads=len(model.draft_heads),
+            drafters=drafters,
+        ),
+        step_tokens=model.limits.max_rows,
+        why_no_policy=processes.why_no_policy,
+    )
 
 
 def _draft_heads(model: CheckedModel, models: Sequence[str], adapters: HostAdapterStore | None) -> DraftHeads | None:
