@@ -127,7 +127,7 @@ def create_app(
     Raises:
         ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
     """
-    parts = _Parts.of(engine, store, settings, follower)
+    parts = _AppParts.of(engine, store, settings, follower)
     services, watching = parts.services, parts.watching
     app = DocumentedApi(
         EXAMPLES,
@@ -151,7 +151,7 @@ def create_app(
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _AppParts:
     """Hold what runs beside the requests."""
 
     services: Services
@@ -166,7 +166,7 @@ class _Parts:
     @classmethod
     def of(
         cls, engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings, follower: Follower | None
-    ) -> "_Parts":
+    ) -> "_AppParts":
         clock = time.monotonic if follower is None else follower.clock
         limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine, clock))
         limits.check()

@@ -183,6 +183,18 @@ class LeaseEnded(LorasrvError):
     """Report that pages are not held for a peer any more."""
 
 
+class PeerFailed(Exception):
+    """Report that a peer gave no page.
+
+    Args:
+        reason: a word, for counting.
+    """
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
 class VerificationUnavailable(LorasrvError):
     """Report that adapters cannot be verified here. The message says which package, or how much memory, is missing."""
 

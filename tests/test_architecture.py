@@ -18,6 +18,7 @@ MAX_LINES = 600
 TORCH_FREE_IMPORTS = (
     "adapter_store.store",
     "api.cli.program",
+    "api.server",
     "lorasrv.distributed.rank_spec",
     "lorasrv.memory.memory_manager",
     "lorasrv.metrics.request_stats",

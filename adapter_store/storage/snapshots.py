@@ -72,6 +72,11 @@ def owner_of(adapter_id: str, version: int) -> str:
     return f"{hashlib.sha256(adapter_id.encode()).hexdigest()[:32]}.{version}"
 
 
+def differing(own: Facts, other: Facts) -> list[str]:
+    """Return the names of what differs."""
+    return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+
+
 def digest_of(facts: Facts) -> str:
     """Return the digest of a snapshot's facts."""
     return hashlib.sha256(_line(facts)).hexdigest()[:32]

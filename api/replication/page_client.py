@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from api.replication.page_frames import CHECK_BYTES, LAYOUT, PageOffer, check_of, frames
+from lorasrv.errors import PeerFailed
 from lorasrv.scheduler_output import PeerSnapshot
-from lorasrv.worker.snapshot_loader import PeerFailed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

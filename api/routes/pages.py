@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import differing
 from api.asgi.json_body import JsonRoute
 from api.asgi.sse import ByteStream, run_until_disconnect
 from api.config.replication_settings import DECODE
@@ -24,8 +25,6 @@ from lorasrv.errors import LeaseEnded, PagesDiffer
 from lorasrv.outputs import PageLease
 from lorasrv.request import FixedPrefix
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.worker.device import compute_alone
-from lorasrv.worker.kv_identity import differing
 
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
@@ -186,4 +185,7 @@ def _read(lender: "PageLender", lease: str, first: int, count: int) -> tuple[mem
 
 @cache
 def _readers() -> Executor:
+    # Not before the engine: the start has something to do before torch is imported.
+    from lorasrv.worker.device import compute_alone
+
     return ThreadPoolExecutor(NUM_READERS, "page-read", initializer=compute_alone)

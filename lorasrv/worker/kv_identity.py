@@ -79,11 +79,6 @@ def peer_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "files": [[name, nbytes] for name, nbytes, _ in identity["files"]]}
 
 
-def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs between two identities."""
-    return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
-
-
 def weight_stamps(options: ModelOptions) -> list[list[str | int]]:
     """Return name, size and time of the files that the base's weights are read from."""
     files = [] if options.load_format == "dummy" else weight_files(options.model)

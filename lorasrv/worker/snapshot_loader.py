@@ -21,6 +21,7 @@ from torch import Tensor
 
 from adapter_store.errors import AdapterError, StoreFull
 from adapter_store.storage.snapshots import SnapshotDamaged, SnapshotFiles, SnapshotName, VersionGone
+from lorasrv.errors import PeerFailed
 from lorasrv.memory.snapshots import MAX_ARRIVING
 from lorasrv.scheduler_output import PeerSnapshot, SnapshotFile, SnapshotOrders
 from lorasrv.worker.device import compute_alone
@@ -49,18 +50,6 @@ class FetchPages(Protocol):
         Raises:
             PeerFailed: none came.
         """
-
-
-class PeerFailed(Exception):
-    """Report that a peer gave no page.
-
-    Args:
-        reason: a word, for counting.
-    """
-
-    def __init__(self, reason: str, why: str) -> None:
-        super().__init__(why)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from api.cli.bench.connections import Address, Connection, Connections, Cut, Unreachable
+from api.cli.bench.connections import Address, Connection, Connections, Cut, NotConnected
 from api.client import CONNECT_S
 
 
@@ -126,7 +126,7 @@ class BenchClient:
             async with self._connections.lent() as connection:
                 connection.send(self._path, self._headers, json.dumps(self.body(ask)).encode())
                 await self._answer(connection, outcome)
-        except Unreachable as error:
+        except NotConnected as error:
             outcome.fail("unreachable", str(error))
         except TimeoutError:
             outcome.fail("timeout", f"no event for {self._timeout_s:g} s")

@@ -19,7 +19,7 @@ READ_BYTES = 1 << 16
 Header = tuple[str, str]
 
 
-class Unreachable(Exception):
+class NotConnected(Exception):
     """Report that no connection could be made."""
 
 
@@ -124,7 +124,7 @@ class Connections:
         """Lend a connection; one whose answer was not read to its end is closed.
 
         Raises:
-            Unreachable: none can be made in time.
+            NotConnected: none can be made in time.
         """
         connection = await self._connection()
         try:
@@ -150,6 +150,6 @@ class Connections:
             async with asyncio.timeout(self.connect_s):
                 return Connection(*await asyncio.open_connection(host, port, ssl=tls))
         except TimeoutError:
-            raise Unreachable(f"no connection within {self.connect_s:g} s") from None
+            raise NotConnected(f"no connection within {self.connect_s:g} s") from None
         except OSError as error:
-            raise Unreachable(str(error) or type(error).__name__) from error
+            raise NotConnected(str(error) or type(error).__name__) from error

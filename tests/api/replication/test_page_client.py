@@ -14,11 +14,11 @@ from adapter_store.storage.snapshots import SnapshotName
 from api.replication import page_client, page_frames
 from api.replication.page_client import PageClient
 from api.replication.page_frames import CHECK_BYTES, LAYOUT, check_of, frames, stream_bytes
+from lorasrv.errors import PeerFailed
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, FixedPrefix, Peer
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import PeerSnapshot
-from lorasrv.worker.snapshot_loader import PeerFailed
 
 PAGE_BYTES, PAGES = 10, 7
 DATA = bytes(range(PAGE_BYTES * PAGES))

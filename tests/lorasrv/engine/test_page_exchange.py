@@ -17,13 +17,12 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.messages import EndLease, OfferPages
-from lorasrv.errors import LeaseEnded
+from lorasrv.errors import LeaseEnded, PeerFailed
 from lorasrv.memory.eviction import Moves
 from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import RequestOutput
 from lorasrv.request import FixedPrefix, Peer
 from lorasrv.scheduler_output import PeerSnapshot, SchedulerOutput
-from lorasrv.worker.snapshot_loader import PeerFailed
 
 PROMPT = [10 + (7 * i) % 300 for i in range(100)]
 PAGE, WHOLE = 16, 6
