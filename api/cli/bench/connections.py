@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of the load client: h11 over asyncio's streams.
+"""HTTP/1.1 connections of the load client: h11 over asyncio's transports.
 
 A client that shares the machine with the server takes its time from it. httpx takes some 150 µs of a processor for each
 event of a stream, more than a server's own HTTP; what is here takes a third of that, and does what a load needs: POST,
@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import h11
 
-READ_BYTES = 1 << 16
 Header = tuple[str, str]
 
 
@@ -51,23 +50,46 @@ class Address:
         return f"{host}:{self.port}"
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """Send one request after another, each when the last one is answered."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._protocol = h11.Connection(h11.CLIENT)
+    def __init__(self) -> None:
+        self._http = h11.Connection(h11.CLIENT)
+        self._transport = asyncio.Transport()
+        # Set when something has come, or the connection has ended.
+        self._news = asyncio.Event()
+        # Why nothing else will come, if h11 does not tell.
+        self._error: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._http.receive_data(data)
+        self._news.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            self._error = _told(error)
+        elif self._http.their_state is h11.SEND_RESPONSE and not self._http.trailing_data[0]:
+            self._error = "the server closed the connection without an answer"
+        else:
+            # Some answers end so.
+            self._http.receive_data(b"")
+        self._news.set()
 
     @property
     def can_be_used(self) -> bool:
-        """Return whether another request can be sent."""
-        return self._protocol.our_state is h11.IDLE and not self._reader.at_eof() and not self._writer.is_closing()
+        """Return whether another request can be sent, and what comes then is its answer."""
+        has_unasked = self._http.trailing_data != (b"", False)
+        return self._http.our_state is h11.IDLE and not has_unasked and not self._transport.is_closing()
 
     def send(self, path: str, headers: Sequence[Header], body: bytes) -> None:
         """Send a POST request."""
         head = h11.Request(method="POST", target=path, headers=[*headers, ("content-length", str(len(body)))])
-        sent = [self._protocol.send(event) for event in (head, h11.Data(data=body), h11.EndOfMessage())]
-        self._writer.write(b"".join(part for part in sent if part))
+        sent = [self._http.send(event) for event in (head, h11.Data(data=body), h11.EndOfMessage())]
+        self._transport.write(b"".join(part for part in sent if part))
 
     async def status(self) -> int:
         """Wait for the status of the answer.
@@ -75,12 +97,9 @@ class Connection:
         Raises:
             Cut: there is none.
         """
-        while True:
-            event = await self._next()
-            if isinstance(event, h11.Response):
-                return event.status_code
-            if not isinstance(event, h11.InformationalResponse):
-                raise Cut("the server closed the connection without an answer")
+        while not isinstance(event := await self._next(), h11.Response):
+            pass  # an informational one
+        return event.status_code
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the answer's body as it comes.
@@ -90,20 +109,23 @@ class Connection:
         """
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
-        if self._protocol.our_state is self._protocol.their_state is h11.DONE:
-            self._protocol.start_next_cycle()
+        if self._http.our_state is self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
 
     def close(self) -> None:
-        """Close the connection."""
-        self._writer.close()
+        """Close the connection at once, whatever is still to be sent."""
+        self._transport.abort()
 
     async def _next(self) -> object:
         """Return the next event of the answer, as h11 has it."""
         try:
-            while (event := self._protocol.next_event()) is h11.NEED_DATA:
-                self._protocol.receive_data(await self._reader.read(READ_BYTES))
-        except (OSError, h11.RemoteProtocolError) as error:
-            raise Cut(str(error) or type(error).__name__) from error
+            while (event := self._http.next_event()) is h11.NEED_DATA:
+                if self._error is not None:
+                    raise Cut(self._error)
+                self._news.clear()
+                await self._news.wait()
+        except h11.RemoteProtocolError as error:
+            raise Cut(_told(error)) from error
         return event
 
 
@@ -148,8 +170,13 @@ class Connections:
         host, port, tls = self.address.host, self.address.port, self.address.tls
         try:
             async with asyncio.timeout(self.connect_s):
-                return Connection(*await asyncio.open_connection(host, port, ssl=tls))
+                loop = asyncio.get_running_loop()
+                return (await loop.create_connection(Connection, host, port, ssl=tls))[1]
         except TimeoutError:
             raise NotConnected(f"no connection within {self.connect_s:g} s") from None
         except OSError as error:
-            raise NotConnected(str(error) or type(error).__name__) from error
+            raise NotConnected(_told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__

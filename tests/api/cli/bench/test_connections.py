@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ STREAM = EVENTS + b"data: " + USAGE + b"\n\ndata: [DONE]\n\n"
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(STREAM), STREAM)
 LAST = PLAIN.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\n\r\n" + STREAM
+UNASKED = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n"
 EARLY = b"HTTP/1.1 103 Early Hints\r\n\r\n" + PLAIN
 
 
@@ -26,10 +28,14 @@ def chunked(size: int) -> bytes:
 
 
 class Counting:
-    """Answer every request with the same bytes, and count."""
+    """Answer every request with the same bytes, and count.
 
-    def __init__(self, answer: bytes, *, closes: bool) -> None:
-        self.answer, self.closes = answer, closes
+    Args:
+        unasked: sent a moment after each answer.
+    """
+
+    def __init__(self, answer: bytes, *, closes: bool, unasked: bytes) -> None:
+        self.answer, self.closes, self.unasked = answer, closes, unasked
         self.connections, self.heads = 0, list[bytes]()
         self.tasks = list[asyncio.Task[None] | None]()
 
@@ -43,19 +49,28 @@ class Counting:
                 await reader.readexactly(int(length))
                 writer.write(self.answer)
                 await writer.drain()
+                if self.unasked:
+                    await asyncio.sleep(0.02)
+                    writer.write(self.unasked)
                 if self.closes:
                     break
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionResetError):
             pass
         writer.close()
 
 
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 @asynccontextmanager
-async def answering(answer: bytes, *, closes: bool = False) -> AsyncIterator[tuple[Counting, str]]:
-    counting = Counting(answer, closes=closes)
+async def answering(
+    answer: bytes, *, closes: bool = False, unasked: bytes = b""
+) -> AsyncIterator[tuple[Counting, str]]:
+    counting = Counting(answer, closes=closes, unasked=unasked)
     server = await asyncio.start_server(counting.serve, "127.0.0.1", 0)
     async with server:
-        yield counting, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield counting, url_of(server)
         await asyncio.gather(*(task for task in counting.tasks if task is not None))
 
 
@@ -64,14 +79,15 @@ def asked(
     *,
     closes: bool = False,
     keeps: bool = True,
+    unasked: bytes = b"",
     between: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
 ) -> Counting:
     """Three requests, one after the other, all of them answered."""
 
     async def run() -> Counting:
         async with (
-            answering(answer, closes=closes) as (counting, url),
-            BenchClient(url + "/at/", keeps=keeps) as client,
+            answering(answer, closes=closes, unasked=unasked) as (counting, url),
+            BenchClient(url + "/at/", keeps=keeps, timeout_s=5) as client,
         ):
             for _ in range(3):
                 outcome = await client.ask(Ask("m", "x", 2))
@@ -104,6 +120,51 @@ def test_one_that_the_server_has_closed_meanwhile_is_not() -> None:
     assert asked(PLAIN, closes=True, between=lambda: asyncio.sleep(0.1)).connections == 3
 
 
+@pytest.mark.parametrize(("answer", "unasked"), [(PLAIN + UNASKED, b""), (PLAIN, UNASKED)])
+def test_what_comes_unasked_is_no_answer_to_the_next(answer: bytes, unasked: bytes) -> None:
+    """As from a server that is tired of waiting for a request."""
+    assert asked(answer, unasked=unasked, between=lambda: asyncio.sleep(0.1)).connections == 3
+
+
+class Deaf(asyncio.Protocol):
+    """Read nothing until `transport.resume_reading`; `got` is the number of bytes that came in all."""
+
+    def __init__(self) -> None:
+        self.transport, self.count = asyncio.Transport(), 0
+        self.got: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self.count += len(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.got.set_result(self.count)
+
+
+def test_what_is_given_up_is_not_sent_on() -> None:
+    """At a server that does not read: no socket waits for it."""
+    prompt = "x" * 20_000_000
+
+    async def run() -> int:
+        made = list[Deaf]()
+
+        def deaf() -> Deaf:
+            made.append(Deaf())
+            return made[-1]
+
+        server = await asyncio.get_running_loop().create_server(deaf, "127.0.0.1", 0)
+        async with server, BenchClient(url_of(server), timeout_s=0.1) as client:
+            assert (await client.ask(Ask("m", prompt, 2))).failure == "timeout"
+            [one] = made
+            one.transport.resume_reading()
+            return await asyncio.wait_for(one.got, 10)
+
+    assert asyncio.run(run()) < len(prompt)
+
+
 def test_many_at_a_time() -> None:
     async def run() -> None:
         async with answering(chunked(50)) as (counting, url), BenchClient(url) as client:
@@ -123,6 +184,7 @@ def test_what_is_no_answer_is_a_cut_stream(answer: bytes) -> None:
         async with answering(answer, closes=True) as (_, url), BenchClient(url) as client:
             outcome = await client.ask(Ask("m", "x", 2))
             assert outcome.detail
+            assert "role=" not in outcome.detail, "only h11's authors know what this means"
             return outcome.failure
 
     assert asyncio.run(run()) == "cut stream"
