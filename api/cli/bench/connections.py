@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import h11
 
@@ -41,7 +41,8 @@ class Address:
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         tls = ssl.create_default_context() if is_tls else None
-        return cls(parts.hostname or "", parts.port or (443 if is_tls else 80), parts.path.rstrip("/"), tls)
+        path = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        return cls(parts.hostname or "", parts.port or (443 if is_tls else 80), path, tls)
 
     @property
     def name(self) -> str:

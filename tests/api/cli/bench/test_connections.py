@@ -194,3 +194,5 @@ def test_addresses() -> None:
     assert Address.of("http://[::1]:8000").name == "[::1]:8000"
     one = Address.of("https://example.org/models/")
     assert (one.host, one.port, one.path, one.tls is not None) == ("example.org", 443, "/models", True)
+    # As the other clients send them.
+    assert Address.of("http://localhost/ä b%20c").path == "/%C3%A4%20b%20c"
