@@ -23,6 +23,8 @@ from lorasrv.outputs import CLIENT
 MAX_SHOWN_PROBLEMS = 3
 ERROR_CODE = "lorasrv.error_code"
 """Key of a request's scope: the code of the error that it was answered with, for its log line."""
+ERROR_CAUSE = "lorasrv.error_cause"
+"""Key of a request's scope: the message of that error, where the answer has another one."""
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
@@ -179,25 +181,29 @@ class ModelNotFound(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Hold an error response: status, headers, the body, and the error's code, which not every body has."""
+    """Hold an error response: status, headers, the body, and the error's code, which not every body has.
+
+    `cause` is for the log: the error's own message, where the body has another one.
+    """
 
     status: int
     body: dict[str, Any]
     headers: Mapping[str, str]
     code: str | None
+    cause: str = ""
 
     def response(self) -> JSONResponse:
-        """Return a response that leaves the code in the request's scope, under `ERROR_CODE`."""
+        """Return a response that leaves code and cause in the request's scope: `ERROR_CODE`, `ERROR_CAUSE`."""
         return _ErrorResponse(self)
 
 
 class _ErrorResponse(JSONResponse):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.body, failure.status, dict(failure.headers))
-        self._code = failure.code
+        self._code, self._cause = failure.code, failure.cause
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ERROR_CODE] = self._code
+        scope[ERROR_CODE], scope[ERROR_CAUSE] = self._code, self._cause
         await super().__call__(scope, receive, send)
 
 
@@ -223,7 +229,7 @@ def describe(error: Exception, *, path: str = "") -> Failure:
     if isinstance(error, store_errors.AdapterInvalid):
         body["error"]["details"] = [problem.to_dict() for problem in error.problems]
         body["error"]["param"] = error.problems[0].field or None
-    return Failure(answer.status, body, _headers(answer, error), answer.code)
+    return Failure(answer.status, body, _headers(answer, error), answer.code, str(error) if answer.message else "")
 
 
 def answer_for(kind: type[BaseException]) -> Answer:
@@ -331,7 +337,7 @@ def describe_tgi(error: Exception) -> Failure:
     failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
     body: dict[str, Any] = {"error": failure.body["error"]["message"], "error_type": kind}
-    return Failure(status, body, failure.headers, failure.code)
+    return Failure(status, body, failure.headers, failure.code, failure.cause)
 
 
 def _status_and_type(failure: Failure, error: Exception) -> tuple[int, str]:

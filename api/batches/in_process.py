@@ -49,6 +49,8 @@ def in_process_client(
             failure = describe(error, path=url)
             if failure.status == 500:
                 _LOG.exception("request %s of a batch failed", request_id)
+            elif failure.cause:
+                _LOG.warning("request %s of a batch failed: %s", request_id, failure.cause)
             return _reply(failure, request_id)
         return LineReply(200, content, request_id)
 

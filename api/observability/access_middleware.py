@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.asgi.sse import CHUNKS
 from api.auth.principal import PREFIX, caller_of
-from api.errors import ERROR_CODE
+from api.errors import ERROR_CAUSE, ERROR_CODE
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
 _LOG = logging.getLogger(__name__)
@@ -74,6 +74,11 @@ class RequestInfo:
     def error_code(self) -> str:
         """Return the code of the error that it was answered with; "" if there is none."""
         return self._scope.get(ERROR_CODE) or ""
+
+    @property
+    def error_cause(self) -> str:
+        """Return what the client was not told about that error; "" if it was told all."""
+        return self._scope.get(ERROR_CAUSE) or ""
 
     @property
     def principal(self) -> str:

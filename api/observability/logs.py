@@ -87,6 +87,8 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
     if seen.error_code:
         # The engine's own reason, where it has accepted the request, says more.
         told.setdefault("why", seen.error_code)
+    if seen.error_cause:
+        told["cause"] = seen.error_cause
     if seen.broken:
         told["broken"] = True
     return told

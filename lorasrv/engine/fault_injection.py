@@ -185,7 +185,7 @@ def _raises(fault: Fault, part: SchedulerOutput) -> None:
 def _runs_out_of_memory(fault: Fault, part: SchedulerOutput) -> None:
     import torch  # imported here: options are parsed without torch
 
-    if part.num_tokens > (fault.value or 1):
+    if part.num_tokens > (1 if fault.value is None else fault.value):
         raise torch.OutOfMemoryError("injected: out of memory")
 
 

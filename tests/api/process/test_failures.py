@@ -4,6 +4,7 @@ The faults are injected, but for those that a test can cause from outside. Steps
 process.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -94,9 +95,22 @@ def upload(served: Served, folder: Path, name: str) -> httpx2.Response:
     return served.post("/v1/adapters", id=name, config=config, weights=digest)
 
 
+@pytest.mark.parametrize("process", ["step-oom:0@1x1"], indirect=True, ids=["of memory"])
+def test_a_step_without_any_memory(process: Served) -> None:
+    """Not even one token fits: the request is refused for now, and the next one is answered."""
+    refused = complete(process)
+    assert code(refused) == (503, "out_of_memory")
+    assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("10", None)
+    assert "later" in error_of(refused)["message"]
+    assert len(text(complete(process))) > 0
+    process.calm_down()
+
+
 @pytest.mark.parametrize("process", [OF_THE_DISK], indirect=True, ids=["of the disk"])
 def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
-    """ENOSPC, EIO, EROFS and EMFILE: nothing of them stays, answers continue, and the fifth upload is taken."""
+    """ENOSPC, EIO, EROFS and EMFILE: nothing of them stays, answers continue, the log says what the disk said, and the
+    fifth upload is taken.
+    """
     before = text(complete(process, model="mia"))  # the adapter is read, and lies in memory
     for expected in ((507, "store_full"), *[(503, "store_unusable")] * 3):
         answer = upload(process, adapter_dirs["one"], "tom")
@@ -104,6 +118,10 @@ def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
         assert "/" not in error_of(answer)["message"], "a path"
         assert answer.headers["x-should-retry"] == "false"
         assert text(complete(process, model="mia")) == before
+    lines = [json.loads(line) for line in process.log.splitlines() if line.startswith("{")]
+    causes = [line["cause"] for line in lines if line.get("why") in ("store_full", "store_unusable")]
+    said = ("no room on the store's disk", *map(os.strerror, (errno.EIO, errno.EROFS, errno.EMFILE)))
+    assert [words in cause for words, cause in zip(said, causes, strict=True)] == [True] * 4, causes
     assert [card["id"] for card in process.http.get("/v1/models").json()["data"]] == ["tiny", "mia"]
     assert upload(process, adapter_dirs["one"], "tom").status_code == 201
     # The second read of an adapter fails, which costs its own request only; the next one reads it.
