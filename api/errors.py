@@ -114,7 +114,11 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.BlobLengthMismatch: Answer(400, "length_mismatch"),
     store_errors.DigestMismatch: Answer(400, "digest_mismatch"),
     store_errors.StoreFull: Answer(
-        507, "store_full", SERVER, retry=False, message="the disk of the adapter store is full; nothing was stored"
+        507,
+        "store_full",
+        SERVER,
+        retry=False,
+        message="the disk of the adapter store is full, and nothing changed; free some of it, then send this again",
     ),
     store_errors.StoreFollows: Answer(409, "store_follows", retry=False),
     # Another server that follows the registry may reach it.

@@ -4,12 +4,12 @@ This module keeps the layouts that the file has had and the migrations from olde
 """
 
 import contextlib
-import errno
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.storage.full_disk import is_full
 from adapter_store.storage.private_file import make_private
 
 SCHEMA_VERSION = 7
@@ -141,11 +141,11 @@ def sql_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        if is_full(error):
             raise StoreFull(_FULL) from error
         raise StoreUnusable(f"the store's index failed: {error}") from error
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if is_full(error):
             raise StoreFull(_FULL) from error
         raise StoreUnusable(f"the store's index {error.filename} cannot be used: {error.strerror}") from error
 

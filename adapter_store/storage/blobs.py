@@ -8,7 +8,6 @@ of an `os` function, so that a test can fail or kill each of them.
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 import stat
@@ -21,6 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatch, StoreFull, StoreUnusable
+from adapter_store.storage.full_disk import is_full
 
 UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
 UNREFERENCED_BYTES = 1 << 30
@@ -31,7 +31,6 @@ NUM_LOCKS = 64
 PROBE_BYTES = 16 << 20
 """Room that an upload may need; a disk with less is called full."""
 NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ def disk_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if is_full(error):
             raise StoreFull(
                 f"no room on the store's disk while {doing}; nothing changed. Free some and retry"
             ) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.storage.full_disk import is_full
 from adapter_store.storage.private_file import make_private
 from api.auth.principal import (
     NAME_RULE,
@@ -281,11 +282,10 @@ def _errors() -> Iterator[None]:
     """Convert errors of SQLite and the disk to StoreFull or StoreUnusable."""
     try:
         yield
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+    except (sqlite3.Error, OSError) as error:
+        if is_full(error):
             raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
-        raise StoreUnusable(f"the key store {FILE} cannot be used: {error}") from error
-    except OSError as error:
-        raise StoreUnusable(f"the key store {error.filename} cannot be used: {error.strerror}") from error
+        name, why = (error.filename, error.strerror) if isinstance(error, OSError) else (FILE, error)
+        raise StoreUnusable(f"the key store {name} cannot be used: {why}") from error
     except (ValueError, TypeError) as error:
         raise StoreUnusable(f"the key store {FILE} contains data that this version did not write") from error

@@ -8,7 +8,7 @@ import pytest
 from store_kit import BASE, add, blobs, build, put
 
 from adapter_store.errors import StoreFull, StoreUnusable
-from adapter_store.registry.database import SCHEMA_VERSION
+from adapter_store.registry.database import SCHEMA_VERSION, sql_errors
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 
@@ -277,6 +277,14 @@ def test_a_full_disk_while_registering_changes_nothing(store: AdapterStore) -> N
     assert digest not in set(blobs(store))
     store._index._db.execute("PRAGMA max_page_count = 1000000")
     assert store.register("mia", big, put(store, build.file(seed=1))).ref.version == 2
+
+
+def test_a_store_on_a_full_disk_is_told_so_when_it_is_opened() -> None:
+    """SQLite's own words there are "disk I/O error": the file beside the index cannot grow."""
+    refused = sqlite3.OperationalError("disk I/O error")
+    refused.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    with pytest.raises(StoreFull, match="Free some and retry"), sql_errors():
+        raise refused
 
 
 def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
