@@ -141,7 +141,8 @@ def _list_adapters(
 @router.get("/v1/adapters/{adapter_id}")
 async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) -> JSONResponse:
     """Return an id with its versions and aliases, and the current version's upload report (null: no weights), verdict
-    (null: not verified) and persona (null: no defaults), whose defaults only its owner and administrators see.
+    (null: not verified) and persona (null: no defaults), whose defaults only its owner and administrators see; of a sum
+    how many of its adapters were deleted.
     """
     record = await run_in_threadpool(view.get, adapter_id)
     current = record.ref(record.current_version)
@@ -151,6 +152,7 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
         stored = await services.personas.find(current)
         persona = stored.shown(may_read=view.may_read_defaults(stored.owner))
         persona["snapshot"] = await _snapshot(services, current)
+        persona["deleted_parts"] = await run_in_threadpool(services.personas.num_deleted_parts, stored)
     report = None if current.key is None else await run_in_threadpool(history.report, current)
     verified = await run_in_threadpool(history.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)

@@ -244,14 +244,22 @@ class Personas:
         pinned = (await self.find(ref)).defaults.adapters if ref.persona else None
         return tuple(Component(self._part(each, ref), each.weight) for each in pinned or ())
 
+    def num_deleted_parts(self, stored: StoredPersona) -> int:
+        """Return how many of the versions whose sum this is were deleted."""
+        return sum(self._found(each) is None for each in stored.defaults.adapters or ())
+
     def _part(self, pinned: PinnedAdapter, whole: AdapterRef) -> AdapterRef:
+        part = self._found(pinned)
+        if part is None:
+            raise part_is_gone(f"{whole.adapter_id}@{whole.version}")
+        return part
+
+    def _found(self, pinned: PinnedAdapter) -> AdapterRef | None:
         try:
             part = self._store.resolve_one(pinned.id)
         except AdapterNotFound:
-            part = None
-        if part is None or digest_text(part.key) != pinned.digest:
-            raise part_is_gone(f"{whole.adapter_id}@{whole.version}")
-        return part
+            return None
+        return part if digest_text(part.key) == pinned.digest else None
 
     def _read(self, ref: AdapterRef) -> StoredPersona:
         history = self._store.version_history

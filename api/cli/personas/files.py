@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.formats import strict_json
-from api.cli.common.formatting import report_lines
+from api.cli.common.formatting import counted, report_lines
 from api.cli.common.terminal import CliError, short_digest
 from lorasrv.config import size
 
@@ -112,6 +112,8 @@ def persona_lines(persona: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"{INDENT}sets {', '.join(persona['fields'])}; only its owner and administrators see how"
     else:
         yield from (INDENT + line for line in _default_lines(defaults))
+    if gone := persona.get("deleted_parts"):
+        yield f"{INDENT}{counted(gone, 'adapter')} of the sum deleted: it is refused until it is composed anew"
     if (made := persona.get("snapshot")) is not None:
         yield f"{INDENT}snapshot of {made['tokens']} tokens of prompt, {size(made['bytes'])}"
     for greeting in persona["greetings"]:

@@ -57,7 +57,14 @@ def test_a_sum(run, make_adapter) -> None:
     shown = run("show", "both")
     assert shown.code == 0, shown.err
     assert "both@1  a sum of adapters\n" in shown.out
+    assert "deleted" not in shown.out
     assert "both\t1\tno weights\t-\t-\t-\n" in run("list").out
+    run("rm", "tom")
+    assert "  1 adapter of the sum deleted: it is refused until it is composed anew\n" in run("show", "both").out
+    run("upload", make_adapter("another", seed=5), "--id", "tom")
+    assert "1 adapter of the sum deleted" in run("show", "both").out, "it is another adapter"
+    run("rm", "tom", "mia")
+    assert "2 adapters of the sum deleted" in run("show", "both").out
 
 
 def test_a_typo_is_told_before_anything_is_sent(cli, make_adapter, tmp_path: Path) -> None:
