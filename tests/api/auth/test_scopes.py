@@ -15,7 +15,7 @@ SENDERS = re.compile(
 # The last asks the registry that its operator named.
 # What asks servers whose addresses come with the cluster's secret.
 PEERS = {"api/replication/page_client.py"}
-CLIENTS = {"api/client.py", "api/batches/remote.py", "api/cli/bench/client.py", "api/replication/registry_client.py"}
+CLIENTS = {"api/client.py", "api/batches/remote.py", "api/replication/registry_client.py"}
 FETCHERS = re.compile(r"\b(?:hf_hub_download|snapshot_download|from_hub|create_connection|open_connection)\b")
 UNSAFE = re.compile(r"\b(?:torch\.load|allow_pickle=True|marshal\.loads?|shelve|cloudpickle|joblib|np\.load)\b")
 
@@ -49,8 +49,8 @@ def test_nothing_is_fetched() -> None:
     found = {path for path, text in sources().items() if SENDERS.search(text)}
     assert found == CLIENTS | PEERS
     # The edge, which asks its own replicas; the operator's own base, when the server starts: what opens it is not asked
-    # by any route.
-    known = {"api/cluster/upstream.py", "lorasrv/models/loader/locate.py"}
+    # by any route; and the load client, a command.
+    known = {"api/cluster/upstream.py", "lorasrv/models/loader/locate.py", "api/cli/bench/connections.py"}
     assert {path for path, text in sources().items() if FETCHERS.search(text)} == known
     opens = re.compile(r"\blorasrv\.models\.loader\b")
     assert [path for path, text in sources().items() if path.startswith("api/routes/") and opens.search(text)] == []
