@@ -1,7 +1,7 @@
 """HTTP/1.1 connections of the load client: h11 over asyncio's transports.
 
-A client that shares the machine with the server takes its time from it. httpx takes some 150 µs of a processor for each
-event of a stream, more than a server's own HTTP; what is here takes a third of that, and does what a load needs: POST,
+A client that shares the machine with the server takes its time from it. httpx takes some 140 µs of a processor for each
+event of a stream, more than a server's own HTTP; what is here takes half of that, and does what a load needs: POST,
 TLS, answers as they come, connections that are used again.
 """
 
