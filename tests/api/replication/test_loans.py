@@ -111,7 +111,7 @@ class Shared(RuleBasedStateMachine):
     def renew(self, number: int, times: int, last: str) -> None:
         """Ask every second, and be answered, but for the last time maybe."""
         for left in range(times - 1, -1, -1):
-            self.clock.now += 1.0
+            self.pass_time(1.0)
             question = self.ask(self.servers[number])
             if left or last != LOST:
                 answer = self.arrive(question)
@@ -177,9 +177,14 @@ class Shared(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, LEASE_S + 1]))
     def wait(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and end what runs on servers whose leases end."""
+        before_s = self.clock.now
         self.clock.now += seconds
         for server in self.servers[1:]:
-            if self.clock.now >= server.limiter._until_s:
+            if before_s < server.limiter._until_s <= self.clock.now:
                 # docs/cluster.md says that these are not bounded.
                 while server.running:
                     self.end(self.servers.index(server), refused=False)
