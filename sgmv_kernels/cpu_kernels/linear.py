@@ -7,8 +7,9 @@ from numba import carray
 
 from sgmv_kernels.cpu_kernels.likeliest import find_peak
 from sgmv_kernels.cpu_kernels.linear_amx import make_amx
-from sgmv_kernels.cpu_kernels.rounding import round_group, round_ordered_group
+from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks, round_ordered_blocks
 from sgmv_kernels.cpu_ops.linear import (
+    AMX_FROM,
     BIAS,
     CODE_BYTES,
     CODES,
@@ -17,6 +18,7 @@ from sgmv_kernels.cpu_ops.linear import (
     GROUP,
     GROUPS,
     LINES,
+    MOST_ROWS,
     NUM_ARGS,
     ORDER,
     OUT,
@@ -33,14 +35,13 @@ from sgmv_kernels.cpu_ops.linear import (
     UNIT_BYTES,
     UNITS,
     WIDTH,
-    WITH_AMX,
     Y_WIDTH,
     X,
     Y,
 )
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd import quant_matmul as qm
-from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, AMX_SUMS, configure_amx, end_amx
+from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, configure_amx, end_amx
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, put_i32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
@@ -54,37 +55,36 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     unpack_entries,
     unpack_sevens,
 )
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
 
-ROWS = 4 if VECTORS == 2 else 8
+ROWS = 4 if VECTORS == 2 else MOST_ROWS
 """Rows whose whole sums are kept in registers at a time: eight registers of sixteen, or sixteen of 32."""
 _WIDTH = 4 * TILE * TILES_AT_ONCE
 """Bytes of a row's sums."""
 
 
-def make_round_rows(round_group: Any) -> Any:
-    """Return the kernel that rounds rows by groups."""
+def make_round_rows(round_blocks: Any) -> Any:
+    """Return the kernel that rounds rows."""
 
     @kernel_part
     def round_rows(args):  # type: ignore[no-untyped-def]
-        """Take tasks until none is left: `ROUND_BLOCKS` blocks of a group of rows, which no other thread writes
-        beside.
-        """
+        """Take tasks until none is left: `ROUND_BLOCKS` blocks of `ROUND_ROWS` rows."""
         blocks, row_bytes = args[WIDTH] // CODE_BLOCK, 4 * args[WIDTH]
         parts = (blocks + ROUND_BLOCKS - 1) // ROUND_BLOCKS
         while True:
             task = take_next(args.ctypes.data)
-            before, first = task // parts * ROW_GROUP, task % parts * ROUND_BLOCKS
+            before, first = task // parts * ROUND_ROWS, task % parts * ROUND_BLOCKS
             if before >= args[NUM_ROWS]:
                 return
-            codes, units = args[CODES] + before * args[ROW_BYTES], args[UNITS] + before * args[UNIT_BYTES]
+            codes = place_of(args[CODES], before, args[ROW_BYTES], CODE_BLOCK)
+            units = place_of(args[UNITS], before, args[UNIT_BYTES], 4)
             x, rows, last = args[X] + before * row_bytes, args[NUM_ROWS] - before, min(first + ROUND_BLOCKS, blocks)
-            round_group(x, row_bytes, rows, args[ORDER], codes, units, first, last)
+            round_blocks(x, row_bytes, rows, args[ORDER], codes, units, first, last)
 
     return round_rows
 
 
-_round_rows, _round_ordered = make_round_rows(round_group), make_round_rows(round_ordered_group)
+_round_rows, _round_ordered = make_round_rows(round_blocks), make_round_rows(round_ordered_blocks)
 
 
 def round8(raw: Any) -> None:
@@ -99,11 +99,6 @@ def round8_ordered(raw: Any) -> None:
 def unpack_q3h(source, group, table, out):  # type: ignore[no-untyped-def]
     for i in range(group // 64):
         unpack_sevens(source + i * 7 * LINE, out + i * 16 * LINE)
-
-
-@kernel_part
-def unpack_q3h_for_amx(source, group, table, ahead, out):  # type: ignore[no-untyped-def]
-    unpack_q3h(source, group, table, out)
 
 
 @kernel_part
@@ -122,18 +117,17 @@ def find_peaks(args, first, end):  # type: ignore[no-untyped-def]
         put_i32(peaks, 2 * row + 1, start + at if peak == peak else at)
 
 
-def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
+def make_linear(kind: str, unpack: Any = None) -> Any:
     """Return the kernel of one format.
 
     Args:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
         unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
-        with_amx: see `linear_amx.make_amx`.
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
     factor_bytes = qm.CODES[kind].factors.nbytes
-    multiply_by_amx = make_amx(kind, with_amx)
+    multiply_by_amx = make_amx(kind, unpack)
 
     @kernel_part
     def begin(args, tile, start):  # type: ignore[no-untyped-def]
@@ -165,10 +159,9 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         share = TILES_AT_ONCE * groups * (stored + factor_bytes) // (passes * blocks)
         share = (share + LINE - 1) // LINE * LINE if soon != data else np.int64(0)
         while row < rows:
-            inside = row % ROW_GROUP
-            left = min(rows - row, ROW_GROUP - inside)
-            x = args[CODES] + (row - inside) * args[ROW_BYTES] + CODE_BLOCK * inside + before * ROWS_BLOCK
-            u = args[UNITS] + (row - inside) * args[UNIT_BYTES] + 4 * inside + before * qm.UNITS
+            left = min(rows - row, ROW_GROUP - row % ROW_GROUP)
+            x = place_of(args[CODES], row, args[ROW_BYTES], CODE_BLOCK) + before * ROWS_BLOCK
+            u = place_of(args[UNITS], row, args[UNIT_BYTES], 4) + before * qm.UNITS
             tiles = data, following, groups, group, stored, lines, table
             sums = start + row * start_bytes, start_bytes, out + row * out_bytes, out_bytes
             if left >= ROWS:
@@ -224,9 +217,10 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
         at_edge = start + _WIDTH
         scratch = at_edge + args[NUM_ROWS] * _WIDTH
         amx_sums = scratch + 2 * (TILE * CHUNK + 8 * TILE * CHUNK // CODE_BLOCK)
-        in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if args[WITH_AMX] else np.int64(0)
+        uses_amx = args[AMX_FROM] and args[NUM_ROWS] >= args[AMX_FROM]
+        in_amx = args[NUM_ROWS] // AMX_ROWS * AMX_ROWS if uses_amx else np.int64(0)
         if in_amx:
-            configure_amx(amx_sums + AMX_SUMS)
+            configure_amx(amx_sums)
         tile_bytes = args[GROUPS] * (args[CODE_BYTES] + factor_bytes)
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
@@ -244,14 +238,15 @@ def make_linear(kind: str, unpack: Any = None, with_amx: Any = None) -> Any:
                 is_whole = TILE * (tile + TILES_AT_ONCE) <= args[OUT]
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
-                if in_amx:
-                    multiply_by_amx(args, in_amx, data, following, soon - data, scratch, amx_sums, *sums)
-                    soon = data
                 if in_amx < args[NUM_ROWS]:
                     if is_stored:
                         multiply(args, in_amx, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
                     else:
                         multiply_unpacked(args, in_amx, data, following, scratch, kept, *sums)
+                    soon = data
+                if in_amx:
+                    begun, written = sums[:2], sums[2:]
+                    multiply_by_amx(args, in_amx, data, following, soon, scratch, amx_sums, *begun, at_edge, *written)
                 if not is_whole:
                     copy(args, tile, at_edge)
             if args[PEAKS]:
@@ -267,7 +262,7 @@ _int4, _int4_zeros, _int4_fp32, _int4_minima, _int4_steps = (
     make_linear(kind) for kind in ("int4", "int4_zeros", "int4_fp32", "int4_minima", "int4_steps")
 )
 _q3h, _q3h_zeros, _q3h_fp32, _q3h_minima = (
-    make_linear(kind, unpack_q3h, unpack_q3h_for_amx) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
+    make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
 )
 _int8, _int8_fp32, _int8_minima, _int8_steps = (
     make_linear(kind) for kind in ("int8", "int8_fp32", "int8_minima", "int8_steps")

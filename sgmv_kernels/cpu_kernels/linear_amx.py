@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from sgmv_kernels.cpu_ops.linear import (
     CODE_BYTES,
     CODES,
@@ -16,8 +18,11 @@ from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, make_amx_product, make_unpack
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX
-from sgmv_kernels.cpu_simd.quant_matmul import TILES_AT_ONCE
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
+from sgmv_kernels.cpu_simd.quant_matmul import LINE, TILES_AT_ONCE
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, TILE
+
+AMX_CHUNK = 192
+"""Inputs that are unpacked and multiplied together, or one group of more: their whole sums stay in the first cache."""
 
 
 @kernel_part
@@ -26,15 +31,17 @@ def _nothing(*args):  # type: ignore[no-untyped-def]
 
 
 def make_amx(kind: str, unpack: Any = None) -> Any:
-    """Return multiply(args, rows, data, next, ahead, scratch, sums, start, start_bytes, out, out_bytes) for one format;
-    it does nothing where the processor has no AMX.
+    """Return multiply(args, rows, data, next, soon, scratch, sums, start, start_bytes, between, out, out_bytes) for
+    one format; it does nothing where the processor has no AMX.
 
-    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `sums`: `AMX_SUMS` bytes of scratch memory of this
-    thread, whose registers `configure_amx` has prepared.
+    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `sums`: scratch memory of this thread for whole sums,
+    `BLOCK_SUMS` bytes for each block of `CHUNK` inputs. `between`: where the rows' sums lie from chunk to chunk, one
+    row after another: rows of the result may be so far apart that all fall into the same few places of the first cache.
+    `configure_amx` has prepared the thread's registers.
 
     Args:
         kind: as of `linear.make_linear`.
-        unpack: what `amx_matmul.make_unpack` makes, if that does not know how the codes are stored.
+        unpack: likewise; None: `amx_matmul.make_unpack` knows how the codes are stored.
     """
     if not HAS_AMX:
         return _nothing
@@ -42,23 +49,33 @@ def make_amx(kind: str, unpack: Any = None) -> Any:
     factor_bytes = qm.CODES[kind].factors.nbytes
 
     @kernel_part
-    def multiply(args, rows, data, following, ahead, scratch, sums, start, start_bytes, out, out_bytes):  # type: ignore[no-untyped-def]
-        """Write the products with all groups of the tiles, and prefetch what lies `ahead` of the tiles."""
+    def multiply(args, rows, data, following, soon, scratch, sums, start, start_bytes, between, out, out_bytes):  # type: ignore[no-untyped-def]
+        """Write the products with all groups of the tiles, and prefetch at least as many bytes at `soon`, whole lines
+        for every block; if that is `data`, nothing that is not here already.
+        """
         group, stored, blocks = args[GROUP], args[CODE_BYTES], args[GROUP] // CODE_BLOCK
-        group_bytes, step = stored + factor_bytes, max(1, CHUNK // group)
+        group_bytes, step = stored + factor_bytes, max(1, AMX_CHUNK // group)
         for first in range(0, args[GROUPS], step):
             count, source = min(step, args[GROUPS] - first), data + first * group_bytes
+            is_last = first + count == args[GROUPS]
+            end, end_bytes = (out, out_bytes) if is_last else (between, np.int64(TILES_AT_ONCE * LINE))
             tile_bytes = count * group * TILE
             for i in range(TILES_AT_ONCE):
                 for g in range(count):
                     target = scratch + i * tile_bytes + g * group * TILE
-                    unpack_codes(source + i * following + g * group_bytes, group, args[TABLE], ahead, target)
+                    unpack_codes(source + i * following + g * group_bytes, group, args[TABLE], target)
             tiles = scratch, tile_bytes, source, following, count, group, stored
+            coming, slots = TILES_AT_ONCE * count * group_bytes, TILES_AT_ONCE * count * blocks
+            passes = max(1, min(rows // AMX_ROWS, coming // (slots * LINE)))
+            share = (coming + passes * slots * LINE - 1) // (passes * slots * LINE) * LINE
             for row in range(0, rows, AMX_ROWS):
+                if passes == 0 or soon == data:
+                    share = np.int64(0)
                 x = args[CODES] + row * args[ROW_BYTES] + first * blocks * qm.ROWS_BLOCK
                 u = args[UNITS] + row * args[UNIT_BYTES] + first * blocks * qm.UNITS
-                begun, written = start + row * start_bytes, out + row * out_bytes
-                product(x, u, *tiles, begun, start_bytes, written, out_bytes, sums)
-            start, start_bytes = out, out_bytes
+                begun, written = start + row * start_bytes, end + row * end_bytes
+                product(x, u, *tiles, soon, share, begun, start_bytes, written, end_bytes, sums)
+                passes, soon = passes - 1, soon + slots * share
+            start, start_bytes = end, end_bytes
 
     return multiply

@@ -7,7 +7,7 @@ import numpy as np
 from numba import carray
 
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
-from sgmv_kernels.cpu_kernels.rounding import round_group
+from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks
 from sgmv_kernels.cpu_ops.pointwise import (
     CODES,
     COLUMNS,
@@ -74,7 +74,7 @@ from sgmv_kernels.cpu_simd.memory_access import (
     put_row,
     take_next,
 )
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROUND_ROWS
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS
 
 
@@ -112,22 +112,23 @@ def cap(raw: Any) -> None:
 
 @kernel_part
 def _round(args, first, start, end):  # type: ignore[no-untyped-def]
-    """Round columns `start` to `end` of a group of rows of the result, where that is asked for."""
+    """Round columns `start` to `end` of `ROUND_ROWS` rows of the result, where that is asked for."""
     if args[CODES]:
         row_bytes, rows = 4 * args[WIDTH], args[NUM_ROWS] - first
-        codes, units = args[CODES] + first * args[ROW_BYTES], args[UNITS] + first * args[UNIT_BYTES]
+        codes = place_of(args[CODES], first, args[ROW_BYTES], CODE_BLOCK)
+        units = place_of(args[UNITS], first, args[UNIT_BYTES], 4)
         x = args[OUT] + first * row_bytes
-        round_group(x, row_bytes, rows, np.int64(0), codes, units, start // CODE_BLOCK, end // CODE_BLOCK)
+        round_blocks(x, row_bytes, rows, np.int64(0), codes, units, start // CODE_BLOCK, end // CODE_BLOCK)
 
 
 @kernel_part
 def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
     width, eps = args[WIDTH], np.float32(floats[FLOAT])
     while True:
-        first = take_next(args.ctypes.data) * ROW_GROUP
+        first = take_next(args.ctypes.data) * ROUND_ROWS
         if first >= args[NUM_ROWS]:
             return
-        for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
+        for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
             skip = 4 * width * row
             x, delta = args[A] + skip, args[B] + skip if args[B] else np.int64(0)
             mean = add_square_sum(x, delta, width) / np.float32(width)
@@ -139,10 +140,10 @@ def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
 def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
     width, eps = args[WIDTH], np.float32(floats[FLOAT])
     while True:
-        first = take_next(args.ctypes.data) * ROW_GROUP
+        first = take_next(args.ctypes.data) * ROUND_ROWS
         if first >= args[NUM_ROWS]:
             return
-        for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
+        for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
             skip = 4 * width * row
             x, out = args[A] + skip, args[OUT] + skip
             if args[B]:
@@ -158,16 +159,16 @@ def make_gate(compute: Any) -> Any:
 
     @kernel_part
     def gate_rows(args):  # type: ignore[no-untyped-def]
-        """Take tasks until none is left: `COLUMNS` columns of a group of rows."""
+        """Take tasks until none is left: `COLUMNS` columns of `ROUND_ROWS` rows."""
         width = args[WIDTH]
         parts = (width + COLUMNS - 1) // COLUMNS
         while True:
             task = take_next(args.ctypes.data)
-            first, start = task // parts * ROW_GROUP, task % parts * COLUMNS
+            first, start = task // parts * ROUND_ROWS, task % parts * COLUMNS
             if first >= args[NUM_ROWS]:
                 return
             end = min(start + COLUMNS, width)
-            for row in range(first, min(first + ROW_GROUP, args[NUM_ROWS])):
+            for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
                 compute(args, row, start, end - start, args[OUT] + 4 * (width * row + start))
             _round(args, first, start, end)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from sgmv_kernels.backend import Backend, PackedLinear, Progress
 from sgmv_kernels.cpu_ops import affine, attention, linear, page_mass, pointwise, sgmv, slots
 from sgmv_kernels.cpu_ops.likeliest import likeliest_cpu
-from sgmv_kernels.cpu_ops.linear_autotune import uses_amx, wide_rows
+from sgmv_kernels.cpu_ops.linear_autotune import amx_rows, wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
@@ -20,7 +20,7 @@ numba_version()
 
 def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool) -> PackedLinear:
     """See `ops.Ops.pack_linear`."""
-    return linear.pack_linear_cpu(codes, bias, None if few_rows else wide_rows(), uses_amx())
+    return linear.pack_linear_cpu(codes, bias, None if few_rows else wide_rows(), amx_rows())
 
 
 def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress) -> None:

@@ -29,20 +29,23 @@ from sgmv_kernels.cpu_runtime.launch import (
     rows_part,
 )
 from sgmv_kernels.cpu_runtime.team import team_size
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROW_GROUP, TILE
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 MODULE = "linear"
 ROUND_BLOCKS = 8
 """Blocks of 32 neighbours, of eight rows, in a task of rounding."""
+MOST_ROWS = 8
+"""Most rows whose whole sums a kernel keeps at a time."""
 TASKS_A_THREAD = 8
 """Tasks of a thread: enough that a late one costs little."""
 WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
-Y_WIDTH, ORDER, TABLE, EARLY, WITH_AMX, PEAKS = range(22, 28)
-"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. PEAKS: where the
+Y_WIDTH, ORDER, TABLE, EARLY, AMX_FROM, PEAKS = range(22, 28)
+"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. AMX_FROM: from how
+many rows AMX registers are used, 0 for never. PEAKS: where the
 largest outputs go, see `peaks_of`; 0 where nobody asks for them."""
 NUM_ARGS = PEAKS + 1
 PEAK_BYTES = 8
@@ -54,9 +57,9 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 class RoundedRows:
     """Hold rounded activations."""
 
-    # [T / 8, H / 32, 8, 32] int8.
+    # [T / 16, H / 32, 16, 32] int8.
     codes: Tensor
-    # [T / 8, H / 32, 2, 8] fp32: units, and units * sums.
+    # [T / 16, H / 32, 2, 16] fp32: units, and units * sums.
     units: Tensor
 
 
@@ -70,8 +73,8 @@ class CpuLinear:
     # [O, H] bf16, a dequantized copy for calls of at least `wide_from` rows.
     wide: Tensor | None = None
     wide_from: int | None = None
-    # Whether eight rows at a time are multiplied in AMX registers, with the same results.
-    with_amx: bool = False
+    # From how many rows on groups of them are multiplied in AMX registers, with the same results; None: never.
+    amx_from: int | None = None
 
     @property
     def in_features(self) -> int:
@@ -93,7 +96,7 @@ class CpuLinear:
 
 
 def pack_linear_cpu(
-    codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None, with_amx: bool = False
+    codes: GroupQuantizedWeight, bias: Tensor | None, wide_from: int | None, amx_from: int | None = None
 ) -> CpuLinear:
     """See `ops.Ops.pack_linear`, and `CpuLinear`."""
     tiles = pack_tiles(codes)
@@ -101,7 +104,7 @@ def pack_linear_cpu(
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
     wide = None if wide_from is None else codes.dequantize().bfloat16()
-    return CpuLinear(tiles, bias, wide, wide_from, with_amx)
+    return CpuLinear(tiles, bias, wide, wide_from, amx_from)
 
 
 @cache
@@ -136,7 +139,7 @@ def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
     target = _codes(rounded)
     if order is None and round_last(x, *(target[place] for place in (CODES, ROW_BYTES, UNITS, UNIT_BYTES))):
         return rounded
-    tasks = groups * -(-blocks // ROUND_BLOCKS)
+    tasks = -(-rows // ROUND_ROWS) * -(-blocks // ROUND_BLOCKS)
     own = {X: x.data_ptr(), ORDER: 0 if order is None else order.data_ptr(), **target}
     launch(MODULE, _round_entry(order), rows_part(rows, tasks), own)
     return rounded
@@ -207,7 +210,7 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         TABLE: 0 if weight.table is None else weight.table.data_ptr(),
         # Of few tasks, other threads would get none.
         EARLY: int(tasks >= 3 * threads),
-        WITH_AMX: int(packed.with_amx),
+        AMX_FROM: packed.amx_from or 0,
     }
     launch(MODULE, _entry(weight), rows_part(rows, tasks), own, result=y)
 
@@ -239,8 +242,9 @@ def _codes(rounded: RoundedRows) -> Words:
 
 def scratch_bytes(rows: int) -> int:
     """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, what sums start with, sums
-    of all rows in tiles that reach beyond the last output, a chunk of two tiles as bytes with its factors, and for AMX
-    registers sums of a block and their configuration.
+    of all rows in tiles that reach beyond the last output, a chunk of two tiles as bytes with its factors, and sums of
+    its blocks from AMX registers.
     """
-    known = 2 * ((ROW_GROUP + 1 + rows) * 4 * TILE + TILE * CHUNK + CHUNK // CODE_BLOCK * 8 * TILE)
-    return known + 2 * ROW_GROUP * 4 * TILE + 64
+    blocks = CHUNK // CODE_BLOCK
+    known = 2 * ((MOST_ROWS + 1 + rows) * 4 * TILE + TILE * CHUNK + blocks * 8 * TILE)
+    return known + 2 * blocks * ROW_GROUP * 4 * TILE

@@ -6,7 +6,8 @@ Two things are not the same on all processors:
   bf16 (AVX-512 BF16, AMX) are measured; on others, and for few rows, the quantized kernels are the fastest known
   (docs/benchmarks/kernels.md#beside-torchs-ops). The copy costs memory, and steps that use it round their rows
   differently from smaller steps, so the gain must be worth it (`--bf16-linears off`).
-- Whether AMX registers are faster than `vpdpbusd`. Their results must be the same, bit by bit, or they are not used.
+- From how many rows AMX registers are faster than `vpdpbusd`. Their results must be the same, bit by bit, or they are
+  not used.
 """
 
 import json
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 
 import llvmlite.binding as llvm
 import torch
@@ -26,14 +28,15 @@ from torch import Tensor
 from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime.amx import may_use_amx
 from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
+from sgmv_kernels.formats.adapter_panels import ROW_GROUP
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 
 logger = logging.getLogger(__name__)
-CANDIDATES = (64, 128, 256)
-GAIN = 1.3
-"""Factor by which bf16 must be faster."""
-AMX_CANDIDATES, AMX_GAIN = (8, 16, 64), 1.05
-"""Numbers of rows at which AMX must be faster, and the factor."""
+CANDIDATES, GAIN = (64, 128, 256), 1.3
+"""Numbers of rows from which bf16 may be used, and the factor by which it must be faster."""
+AMX_CANDIDATES, AMX_GAIN = (16, 32, 64), 1.15
+"""Likewise for AMX, each measured with half of a group of rows more, which is multiplied without. A step gains less
+than this: its weights come from memory."""
 WIDTH, GROUP, ROUNDS = 2048, 64, 31
 FILE, AMX_FILE = "wide_rows.json", "amx.json"
 Product = Callable[[Tensor], Tensor]
@@ -45,27 +48,27 @@ def wide_rows() -> int | None:
     features = llvm.get_host_cpu_features()
     if not (features.get("avx512bf16") or features.get("amx-bf16")):
         return None
-    found = _kept(FILE, "rows", lambda: measured(*_products()))
-    return found if isinstance(found, int) else None
+    return _kept(FILE, lambda: measured(*_products()))
 
 
 @cache
-def uses_amx() -> bool:
-    """Return whether base linears are multiplied in AMX registers."""
-    return may_use_amx() and _kept(AMX_FILE, "faster", lambda: amx_is_faster(*_products_by_amx())) is True
+def amx_rows() -> int | None:
+    """Return the number of rows from which base linears are multiplied in AMX registers; None for never."""
+    return _kept(AMX_FILE, lambda: measured_amx(*_products_by_amx())) if may_use_amx() else None
 
 
-def _kept(file: str, key: str, measure: Callable[[], object]) -> object:
-    """Return what was measured on this machine before, or measure it and keep it."""
+def _kept(file: str, measure: Callable[[], int | None]) -> int | None:
+    """Return the number of rows that was measured on this machine before, or measure it and keep it."""
     directory = cache_directory()
     path = None if directory is None else directory / file
     try:
         if path is not None:
-            return json.loads(path.read_text())[key]
+            kept = json.loads(path.read_text())["rows"]
+            return kept if isinstance(kept, int) else None
     except (OSError, ValueError, KeyError, TypeError):
-        logger.debug("%s has no %s", file, key)
+        logger.debug("%s has no number of rows", file)
 
-    def by_all() -> object:
+    def by_all() -> int | None:
         torch.get_num_threads()
         torch.set_num_threads(all_threads())
         return measure()
@@ -73,8 +76,8 @@ def _kept(file: str, key: str, measure: Callable[[], object]) -> object:
     with ThreadPoolExecutor(1) as apart:
         # In a thread of its own: the thread that loads models computes alone.
         found = apart.submit(by_all).result()
-    logger.info("measured for base linears on this machine, %s: %s is %s", file, key, found)
-    keep(path, {key: found})
+    logger.info("measured for base linears on this machine, %s: from %s rows", file, found or "no number of")
+    keep(path, {"rows": found})
     return found
 
 
@@ -86,36 +89,36 @@ def all_threads() -> int:
 
 def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
     """Return the smallest candidate number of rows from which `wide` is faster than `codes` by the required factor."""
-    found = None
-    for rows in reversed(CANDIDATES):
-        x = torch.randn(rows, width)
-        if _gain(codes, wide, x) < GAIN:
-            break
-        found = rows
-    return found
+    return _from_rows(CANDIDATES, lambda rows: _gain(codes, wide, torch.randn(rows, width)) >= GAIN)
 
 
-def amx_is_faster(plain: Product, by_amx: Product, width: int = WIDTH) -> bool:
-    """Return whether AMX gives the same results, faster by the required factor."""
-    for rows in AMX_CANDIDATES:
-        x = torch.randn(rows, width)
-        if not torch.equal(plain(x), by_amx(x)):
-            logger.warning("AMX gives wrong results on this processor and is not used; please report it")
-            return False
-        if _gain(plain, by_amx, x) < AMX_GAIN:
-            return False
-    return True
+def measured_amx(plain: Product, by_amx: Product, width: int = WIDTH) -> int | None:
+    """Return the smallest candidate number of rows from which AMX is faster by the required factor; None if its results
+    are wrong.
+    """
+
+    inputs = {rows: torch.randn(rows + ROW_GROUP // 2, width) for rows in AMX_CANDIDATES}
+    if not all(torch.equal(plain(x), by_amx(x)) for x in inputs.values()):
+        logger.warning("AMX gives wrong results on this processor and is not used; please report it")
+        return None
+    return _from_rows(AMX_CANDIDATES, lambda rows: _gain(plain, by_amx, inputs[rows]) >= AMX_GAIN)
+
+
+def _from_rows(candidates: tuple[int, ...], is_faster: Callable[[int], bool]) -> int | None:
+    """Return the smallest candidate of which that is true, as of all larger ones."""
+    taken = list(takewhile(is_faster, reversed(candidates)))
+    return taken[-1] if taken else None
 
 
 def _products() -> tuple[Product, Product]:
     codes = _codes()
-    packed, wide = pack_linear_cpu(codes, None, None, uses_amx()), codes.dequantize().bfloat16()
+    packed, wide = pack_linear_cpu(codes, None, None, amx_rows()), codes.dequantize().bfloat16()
     return lambda x: linear_cpu(x, packed), lambda x: F.linear(x.bfloat16(), wide).float()
 
 
 def _products_by_amx() -> tuple[Product, Product]:
     plain = pack_linear_cpu(_codes(), None, None)
-    by_amx = replace(plain, with_amx=True)
+    by_amx = replace(plain, amx_from=ROW_GROUP)
     return lambda x: linear_cpu(x, plain), lambda x: linear_cpu(x, by_amx)
 
 

@@ -14,7 +14,7 @@ from sgmv_kernels.cpu_runtime.launch import (
     rows_part,
 )
 from sgmv_kernels.formats import kv_format as formats
-from sgmv_kernels.formats.adapter_panels import ROW_GROUP
+from sgmv_kernels.formats.adapter_panels import ROUND_ROWS
 from sgmv_kernels.formats.kv_pages import KvPages
 
 MODULE = "pointwise"
@@ -62,7 +62,7 @@ def _normed(entry: str, x: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         WIDTH: x.shape[1],
         FLOAT: _bits(eps),
     }
-    _launch_groups(entry, out, len(x) // ROW_GROUP, own)
+    _launch_groups(entry, out, len(x) // ROUND_ROWS, own)
     return out
 
 
@@ -179,12 +179,12 @@ def _bits(number: float) -> int:
 def _launch_gate(entry: str, x: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     own = {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: width}
-    # Less than a group of rows is not worth waking a second thread.
-    _launch_groups(entry, out, rows // ROW_GROUP * -(-width // COLUMNS), own)
+    # Fewer rows than are rounded at a time are not worth waking a second thread.
+    _launch_groups(entry, out, rows // ROUND_ROWS * -(-width // COLUMNS), own)
 
 
 def _launch_groups(entry: str, out: Tensor, tasks: int, own: Words) -> None:
-    """Launch a kernel whose tasks are of whole groups of rows, so that it can round them."""
+    """Launch a kernel whose tasks are of as many rows as are rounded at a time, so that it can round them."""
     launch(MODULE, entry, rows_part(len(out), tasks), own, result=out)
 
 

@@ -1,7 +1,7 @@
-"""Define products of 8 rows with two tiles of weights in AMX registers, for Numba kernels of processors that have them.
+"""Define products of 16 rows with two tiles of weights in AMX registers, for Numba kernels on processors with AMX.
 
-An AMX register is a matrix of up to 16 rows of 64 bytes. One instruction multiplies 8 rows of 32 rounded activations by
-a block of a tile, whose lines are the rows of the second matrix; `vpdpbusd` would be needed 64 times. Its sums are
+An AMX register is a matrix of up to 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 rounded activations
+by a block of a tile, whose lines are the rows of the second matrix; `vpdpbusd` would be needed 128 times. Its sums are
 whole numbers, and are scaled and added as in `quant_matmul.make_product`, so results have the same bits. Addresses and
 strides are int64, in bytes. Source: Intel's Software Developer's Manual, TDPBSUD.
 """
@@ -34,8 +34,9 @@ AMX_ROWS = ROW_GROUP
 """Rows that are multiplied at a time."""
 TILE_BLOCK = TILE * CODE_BLOCK
 """Bytes of a block of a tile, line after line."""
-AMX_SUMS = TILES_AT_ONCE * AMX_ROWS * LINE
-"""Bytes of the sums of a block, int32."""
+_TILE_SUMS = AMX_ROWS * LINE
+BLOCK_SUMS = TILES_AT_ONCE * _TILE_SUMS
+"""Bytes of the sums of a block, int32: of the first tile, then of the second."""
 AMX_CONFIG = 64
 _ROWS = 0
 _SUMS, _WEIGHTS = range(1, 1 + TILES_AT_ONCE), range(1 + TILES_AT_ONCE, 1 + 2 * TILES_AT_ONCE)
@@ -64,7 +65,9 @@ def _pointer(b: Any, address: Value) -> Value:
 
 @intrinsic
 def configure_amx(typingctx, config):  # type: ignore[no-untyped-def]
-    """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten."""
+    """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten, and free again
+    afterwards.
+    """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         if HAS_AMX:
@@ -93,22 +96,17 @@ def end_amx(typingctx):  # type: ignore[no-untyped-def]
 
 
 def make_unpack(kind: str) -> Callable[..., Any]:
-    """unpack(source, group, table, ahead, out): write the codes of a tile's group, a multiple of 32, as unsigned bytes.
-
-    As many bytes are prefetched, `ahead` of those that are read.
-    """
+    """unpack(source, group, table, out): write the codes of a tile's group, a multiple of 32, as unsigned bytes."""
     codes = CODES[kind]
     stored = LINES // (2 if codes.is_halved else 1)
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        source, group, table, ahead, out = args
+        source, group, table, out = args
 
         def body(at: Value, state: list[Value]) -> list[Value]:
             lines, target = b.add(source, b.mul(at, c64(stored * LINE))), b.add(out, b.mul(at, c64(LINES * LINE)))
             for n in range(stored):
-                line = b.add(lines, c64(n * LINE))
-                Emitter(b, LANES).fetch(b.add(line, ahead))
-                value = load_vector(b, line, WORDS)
+                value = load_vector(b, b.add(lines, c64(n * LINE)), WORDS)
                 for half in range(LINES // stored):
                     read = codes.read(b, value, half > 0)
                     found = read if entries is None else look_up(b, entries, read)
@@ -120,74 +118,92 @@ def make_unpack(kind: str) -> Callable[..., Any]:
         return ctx.get_dummy_value()
 
     @intrinsic
-    def unpack(typingctx, source, group, table, ahead, out):  # type: ignore[no-untyped-def]
-        return types.void(*(_A,) * 5), codegen
+    def unpack(typingctx, source, group, table, out):  # type: ignore[no-untyped-def]
+        return types.void(*(_A,) * 4), codegen
 
     made: Callable[..., Any] = unpack
     return made
 
 
 def make_amx_product(kind: str) -> Callable[..., Any]:
-    """product(x, u, codes, next_codes, data, next, groups, group, stored, start, start_bytes, out, out_bytes, sums):
-    out[i, :] = start[i, :] + x[i] @ tiles for `AMX_ROWS` rows.
+    """product(x, u, codes, next_codes, data, next, groups, group, stored, soon, share, start, start_bytes, out,
+    out_bytes, sums): out[i, :] = start[i, :] + x[i] @ tiles for `AMX_ROWS` rows.
 
     `x`, `u`: rounded activations and units of a group of rows. `codes`: those of the first tile's groups as `unpack`
     writes them, the second's `next_codes` bytes on. The tiles themselves, whose groups have `stored` bytes of codes
-    before their factors, lie at `data`, and `next` bytes on. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE * TILE],
-    `start_bytes` and `out_bytes` from row to row. `sums`: room for `AMX_SUMS` bytes.
+    before their factors, lie at `data`, and `next` bytes on. What comes next lies at `soon`: every block of each tile
+    prefetches `share` bytes of it. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE * TILE],
+    `start_bytes` and `out_bytes` from row to row. `sums`: room for `BLOCK_SUMS` bytes a block. The products of all
+    blocks come first, and all scaling and adding behind them: taken in turns, both are slower.
     """
     codes_kind = CODES[kind]
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        x, u, codes, next_codes, data, following, groups, group, stored = args[:9]
-        start, start_bytes, out, out_bytes, sums = args[9:]
+        x, u, codes, next_codes, data, following, groups, group, stored, soon, share = args[:11]
+        start, start_bytes, out, out_bytes, sums = args[11:]
         align_spills(b.function)
         emit, one = Emitter(b, LANES), Emitter(b, 1)
-        tiles = range(TILES_AT_ONCE)
-        places = [(i, tile) for i in range(AMX_ROWS) for tile in tiles]
         blocks = b.sdiv(group, c64(CODE_BLOCK))
         group_bytes = b.add(stored, c64(codes_kind.factors.nbytes))
+        all_blocks = b.mul(groups, blocks)
 
-        def add_group(at: Value, state: list[Value]) -> list[Value]:
-            behind = b.add(b.add(data, b.mul(at, group_bytes)), stored)
+        def multiply_block(block: Value, state: list[Value]) -> list[Value]:
+            _call(b, "tileloadd64", _ROWS, _pointer(b, b.add(x, b.mul(block, c64(ROWS_BLOCK)))), c64(CODE_BLOCK))
+            for tile, weights in enumerate(_WEIGHTS):
+                place = b.add(b.add(codes, b.mul(next_codes, c64(tile))), b.mul(block, c64(TILE_BLOCK)))
+                _call(b, "tileloadd64", weights, _pointer(b, place), c64(LINE))
+            for whole, weights in zip(_SUMS, _WEIGHTS, strict=True):
+                _call(b, "tilezero", whole)
+                _call(b, "tdpbsud", whole, _ROWS, weights)
+            for tile, whole in enumerate(_SUMS):
+                place = b.add(sums, b.add(b.mul(block, c64(BLOCK_SUMS)), c64(tile * _TILE_SUMS)))
+                _call(b, "tilestored64", whole, _pointer(b, place), c64(LINE))
+            return state
 
-            def add_block(j: Value, state: list[Value]) -> list[Value]:
-                block = b.add(b.mul(at, blocks), j)
-                _call(b, "tileloadd64", _ROWS, _pointer(b, b.add(x, b.mul(block, c64(ROWS_BLOCK)))), c64(CODE_BLOCK))
-                for tile in tiles:
-                    place = b.add(b.add(codes, b.mul(next_codes, c64(tile))), b.mul(block, c64(TILE_BLOCK)))
-                    _call(b, "tileloadd64", _WEIGHTS[tile], _pointer(b, place), c64(LINE))
-                    _call(b, "tilezero", _SUMS[tile])
-                    _call(b, "tdpbsud", _SUMS[tile], _ROWS, _WEIGHTS[tile])
-                for tile in tiles:
-                    room = b.add(sums, c64(tile * AMX_ROWS * LINE))
-                    _call(b, "tilestored64", _SUMS[tile], _pointer(b, room), c64(LINE))
-                factors = [b.add(behind, b.mul(following, c64(tile))) for tile in tiles]
-                scales, minima = zip(*(codes_kind.load_factors(emit, own, j, 0) for own in factors), strict=True)
-                units = b.add(u, b.mul(block, c64(UNITS)))
-                results, unit, unit_sum = [], units, units
-                for (i, tile), before in zip(places, state, strict=True):
-                    if tile == 0:
+        def add_tile(tile: Value, state: list[Value]) -> list[Value]:
+            tile_data, tile_sums = b.add(data, b.mul(following, tile)), b.add(sums, b.mul(tile, c64(_TILE_SUMS)))
+            columns = b.mul(tile, c64(4 * TILE))
+            own_start, own_out = b.add(start, columns), b.add(out, columns)
+
+            def add_group(at: Value, state: list[Value]) -> list[Value]:
+                factors = b.add(b.add(tile_data, b.mul(at, group_bytes)), stored)
+
+                def add_block(j: Value, state: list[Value]) -> list[Value]:
+                    block = b.add(b.mul(at, blocks), j)
+                    scale, minimum = codes_kind.load_factors(emit, factors, j, 0)
+                    units, lines = b.add(u, b.mul(block, c64(UNITS))), b.add(tile_sums, b.mul(block, c64(BLOCK_SUMS)))
+                    own_share = b.add(soon, b.mul(b.add(b.mul(tile, all_blocks), block), share))
+
+                    def fetch(at: Value, state: list[Value]) -> list[Value]:
+                        emit.fetch(b.add(own_share, at))
+                        return state
+
+                    loop_of(b, c64(0), share, LINE, [], fetch)
+                    results = []
+                    for i, before in enumerate(state):
                         unit, unit_sum = (emit.splat(one.load(units, c64(i + m * ROW_GROUP))) for m in (0, 1))
-                    whole = load_vector(b, b.add(sums, c64((tile * AMX_ROWS + i) * LINE)), INTS)
-                    scaled, minimum = b.fmul(b.sitofp(whole, emit.float), scales[tile]), minima[tile]
-                    total = emit.fma(unit, scaled, before)
-                    results.append(total if minimum is None else emit.fma(unit_sum, minimum, total))
-                return results
+                        whole = load_vector(b, b.add(lines, c64(i * LINE)), INTS)
+                        total = emit.fma(unit, b.fmul(b.sitofp(whole, emit.float), scale), before)
+                        results.append(total if minimum is None else emit.fma(unit_sum, minimum, total))
+                    return results
 
-            return loop_of(b, c64(0), blocks, 1, state, add_block)
+                return loop_of(b, c64(0), blocks, 1, state, add_block)
 
-        begun = [emit.load(b.add(start, b.mul(start_bytes, c64(i))), c64(tile * LANES)) for i, tile in places]
-        for total, (i, tile) in zip(loop_of(b, c64(0), groups, 1, begun, add_group), places, strict=True):
-            emit.store(total, b.add(out, b.mul(out_bytes, c64(i))), c64(tile * LANES))
+            begun = [emit.load(b.add(own_start, b.mul(start_bytes, c64(i))), c64(0)) for i in range(AMX_ROWS)]
+            for i, total in enumerate(loop_of(b, c64(0), groups, 1, begun, add_group)):
+                emit.store(total, b.add(own_out, b.mul(out_bytes, c64(i))), c64(0))
+            return state
+
+        loop_of(b, c64(0), all_blocks, 1, [], multiply_block)
+        loop_of(b, c64(0), c64(TILES_AT_ONCE), 1, [], add_tile)
         return ctx.get_dummy_value()
 
     @intrinsic
     def product(  # type: ignore[no-untyped-def]
-        typingctx, x, u, codes, next_codes, data, following, groups, group, stored, start, start_bytes, out, out_bytes,
-        sums,
+        typingctx, x, u, codes, next_codes, data, following, groups, group, stored, soon, share, start, start_bytes,
+        out, out_bytes, sums,
     ):  # fmt: skip
-        return types.void(*(_A,) * 14), codegen
+        return types.void(*(_A,) * 16), codegen
 
     made: Callable[..., Any] = product
     return made

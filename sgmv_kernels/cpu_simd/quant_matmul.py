@@ -31,7 +31,7 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     store_vector,
 )
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, align_spills, c64, itemsize_of, loop_of
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, STEP_GROUPS, TILE
+from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROUND_ROWS, ROW_GROUP, STEP_GROUPS, TILE
 
 LEVELS = 127
 LINE = 4 * TILE
@@ -51,21 +51,21 @@ _VECTOR = LINE // VECTORS
 
 
 def make_rounding(is_ordered: bool) -> Callable[..., Any]:
-    """round(x, xs, rows, order, codes, units): round 32 fp32 numbers of every row of a group to whole multiples of a
-    unit, 127 for the largest magnitude.
+    """round(x, xs, rows, order, codes, units): round 32 fp32 numbers of each of `ROUND_ROWS` rows to whole multiples
+    of a unit, 127 for the largest magnitude.
 
     `x`: the first number of the first row; of an ordered rounding the row, from which the 32 int32 at `order` choose;
-    `xs` bytes from row to row. There are `rows` rows from x on; if the group has more places, they get what the last
+    `xs` bytes from row to row. There are `rows` rows from x on; if they are fewer, the other places get what the last
     row has. `codes`: where the int8 go, row after row. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
     on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, xs, rows, order, codes, units = args
-        emit, group = Emitter(b, LANES), Emitter(b, ROW_GROUP)
+        emit, group = Emitter(b, LANES), Emitter(b, ROUND_ROWS)
         last = b.sub(rows, c64(1))
         parts = []
-        for i in range(ROW_GROUP):
+        for i in range(ROUND_ROWS):
             index = b.select(b.icmp_signed("<", c64(i), last), c64(i), last)
             row = b.add(x, b.mul(index, xs))
             if is_ordered:
@@ -90,7 +90,7 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
             sums = dot.step(b, sums, filled(BYTES, 1), quad)
         assert sums is not None
         whole = dot.end(b, sums)
-        places = [list(range(at, at + ROW_GROUP)) for at in range(0, LANES, ROW_GROUP)]
+        places = [list(range(at, at + ROUND_ROWS)) for at in range(0, LANES, ROUND_ROWS)]
         total = reduce(b.add, [_chosen(b, whole, whole, own) for own in places])
         group.store(unit, units, c64(0))
         group.store(b.fmul(unit, b.sitofp(total, group.float)), units, c64(ROW_GROUP))
@@ -146,13 +146,13 @@ def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
 
 def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
     """Return the first int32 of every row, then the second of every row, and so on, in vectors of LANES."""
-    half = ROW_GROUP // 2
-    low = [place for n in range(half) for place in (n, n + ROW_GROUP)]
+    half = ROUND_ROWS // 2
+    low = [place for n in range(half) for place in (n, n + ROUND_ROWS)]
     high = [place + half for place in low]
-    for _ in range(ROW_GROUP.bit_length() - 1):
+    for _ in range(ROUND_ROWS.bit_length() - 1):
         rows = [_chosen(b, rows[i], rows[i + half], places) for i in range(half) for places in (low, high)]
-    together = LANES // ROW_GROUP
-    return [_joined(b, rows[i : i + together]) for i in range(0, ROW_GROUP, together)]
+    together = LANES // ROUND_ROWS
+    return [_joined(b, rows[i : i + together]) for i in range(0, ROUND_ROWS, together)]
 
 
 def _gathered(b: Any, x: Value, order: Value) -> Value:

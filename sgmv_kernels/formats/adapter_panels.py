@@ -51,8 +51,10 @@ most inputs that are unpacked together.
 """
 STEP_GROUPS = 8
 """Groups of a quantized weight whose factors share a step (`group_quant`)."""
-ROW_GROUP = 8
+ROW_GROUP = 16
 """Rows whose rounded activations lie side by side, so that the rows that a CPU kernel multiplies are in one place."""
+ROUND_ROWS = 8
+"""Rows that are rounded at a time, a divisor of `ROW_GROUP`."""
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""
 

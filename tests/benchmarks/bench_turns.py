@@ -176,7 +176,7 @@ def main() -> None:
     if not a.versus:
         raise SystemExit("bench_turns.py: --versus is missing, the path of another checkout")
     other = a.versus.resolve()
-    adapters = max(1, *(int(work.split("/")[1]) for work in a.work if not work.startswith(PROMPT)))
+    adapters = max([1, *(int(work.split("/")[1]) for work in a.work if not work.startswith(PROMPT))])
     rows = []
     with ExitStack() as stack:
         old, new = (stack.enter_context(Checkout(root, adapters)) for root in (other, ROOT))

@@ -27,7 +27,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 
 EMULATED = "LORASRV_TEST_AMX_EMULATED"
 with_amx = pytest.mark.skipif(not HAS_AMX, reason="the kernels of this process have no AMX")
-COUNTS = (7, 8, 9, 15, 16, 24, 31, 49)
+COUNTS = (15, 16, 17, 24, 31, 49)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def check_same_bits(codes: GroupQuantizedWeight, counts: tuple[int, ...] = COUNT
     bias = rows(1, codes.out_features, seed=2)[0]
     for own in (None, bias):
         plain = pack_linear_cpu(codes, own, None)
-        by_amx = replace(plain, with_amx=True)
+        by_amx = replace(plain, amx_from=16)
         for count in counts:
             x = rows(count, codes.in_features)
             expected = linear_parts_cpu(x, (plain, plain))
@@ -90,7 +90,7 @@ def test_any_shape(out: int, groups: int, group: int, count: int, seed: int) -> 
 def test_a_recorded_pass_takes_any_number_of_rows() -> None:
     codes = random_codes(INT4_LEVELS, 32, 200, 96)
     plain = pack_linear_cpu(codes, None, None)
-    by_amx, most = replace(plain, with_amx=True), rows(48, 96)
+    by_amx, most = replace(plain, amx_from=16), rows(48, 96)
     with recording() as recorded:
         y = linear_parts_cpu(most, (by_amx,))
     program = Program(recorded)
@@ -116,7 +116,7 @@ def test_kernels_stay_in_their_scratch_memory(
         return guarded[-1][:, :size]
 
     monkeypatch.setattr(linear, "empty", empty)
-    packed = linear.pack_linear_cpu(random_codes(levels, group, 600, inputs), None, None, in_amx)
+    packed = linear.pack_linear_cpu(random_codes(levels, group, 600, inputs), None, None, 16 if in_amx else None)
     for count in (1, 9, 64, 131):
         linear.linear_cpu(rows(count, inputs), packed)
         assert (guarded[-1][:, -4096:] == 0xA5).all()
@@ -132,13 +132,13 @@ def test_threads_share_the_rows() -> None:
             linear_parts_cpu(rows(256, 2048), (packed,))
         return sum(held.nbytes for (name, *_), held in recorded.buffers.items() if name == "scratch")
 
-    assert scratch(replace(plain, with_amx=True)) == scratch(plain)
+    assert scratch(replace(plain, amx_from=16)) == scratch(plain)
 
 
 @with_amx
 def test_no_number_stays_in_its_row() -> None:
     codes = random_codes(INT4_LEVELS, 32, 40, 64)
-    by_amx = pack_linear_cpu(codes, None, None, with_amx=True)
+    by_amx = pack_linear_cpu(codes, None, None, amx_from=16)
     x = rows(32, 64)
     whole = linear_parts_cpu(x, (by_amx,))
     x[5, 3] = float("nan")
@@ -156,12 +156,15 @@ def test_amx_is_used_where_it_is_faster_and_right(
     def by_amx(x: Tensor) -> Tensor:
         return x + 0
 
-    def is_used(seconds: float, product: linear_autotune.Product = by_amx) -> bool:
-        monkeypatch.setattr(linear_autotune, "_gain", lambda plain, by_amx, x: 1 / seconds)
-        return linear_autotune.amx_is_faster(plain, product, 8)
+    def used_from(gains: dict[int, float], product: linear_autotune.Product = by_amx) -> int | None:
+        monkeypatch.setattr(linear_autotune, "_gain", lambda plain, by_amx, x: gains[len(x) - 8])
+        return linear_autotune.measured_amx(plain, product, 8)
 
-    assert [is_used(seconds) for seconds in (0.5, 0.99, 1.5)] == [True, False, False]
-    assert not is_used(0.5, lambda x: x + 1e-6)
+    assert used_from({16: 1.2, 32: 1.3, 64: 1.4}) == 16
+    assert used_from({16: 1.1, 32: 1.3, 64: 1.4}) == 32
+    assert used_from({16: 1.2, 32: 1.1, 64: 1.4}) == 64
+    assert used_from({16: 1.2, 32: 1.3, 64: 1.1}) is None
+    assert used_from({16: 1.2, 32: 1.3, 64: 1.4}, lambda x: x + 1e-6) is None
     assert "AMX gives wrong results" in caplog.text
 
 
@@ -169,14 +172,16 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     calls = []
     monkeypatch.setattr(linear_autotune, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(linear_autotune, "may_use_amx", lambda: True)
-    monkeypatch.setattr(linear_autotune, "amx_is_faster", lambda *products: calls.append(1) is None)
-    asked = linear_autotune.uses_amx.__wrapped__
-    assert [asked(), asked(), len(calls)] == [True, True, 1]
+    monkeypatch.setattr(linear_autotune, "measured_amx", lambda *products: calls.append(1) or 32)
+    asked = linear_autotune.amx_rows.__wrapped__
+    assert [asked(), asked(), len(calls)] == [32, 32, 1]
+    (tmp_path / linear_autotune.AMX_FILE).write_text('{"rows": null}')
+    assert [asked(), len(calls)] == [None, 1]
     (tmp_path / linear_autotune.AMX_FILE).write_text('{"faster": false}')
-    assert not asked()
+    assert [asked(), len(calls)] == [32, 2]
     monkeypatch.setattr(linear_autotune, "may_use_amx", lambda: False)
     (tmp_path / linear_autotune.AMX_FILE).unlink()
-    assert [asked(), len(calls)] == [False, 1]
+    assert [asked(), len(calls)] == [None, 2]
 
 
 def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

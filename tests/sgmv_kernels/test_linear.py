@@ -298,9 +298,9 @@ def test_rows_that_do_not_exist_are_refused(wrong: int) -> None:
 
 def test_rounding_reads_no_rows_that_do_not_exist() -> None:
     rounded = linear_cpu.round_rows(rows(11, 96))
-    codes, units = rounded.codes[1].unbind(1), rounded.units[1].unbind(2)
-    assert all(torch.equal(codes[2], beyond) for beyond in codes[3:])
-    assert all(torch.equal(units[2], beyond) for beyond in units[3:])
+    codes, units = rounded.codes[0].unbind(1), rounded.units[0].unbind(2)
+    assert all(torch.equal(codes[10], beyond) for beyond in codes[11:])
+    assert all(torch.equal(units[10], beyond) for beyond in units[11:])
 
 
 def test_a_recorded_launch_rounds_what_it_computes() -> None:
@@ -554,9 +554,9 @@ def test_the_probe_bears_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_probe.time, "perf_counter", lambda: now[0])
     for begun in range(15):
         done[0] = begun
-        assert linear_probe.amx_is_faster(product(1.2), product(1.0), 8)
+        assert linear_probe.measured_amx(product(1.2), product(1.0), 8) == 16
         done[0] = begun
-        assert not linear_probe.amx_is_faster(product(1.0), product(1.2), 8)
+        assert linear_probe.measured_amx(product(1.0), product(1.2), 8) is None
 
 
 def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
