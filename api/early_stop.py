@@ -16,11 +16,16 @@ _starting = False
 
 
 def end_at_signals() -> None:
-    """Let both signals end the process from now on, until `started`; for the main thread."""
+    """Let both signals end the process from now on, until `started`; for the main thread.
+
+    A terminal that is closed then counts as SIGTERM, also later, unless SIGHUP is ignored (`nohup`).
+    """
     global _starting
     _starting = True
     for number in EXIT_CODES:
         signal.signal(number, handle)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def started() -> None:

@@ -22,7 +22,8 @@ def _starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Ended(code)
 
     monkeypatch.setattr(os, "_exit", end)
-    handlers = {number: signal.getsignal(number) for number in early_stop.EXIT_CODES}
+    handlers = {number: signal.getsignal(number) for number in (*early_stop.EXIT_CODES, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     early_stop.end_at_signals()
     yield
     early_stop.started()
@@ -48,3 +49,19 @@ def test_a_server_that_serves_closes_by_itself() -> None:
     early_stop.started()
     for number in early_stop.EXIT_CODES:
         signal.raise_signal(number)
+
+
+def test_a_terminal_that_is_closed_ends_it_as_sigterm_does() -> None:
+    with pytest.raises(Ended, match="0"):
+        signal.raise_signal(signal.SIGHUP)
+    early_stop.started()
+    got: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    signal.raise_signal(signal.SIGHUP)
+    assert got == [signal.SIGTERM], "a server that serves drains"
+
+
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    early_stop.end_at_signals()
+    signal.raise_signal(signal.SIGHUP)
