@@ -239,6 +239,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
                 if in_amx < args[NUM_ROWS]:
+                    # Before those in AMX, whose unpacked codes and sums displace the tiles in the first cache.
                     if is_stored:
                         multiply(args, in_amx, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
                     else:

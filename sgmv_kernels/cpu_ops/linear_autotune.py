@@ -96,7 +96,6 @@ def measured_amx(plain: Product, by_amx: Product, width: int = WIDTH) -> int | N
     """Return the smallest candidate number of rows from which AMX is faster by the required factor; None if its results
     are wrong.
     """
-
     inputs = {rows: torch.randn(rows + ROW_GROUP // 2, width) for rows in AMX_CANDIDATES}
     if not all(torch.equal(plain(x), by_amx(x)) for x in inputs.values()):
         logger.warning("AMX gives wrong results on this processor and is not used; please report it")
