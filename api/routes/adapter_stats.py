@@ -4,12 +4,11 @@ import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterId, AdapterKey
 from api.errors import ApiError
 from api.serving.model_list import digest_text
@@ -30,8 +29,10 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
     `base`, or the base's name, is the base, visible to administrators who may see every adapter, as it covers all
     traffic.
     """
-    if (record := view.records().get(AdapterId(adapter_id))) is None:
-        return await _of_base(adapter_id, services, view)
+    if _is_base(adapter_id, services, view):
+        usage = (await _read(services, "", [BASE_KEY]))[BASE_KEY]
+        return {"object": "adapter.stats", "id": services.base_name, **usage.to_dict(), "versions": []}
+    record = await services.looking_up(partial(view.get, adapter_id))
     # Versions with the same weights share their usage.
     usages = await _read(services, adapter_id, [version.key or BASE_KEY for version in record.versions])
     versions = [
@@ -41,13 +42,8 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
     return {"object": "adapter.stats", "id": adapter_id, **total(usages.values()).to_dict(), "versions": versions}
 
 
-async def _of_base(name: str, services: Services, view: ScopedStore) -> dict[str, Any]:
-    if name not in (BASE, services.base_name) or not view.is_unrestricted:
-        # Raises the error, with similar names.
-        await run_in_threadpool(view.get, name)
-        raise AdapterNotFound(name)
-    usage = (await _read(services, "", [BASE_KEY]))[BASE_KEY]
-    return {"object": "adapter.stats", "id": services.base_name, **usage.to_dict(), "versions": []}
+def _is_base(name: str, services: Services, view: ScopedStore) -> bool:
+    return name in (BASE, services.base_name) and view.is_unrestricted and AdapterId(name) not in view.records()
 
 
 async def _read(services: Services, adapter_id: str, keys: list[AdapterKey]) -> dict[AdapterKey, Usage]:

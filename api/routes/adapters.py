@@ -144,7 +144,7 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
     (null: not verified) and persona (null: no defaults), whose defaults only its owner and administrators see; of a sum
     how many of its adapters were deleted.
     """
-    record = await run_in_threadpool(view.get, adapter_id)
+    record = await services.looking_up(partial(view.get, adapter_id))
     current = record.ref(record.current_version)
     history = services.store.version_history
     persona = None
@@ -221,7 +221,7 @@ async def change_adapter(
     """
     change = body.wanted()
     _check_may_share_out(body, view.caller)
-    ref = await run_in_threadpool(view.resolve_one, reference)
+    ref = await services.looking_up(partial(view.resolve_one, reference))
     record = await run_in_threadpool(view.get, ref.adapter_id)
     check_preconditions(ref.adapter_id, record, if_match)
     if change is not None:

@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.get("/v1/adapters/{reference}/defaults")
 async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the defaults of a version (null: none), to its owner and administrators."""
-    ref = await run_in_threadpool(view.resolve_one, reference)
+    ref = await services.looking_up(partial(view.resolve_one, reference))
     await _check_owner(ref, services, view, "read")
     defaults = (await services.personas.find(ref)).shown(may_read=True)["defaults"] if ref.persona else None
     return {
@@ -46,7 +46,7 @@ async def make_snapshot(
 ) -> dict[str, Any]:
     """Keep the keys and values of a version's fixed prompt on the disk, computing them if need be; return their tokens
     and bytes. Nothing is done if they are kept already."""
-    ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
+    ref = await services.looking_up(partial(view.resolve_one, reference))
     await _check_owner(ref, services, view, "keep")
     name = f"{ref.adapter_id}@{ref.version}"
     if await services.personas.parts(ref):

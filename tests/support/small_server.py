@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -22,10 +22,14 @@ Reply = tuple[int, Mapping[str, str], bytes]
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """A handler that keeps connections and logs nothing."""
+    """A handler that keeps connections and logs nothing, not even clients that hang up."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            super().handle()
 
     def log_message(self, *_: object) -> None:
         pass

@@ -71,6 +71,14 @@ def test_what_was_uploaded_can_be_asked_at_once_anywhere(cluster: Cluster, uploa
         assert answer.json()["choices"][0]["text"] != node.ask(BASE).json()["choices"][0]["text"]
 
 
+def test_what_was_uploaded_can_be_read_at_once_anywhere(cluster: Cluster, upload: Callable[..., int]) -> None:
+    node = cluster.follow()
+    for number, what in enumerate(("", "/stats", "/defaults") * 6):
+        upload(cluster.registry, f"mia{number}", number)
+        answer = node.http.get(f"/v1/adapters/mia{number}{what}")
+        assert answer.status_code == 200, answer.text
+
+
 def test_what_a_registry_keeps_is_its_owners_alone(cluster: Cluster, upload: Callable[..., int]) -> None:
     """The names of followers, too."""
     cluster.registry.store.root.chmod(0o755)

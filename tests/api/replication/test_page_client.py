@@ -4,11 +4,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from small_server import QuietHandler
 
 from adapter_store.storage.snapshots import SnapshotName
 from api.replication import page_client, page_frames
@@ -49,10 +50,10 @@ class Giver(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Giver
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append((self.path, self.headers["authorization"], body))
         self.server.wait()
@@ -60,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         content = json.dumps(self.server.offer if self.server.status == 200 else error).encode()
         self._send(self.server.status, content, len(content))
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         self.server.asked.append((self.path, self.headers["authorization"], None))
         self._send(200, self.server.stream, self.server.length)
 
@@ -71,11 +72,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
         if len(content) < length:
             self.close_connection = True
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
