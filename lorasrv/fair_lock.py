@@ -50,7 +50,7 @@ class FairLock:
         if waiting >= most or sum(map(len, self._waiting.values())) >= self._max_waiting:
             whose = "of this key " if waiting >= most and most < self._max_waiting else ""
             most = most if whose else self._max_waiting
-            raise EngineOverloaded(f"{most} {self._what} {whose}wait for their turn", retry_after_s=1.0)
+            raise EngineOverloaded(f"{most} {self._what} {whose}wait for their turn; retry in 1 s", retry_after_s=1.0)
         turn = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(principal, deque())
         queue.append(turn)

@@ -62,7 +62,7 @@ class OfflineStore:
     def __init__(self, root: Path, *, create: bool = False) -> None:
         with ExitStack() as undo, opening_errors(root):
             if not create and not (root / "index.sqlite3").is_file():
-                raise StoreUnusable("there is no adapter store in it")
+                raise StoreUnusable("there is no adapter store in it; give the folder that is a server's --store")
             undo.callback(os.close, lock_root(root))
             self.blobs = BlobDirectory(root)
             self.index = Index(root / "index.sqlite3")

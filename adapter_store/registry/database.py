@@ -143,6 +143,8 @@ def sql_errors() -> Iterator[None]:
     except sqlite3.DatabaseError as error:
         if is_full(error):
             raise StoreFull(_FULL) from error
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise StoreUnusable(f"the store's index is damaged ({error}): put back a copy of the folder") from error
         raise StoreUnusable(f"the store's index failed: {error}") from error
     except OSError as error:
         if is_full(error):

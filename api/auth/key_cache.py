@@ -79,6 +79,7 @@ class KeyCache:
         self._open_without_keys = open_without_keys
         self._used_s: dict[str, float] = {}
         self._ended: set[str] = set()
+        self._is_told = False
         self._changes, self._held = self._read()
         self._read_s = time.monotonic()
 
@@ -167,9 +168,12 @@ class KeyCache:
                 self._changes, self._held = self._read()
         except (AdapterError, sqlite3.ProgrammingError) as error:
             if now_s - self._read_s > STALE_S:
+                if not self._is_told:
+                    _LOG.error("keys cannot be checked, so that every request gets 503: %s", error)
+                self._is_told = True
                 raise KeysUnreadable(str(error)) from error
             return
-        self._read_s = now_s
+        self._read_s, self._is_told = now_s, False
 
     def _read(self) -> tuple[int, Mapping[bytes, _Held]]:
         # The number first: changes made in between are read again.

@@ -84,7 +84,7 @@ def _refusals() -> Iterator[None]:
     except KeysUnreadable:
         raise ApiError(
             503,
-            "keys cannot be checked now; the server's disk fails",
+            "keys cannot be checked now; the server's log says why",
             code="keys_unreadable",
             headers={"retry-after": "10"},
         ) from None

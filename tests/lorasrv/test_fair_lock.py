@@ -113,7 +113,10 @@ def test_how_many_may_wait_and_how_many_of_one_key() -> None:
         scene = Scene(max_waiting=4)
         await scene.comes("ann1", "ann2", "ann3", "ann4", "bob1", "bob2", "carl1")
         refused = [str(task.exception()) for task in scene.tasks if task.done()]
-        assert refused == ["2 things of this key wait for their turn", "4 things wait for their turn"]
+        assert refused == [
+            "2 things of this key wait for their turn; retry in 1 s",
+            "4 things wait for their turn; retry in 1 s",
+        ]
         assert isinstance(scene.tasks[3].exception(), EngineOverloaded)
         await scene.go_on(5)
         assert scene.had == ["ann1", "ann2", "bob1", "ann3", "bob2"]

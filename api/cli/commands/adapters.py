@@ -25,7 +25,7 @@ from api.cli.common.formatting import (
     verdict_line,
 )
 from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
-from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
+from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, print_table, progress, say, short_digest
 from api.cli.personas.files import persona_lines, registered_lines, valid_defaults
 from lorasrv.config import BUILTIN_MODEL, size
 
@@ -149,13 +149,14 @@ def print_list(adapters: list[dict[str, Any]], as_json: bool) -> None:
     if not out().is_terminal:
         for adapter in adapters:
             say("\t".join(_cells(adapter)))
-        return
-    from rich.table import Table
-
-    table = Table("id", "version", "digest", "rank", "stored", "size", box=None)
+    elif not adapters:
+        say("no adapters; add one with: lorasrv upload DIR")
+    else:
+        titles = ("id", "version", "digest", "rank", "stored", "size")
+        print_table(titles, [_cells(adapter) for adapter in adapters], numbers=False)
     for adapter in adapters:
-        table.add_row(*_cells(adapter))
-    out().print(table if adapters else "no adapters; add one with: lorasrv upload DIR")
+        if adapter["corrupt"]:
+            note(f"{adapter['id']}@{adapter['version']} is damaged on the disk: upload it again")
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:

@@ -209,6 +209,23 @@ class TestKeyCache:
             cache.caller(secret)
         assert not cache.is_open()
 
+    def test_a_key_store_that_is_replaced_closes(self, keys, cache, monkeypatch, caplog) -> None:
+        """What commands write to the new file, a revocation above all, would never be seen."""
+        _, secret = keys.create("alice", INFER)
+        monkeypatch.setattr(key_cache, "STALE_S", -1.0)
+        assert state(cache, secret) == "active"
+        kept = keys.path.with_suffix(".kept")
+        keys.path.rename(kept)
+        for why in ("No such file", "was replaced"):
+            with pytest.raises(KeysUnreadable, match=why):
+                cache.caller(secret)
+            assert not cache.is_open()
+            keys.path.write_bytes(kept.read_bytes())
+        keys.path.unlink()
+        kept.rename(keys.path)
+        assert state(cache, secret) == "active"
+        assert len(caplog.records) == 1, "told once"
+
     def test_after_close_nothing_is_served(self, cache, monkeypatch: pytest.MonkeyPatch) -> None:
         cache.close()
         monkeypatch.setattr(key_cache, "STALE_S", -1.0)

@@ -9,6 +9,7 @@ import pytest
 from answers import failed
 from shaped_base import TINY_LLAMA, write_adapter
 
+from adapter_store.errors import AdapterCorrupt
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader.locate import read_model_shape
@@ -79,6 +80,19 @@ def test_rows_are_those_of_the_server(run, cli, server, store, make_adapter) -> 
     assert cli("list", "--store", store.root).out == rows
 
 
+def test_what_a_server_found_damaged_is_told(run, store, make_adapter) -> None:
+    for number, name in enumerate(("mia", "zoe")):
+        run("upload", make_adapter(name, seed=number), "--id", name)
+    (blob,) = (store.root / "blobs").rglob(store.get("mia").versions[0].weights_digest)
+    blob.chmod(0o600)
+    blob.write_bytes(b"?" * blob.stat().st_size)
+    assert run("list").err == "", "nobody has read it"
+    with pytest.raises(AdapterCorrupt):
+        store.load(store.get("mia").key)
+    assert run("list").err == "mia@1 is damaged on the disk: upload it again\n"
+    assert [each["corrupt"] for each in json.loads(run("list", "--json").out)] == [True, False]
+
+
 def test_check(cli, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     done = cli("check", mia, "--model", base, "--store", filled)
     assert done.code == 0, done.err
@@ -102,7 +116,13 @@ def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path
     with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
         index.execute("UPDATE base SET fingerprint = 'none'")
     damaged = cli(*arguments, filled)
-    says = {"in use by another server": in_use, "there is no adapter store in it": nothing}
+    (filled / "index.sqlite3").write_bytes(b"no database" * 99)
+    no_index = cli(*arguments, filled)
+    says = {
+        "in use by another server": in_use,
+        "there is no adapter store in it": nothing,
+        "index is damaged (file is not a database): put back a copy": no_index,
+    }
     for words, done in {**says, **({"damaged in the index": damaged} if command == "check" else {})}.items():
         failed(done, 1, words)
         assert done.err.count("\n") == 1
