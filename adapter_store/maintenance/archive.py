@@ -119,10 +119,16 @@ def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambd
 
     Raises:
         AdapterCorrupt: weights are damaged or missing; names the versions that use them.
+        StoreUnusable: it has more than an archive can hold.
         OSError: the file cannot be written.
     """
     archive = _archive_of(store)
     manifest = archive.to_json()
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        raise StoreUnusable(
+            f"the configs and defaults of its versions have {len(manifest)} bytes, and an archive takes "
+            f"{MAX_MANIFEST_BYTES}: copy the folder instead"
+        )
     file.write(tar_header(MANIFEST, len(manifest)) + manifest + tar_padding(len(manifest)))
     done, total = 0, sum(archive.blobs.values())
     progress(done, total)

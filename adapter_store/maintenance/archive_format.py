@@ -34,8 +34,9 @@ READABLE = (1, 2, 3, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
 BLOBS = "blobs/sha256/"
-# A version takes about 2 KB: enough for 100,000 versions, and small enough to read at once.
-MAX_MANIFEST_BYTES = 256 << 20
+# A version takes about 2 KB, and its defaults up to 256 KiB: enough for 100,000 versions with defaults of 16 KB, and
+# small enough to read at once.
+MAX_MANIFEST_BYTES = 2 << 30
 MAX_VERSION = 2**62
 MAX_NUMBER = 1e18
 UPLOADERS_OWN = ("base_model_name_or_path", "revision")

@@ -171,6 +171,9 @@ class BlobCache(BlobDirectory):
                             coming.received += len(chunk)
                     return upload.commit()
                 except OriginUnreachable:
+                    if upload is not None and coming.received == coming.length:
+                        # All came, if too slowly, or with a connection that was not ended well.
+                        return upload.commit()
                     stalls = 0 if coming.received - before > coming.least_progress else stalls + 1
                     if stalls >= MAX_STALLS or not coming.received:
                         raise

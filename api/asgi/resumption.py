@@ -30,6 +30,8 @@ class Resumption(BaseModel):
     answer_id: str = ""
     created_s: int = 0
     seed: int | None = None
+    # Versions that the first replica has resolved the request's references to.
+    versions: dict[str, str] = {}
     # Of all that the tokens depend on.
     digest: str = ""
     token_ids: tuple[int, ...] = ()

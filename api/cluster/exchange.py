@@ -92,8 +92,9 @@ class Exchange:
         self._num_failed = 0
         self._has_begun = False
         self._copy: EventStreamCopy | None = None
-        # Answers of full replicas, the one that says the shortest wait first.
+        # Answers of full replicas, the one that says the shortest wait first, and their ids.
         self._full: list[_Whole] = []
+        self._were_full: set[str] = set()
         # Answer of a replica that stops.
         self._stopping: _Whole | None = None
         self._why: LorasrvError | None = None
@@ -172,6 +173,8 @@ class Exchange:
         length = reply.header(b"content-length")
         if length and int(length) <= HELD_BYTES:
             whole = _Whole(reply.status, reply.headers, await reply.read_all())
+            if whole.status == 429:
+                self._were_full.add(replica.id)
             if self._is_for_another(whole):
                 return False
             await self._send_whole(whole)
@@ -184,6 +187,9 @@ class Exchange:
             if not self._copy.may_resume:
                 # It will not be sent again; streams may last for hours.
                 self._request = replace(self._request, body=b"")
+            # Where another must go on, they may have room.
+            self._tried -= self._were_full
+            self._num_failed -= len(self._were_full)
             return await self._copy_events(replica, reply, piece)
         while piece:
             await self._send_chunk_or_body(reply, piece)

@@ -1,5 +1,6 @@
 """Serve GET /v1/models: the base first, then the adapters."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, HTTPException
@@ -40,7 +41,7 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
     if name == services.base_name:
         return base
     try:
-        record, shares = await run_in_threadpool(view.targets, name)
+        record, shares = await services.looking_up(partial(view.targets, name))
     except AdapterNotFound as error:
         raise model_not_found(error, "model") from None
     targets = [

@@ -237,6 +237,11 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         if self.top_shown is not None:
             raise InvalidRequest("logprobs cannot be used with beam search; leave it out", param="logprobs")
 
+    @property
+    def limit_name(self) -> str:
+        """Return the name that the body has for the most tokens to generate."""
+        return next((name for name in LIMIT_NAMES if getattr(self, name) is not None), "max_tokens")
+
     def wanted_tokens(self) -> int | None:
         """Return the most tokens to generate; None is the rest of the context.
 

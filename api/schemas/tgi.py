@@ -177,7 +177,11 @@ class Parameters(RequestFields, KnownBody):
         }
         if self.temperature is not None and self.temperature < 0:
             raise InvalidRequest("temperature must be between 0 and 100", param="temperature")
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        try:
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except InvalidRequest as error:
+            # LoRAX's clients have no other name for it.
+            raise error.renamed({} if self.stop else {"stop": "stop_sequences"}) from None
 
 
 class GenerateBody(KnownBody):

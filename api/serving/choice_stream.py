@@ -168,7 +168,7 @@ class ChoiceStream:
 
     def _note_taken(self, output: RequestOutput) -> None:
         self.num_taken += 1
-        if self._is_marked:
+        if self._is_marked and not self.is_repeated:
             self._unmarked += output.token_ids
 
     async def _pump(self, index: int, stream: OutputStream) -> None:

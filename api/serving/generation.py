@@ -30,6 +30,8 @@ from api.serving.overflow import room_for_prompt
 from api.serving.prompts import check_lengths, last_tokens, num_kept, token_ids
 from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
+from api.serving.store_view import ScopedStore
+from lorasrv.errors import InvalidRequest
 from lorasrv.request import OnCold, persona_salt
 from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.text.structured_output.grammar import Grammar
@@ -136,7 +138,9 @@ async def generate(
     await services.admission.check(caller)
     if resumption is not None and resumption.goes_on:
         fields = fields.model_copy(update=seeded(resumption))
-    fields, target = await _resolve(model, fields, services, caller, turn)
+    user = fields.user if isinstance(fields, GenerationBody) else None
+    view = services.view(caller, user, None if resumption is None else resumption.versions)
+    fields, target = await _resolve(model, fields, services, view, turn)
     planned = await plan(fields, target, services, caller)
     writer, resuming = planned.writer, None
     if resumption is not None:
@@ -175,14 +179,14 @@ async def generate(
         is_resumed=resumption is not None and bool(resumption.token_ids),
         is_draining=lambda: services.draining.is_on,
     )
-    return Generation(writer, choices, {} if resuming is None else resuming.offer(writer.answer_id, writer.created_s))
+    offer = {} if resuming is None else resuming.offer(writer.answer_id, writer.created_s, view.versions)
+    return Generation(writer, choices, offer)
 
 
 async def _resolve(
-    model: str | None, fields: RequestFields, services: Services, caller: Caller, turn: str | None
+    model: str | None, fields: RequestFields, services: Services, view: ScopedStore, turn: str | None
 ) -> tuple[RequestFields, ResolvedModel]:
     """Return the fields with the defaults of the version that answers, and that version."""
-    view = services.view(caller, fields.user if isinstance(fields, GenerationBody) else None)
     names = model, fields.adapter_id, fields.adapters
     target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
     await services.personas.check_parts(target.components, view)
@@ -203,7 +207,10 @@ async def generate_openai(
 
     Raises: as `generate`.
     """
-    return await generate(_PLANNERS[type(body)], body.model, body, services, caller, resumption=resumption)
+    try:
+        return await generate(_PLANNERS[type(body)], body.model, body, services, caller, resumption=resumption)
+    except InvalidRequest as error:
+        raise error.renamed({"max_tokens": body.limit_name}) from None
 
 
 async def collect(generating: Awaitable[Generation]) -> tuple[Any, dict[str, str]]:

@@ -161,6 +161,7 @@ class AnswerItems:
         self._name = chat.answer_id.removeprefix(ID_PREFIX)
         self._shown = ShownTokens(0)
         self._unplaced: list[PlacedToken] = []
+        self._num_chars = 0
         # Texts and log-probabilities of the message that is written; None: there is none.
         self._texts: list[str] | None = None
         self._logprobs: list[Json] = []
@@ -168,7 +169,11 @@ class AnswerItems:
     def take(self, output: RequestOutput) -> Iterator[Json]:
         """Yield the events of an output. Take all of them."""
         if self._chat.top is not None:
+            self._num_chars += len(output.text)
             self._unplaced += self._shown.take(output)
+            if output.finished:
+                # Tokens join to the text. The one that ends the answer has none, whether it comes alone or not.
+                self._unplaced = [token for token in self._unplaced if token.offset < self._num_chars]
         for part in self._form.parts(0, output):
             yield from self._write(part) if isinstance(part, str) else self._call(part)
         if output.finished:

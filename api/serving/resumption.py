@@ -5,7 +5,7 @@ second refuses. A stream whose tokens depend on more, or that says more of them 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -72,13 +72,13 @@ class StreamResumption:
         """Return whether another replica can go on."""
         return bool(self._digest)
 
-    def offer(self, answer_id: str, created_s: int) -> dict[str, str]:
-        """Return the header that tells an edge how."""
+    def offer(self, answer_id: str, created_s: int, versions: Mapping[str, str]) -> dict[str, str]:
+        """Return the header that tells an edge how; `versions` are those that the request's references mean."""
         if self._accepted is None or not self._digest:
             return {}
         seed = self._accepted.sampling.seed
-        state = {"answer_id": answer_id, "created_s": created_s, "seed": seed, "digest": self._digest}
-        return {RESUME: json.dumps(state)}
+        chosen = {"seed": seed, "versions": dict(versions), "digest": self._digest}
+        return {RESUME: json.dumps({"answer_id": answer_id, "created_s": created_s, **chosen})}
 
     async def _accept(self, streams: "Sequence[RequestStream]") -> None:
         """Raises: ApiError: 409, the tokens so far are not those that this replica would have generated."""

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -169,9 +169,9 @@ class Services:
         async with self.long_texts.turn(caller.principal):
             return await run_in_threadpool(work)
 
-    def view(self, caller: Caller, user: str | None = None) -> ScopedStore:
-        """Return the store as visible to the caller, for one of its users."""
-        return self.views.of(caller, user)
+    def view(self, caller: Caller, user: str | None = None, versions: Mapping[str, str] | None = None) -> ScopedStore:
+        """Return the store as visible to the caller, for one of its users, and with versions resolved before."""
+        return self.views.of(caller, user, versions)
 
     async def forget_deleted(self, adapter_ids: Iterable[str], unnamed: Collection[AdapterKey]) -> None:
         """Apply the limits of ids that changed; drop the counts of those that are gone, and what no remaining name

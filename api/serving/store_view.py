@@ -38,12 +38,16 @@ class ScopedStore:
 
     Args:
         user: who of the caller's users asks; each keeps to one version of an alias that is split. None: not known.
+        versions: what references were resolved to for the same request, as `id@version`; they are again.
 
     Methods that the store also has behave and raise as there.
     """
 
-    def __init__(self, views: "ScopedStores", caller: Caller, user: str | None = None) -> None:
+    def __init__(
+        self, views: "ScopedStores", caller: Caller, user: str | None = None, versions: Mapping[str, str] | None = None
+    ) -> None:
         self.caller = caller
+        self.versions = dict(versions or {})
         self._user = user
         self._views = views
         self._store = views.store
@@ -60,7 +64,10 @@ class ScopedStore:
     # Names.
 
     def resolve(self, reference: str) -> AdapterRef:
-        return self._names.resolve(reference, (self.caller.principal, self._user) if self._user else ())
+        sticky_to = (self.caller.principal, self._user) if self._user else ()
+        ref = self._names.resolve(self.versions.get(reference, reference), sticky_to)
+        self.versions[reference] = f"{ref.adapter_id}@{ref.version}"
+        return ref
 
     def resolve_one(self, reference: str) -> AdapterRef:
         return self._names.resolve_one(reference)
@@ -251,9 +258,9 @@ class ScopedStores:
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[str, ...], _VisibleNames] = OrderedDict()
 
-    def of(self, caller: Caller, user: str | None = None) -> ScopedStore:
+    def of(self, caller: Caller, user: str | None = None, versions: Mapping[str, str] | None = None) -> ScopedStore:
         """Return the store as visible to a caller, for one of its users."""
-        return ScopedStore(self, caller, user)
+        return ScopedStore(self, caller, user, versions)
 
     def visible_to(self, caller: Caller) -> _VisibleNames:
         """Return what the caller's patterns match now."""

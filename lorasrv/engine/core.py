@@ -238,6 +238,7 @@ class EngineCore:
                 return self._faults.on_schedule_error(error)
             self._faults.on_scheduled()
         settling_s = self._settle(step)
+        has_tokens = bool(step.scheduled)  # it may lose them: their pages could not be swapped
         with self.profile.span("pages"):
             step = self._apply_page_ops(step)
             self._send_orders(step.orders)
@@ -256,7 +257,7 @@ class EngineCore:
             outputs += self._collect(begun)
             begun = time.perf_counter()
         with self.profile.span("scheduling"):
-            self._finish_step(step.wake_s, made_progress=was_in_flight or step.num_preempted > 0)
+            self._finish_step(step.wake_s, made_progress=has_tokens or was_in_flight or step.num_preempted > 0)
         return outputs
 
     def check_integrity(self) -> None:

@@ -18,7 +18,7 @@ ON_DISK     request_load  LOADING     a request or a reservation needs it, and i
 LOADING     on_loaded     ON_HOST     the loader has read it
 LOADING     on_failed     ON_DISK     the loader could not read it
 LOADING     cancel        ON_DISK     no request and no reservation needs it any more
-ON_HOST     cancel        ON_DISK     the same, or a reservation has no room left in the pool
+ON_HOST     cancel        ON_DISK     the same; or the pool has no room for a reservation, or for what limits hold back
 ON_HOST     place         COPYING     pages were found for it
 COPYING     on_copied     RESIDENT    the loader has filled its pages
 COPYING     on_failed     ON_DISK     the copy failed
@@ -195,6 +195,10 @@ class AdapterManager:
         """Return the number of adapters between disk and pool: LOADING, ON_HOST or COPYING."""
         return len(self._host_copies)
 
+    def on_host(self) -> list[AdapterKey]:
+        """Return the adapters in host memory that have no pages yet."""
+        return [key for key in self._host_copies if self._states[key] is AdapterState.ON_HOST]
+
     @property
     def num_copying(self) -> int:
         """Return the number of adapters whose pages are being filled."""
@@ -277,6 +281,11 @@ class AdapterManager:
         for key, reservation in self._reservations.items():
             yield key, reservation.is_pinned
 
+    def wake_s(self) -> float | None:
+        """Return when the next reservation ends, if others may wait for its room; None if none do."""
+        ends = [r.until_s for r in self._reservations.values() if not r.is_pinned]
+        return min(ends) if ends and self.reserved_missing() else None
+
     def reserved_missing(self) -> list[tuple[AdapterKey, AdapterLayout]]:
         """Return the reserved adapters without pages and without a request, the pinned ones first."""
         missing = [key for key in self._reservations if key not in self.cache and key not in self._requests]
@@ -290,7 +299,7 @@ class AdapterManager:
         self._is_host_full = False
         if self._reservations:
             now = self._clock()
-            for key in [k for k, r in self._reservations.items() if not r.is_pinned and r.until_s < now]:
+            for key in [k for k, r in self._reservations.items() if not r.is_pinned and r.until_s <= now]:
                 self._drop_reservation(key)
 
     def cancel_unneeded(self) -> None:

@@ -178,7 +178,10 @@ class MemoryManager:
 
     def wake_s(self) -> float | None:
         """Return when the next step is needed: now, if requests wait for nothing any more; None if not by the clock."""
-        return 0.0 if self.snapshots.has_ended else self.exchange.wake_s()
+        if self.snapshots.has_ended:
+            return 0.0
+        times = (self.exchange.wake_s(), self.adapter_manager.wake_s())
+        return min((t for t in times if t is not None), default=None)
 
     def max_kv_pages(self, layouts: Iterable[AdapterLayout]) -> int:
         """Return the most pages that one request can have for its keys and values, beside what its adapter needs."""
@@ -208,21 +211,30 @@ class MemoryManager:
                 return self.evictor.place_adapter(key, keep_free, level, spared) is not None
         return True
 
-    def prefetch(self, keep_free: int) -> None:
+    def prefetch(self, keep_free: int, held_back: Iterable[AdapterKey] = ()) -> bool:
         """Take pages for snapshots whose adapters have got theirs in this step, and load reserved adapters that no
         request waits for, as far as no request needs their pages, pinned ones first.
 
-        A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it.
+        A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it. So is that of
+        adapters in host memory whose requests are held back by limits: other loads may need the host memory.
+
+        Returns: whether a host copy was given up.
         """
         manager = self.adapter_manager
         self.snapshots.place(keep_free)
+        has_given_up = False
+        for key in held_back:
+            if not self.load_adapter(key, manager.host_layout(key), keep_free, EvictionLevel.PREFETCH):
+                manager.cancel(key)
+                has_given_up = True
         for key, layout in manager.reserved_missing():
             is_new = manager.state(key) is AdapterState.ON_DISK
             if is_new and not self.evictor.can_place([layout], keep_free, EvictionLevel.PREFETCH):
-                return
+                break
             if not self.load_adapter(key, layout, keep_free, EvictionLevel.PREFETCH):
                 manager.cancel(key)
-                return
+                return True
+        return has_given_up
 
     def estimate_ready_s(
         self, missing: Sequence[tuple[AdapterKey, AdapterLayout]], *, on_host: bool, keep_free: int

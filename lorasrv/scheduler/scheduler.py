@@ -197,6 +197,10 @@ class Scheduler:
         """
         preemptions = self.counters.preemptions
         self._allocator.record_moves()  # of a step whose planning failed
+        # First what ends: others wait for what it gives back, and nothing would bring another step for them.
+        self._adapter_manager.begin_step()
+        self._finish_missed()
+        self._adapter_manager.cancel_unneeded()
         if self._beams.take_changed():
             self._queue.lanes.relieve(BEAMS)
             self.quotas.relieve_shared()
@@ -204,14 +208,13 @@ class Scheduler:
         restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
         self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
         self.quotas.begin_step()
-        self._adapter_manager.begin_step()
-        self._finish_missed()
-        self._adapter_manager.cancel_unneeded()
         planned = self._planner.plan()
         for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
-        if not planned.has_preempted:
-            self._memory.prefetch(planned.keep_free + self.num_running)
+        has_given_up = not planned.has_preempted and self._memory.prefetch(
+            planned.keep_free + self.num_running,
+            filter(self._queue.lanes.are_held_back, self._adapter_manager.on_host()),
+        )
         self._allocator.record_moves()
         drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
         counts = planned.budget.counts
@@ -229,7 +232,7 @@ class Scheduler:
             scheduled=scheduled,
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
-            wake_s=self._wake_s(planned),
+            wake_s=self._wake_s(planned, has_freed_host=has_given_up),
             page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
             orders=self._adapter_manager.take_orders(),
             snapshots=self._memory.snapshots.take_orders(),
@@ -364,10 +367,12 @@ class Scheduler:
             self.quotas.charge(request, fresh)
             self.policy.on_computed(request, num_new)
 
-    def _wake_s(self, planned: StepPlan) -> float | None:
+    def _wake_s(self, planned: StepPlan, *, has_freed_host: bool) -> float | None:
         """Return when the next step is needed even if nothing happens."""
-        refused = self._clock() if planned.unfit else None  # requests behind them may be admitted
-        times = (self._deadlines.next_s(), planned.wake_s, refused, self._queue.lanes.wake_s(), self._memory.wake_s())
+        # Requests behind those that are refused may be admitted, and loads begin that waited for host memory.
+        has_more = planned.unfit or (has_freed_host and self._queue.lanes.wait_for_host_memory)
+        now = self._clock() if has_more else None
+        times = (self._deadlines.next_s(), planned.wake_s, now, self._queue.lanes.wake_s(), self._memory.wake_s())
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.

@@ -471,6 +471,7 @@ class StepPlanner:
         if is_alone and len(request.terms) > 1:
             for key in filter(self._adapters.is_evictable, request.term_keys):
                 self._adapter_manager.evict(key)
+                state.wake_s = 0.0
 
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
         """Load what is missing; return False if something has no room. What is in the pool already stays for it."""

@@ -173,6 +173,16 @@ class WaitingLanes:
         """Return whether a lane is open whose adapter is to be loaded or placed."""
         return self._open.num_cold > 0
 
+    @property
+    def wait_for_host_memory(self) -> bool:
+        """Return whether a lane waits for host memory."""
+        return HOST_MEMORY in self._blocked
+
+    def are_held_back(self, key: AdapterKey) -> bool:
+        """Return whether requests wait for an adapter, and all of them for something else first."""
+        blockers = [self._homes[lane].order.blocker for lane in self._of_adapter.get(key, ())]
+        return bool(blockers) and not any(blocker is None or blocker.is_of_adapter for blocker in blockers)
+
     def wake_s(self) -> float | None:
         """Return when a step has lanes to look at without an event; None if no time is known."""
         if self._relieved or self._moved:

@@ -19,6 +19,8 @@ class NearOrigin:
     of: Callable[[], AdapterStore]
     address: str = "http://registry.test:8000"
     is_reachable: bool = True
+    # Connections break behind the last byte, too.
+    ends_badly: bool = False
     # Bytes after which connections break, one after another.
     breaks: list[int] = field(default_factory=list)
     # Positions whose byte is another one in the next fetches, one after another.
@@ -46,7 +48,7 @@ class NearOrigin:
     def _pieces(self, data: bytes, start: int, end: int) -> Iterator[bytes]:
         for at in range(start, min(end, len(data)), PIECE):
             yield data[at : min(at + PIECE, end)]
-        if end < len(data):
+        if end < len(data) or self.ends_badly:
             raise OriginUnreachable("the connection broke")
 
 

@@ -121,7 +121,7 @@ class World:
         self.fetched: dict[SnapshotName, PeerSnapshot] = {}
         self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
         self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
-        self.made_progress = False
+        self.made_progress, self._sleeps = False, True
         self.messages: dict[RequestId, EngineCoreRequest] = {}
         # What fails next: the swaps of a step, the steps in flight, the numbers of a row.
         self.swaps_fail = self.steps_fail = self.row_fails = False
@@ -131,17 +131,33 @@ class World:
         self.scheduler.add(message)
 
     def step(self, choose: int) -> None:
-        """Plan a step and do what it orders; collect what was in flight, as the engine does."""
+        """Plan a step and do what it orders; collect what was in flight, as the engine does. Where the engine sleeps
+        behind it, nothing is under way, and another step at the same time changes nothing, unless it preempts: who
+        has waited for too many steps may do that until a time has come."""
         self.now += 1.0
+        self._step(choose)
+        if self._sleeps and self.scheduler.has_requests and not self._is_under_way:
+            preemptions = self.scheduler.counters.preemptions
+            self._step(choose)
+            if self.scheduler.counters.preemptions == preemptions:
+                assert self._sleeps, "the engine sleeps, and requests could go on"
+                assert not self._is_under_way, "the engine sleeps, and adapters could be loaded"
+
+    @property
+    def _is_under_way(self) -> bool:
+        return any((self.loading, self.copying, self.fetching, self.filling, self.flights))
+
+    def _step(self, choose: int) -> None:
         self.choose = choose
         if self.flights and self.scheduler.expects_drafts():
             self._collect()
-            self.made_progress = True
+            self.made_progress, self._sleeps = True, False
             return
         with every_draft():
             step = self.scheduler.schedule(ahead=self.late and not self.is_serial)
         if step.page_ops:
             self._compute()
+        has_tokens = bool(step.scheduled)
         for op in step.page_ops:
             step = self._apply_or_fail(op, step)
         self.swaps_fail = False
@@ -155,7 +171,9 @@ class World:
             self.scheduler.discard(step)
         self.outputs += self.scheduler.take_outputs()
         has_room = self.late and bool(step.scheduled) and not (self.is_serial or step.is_awaited)
-        self.made_progress = was_in_flight or bool(step.scheduled) or step.num_preempted > 0 or step.wake_s is not None
+        has_changed = was_in_flight or has_tokens or step.num_preempted > 0
+        self.made_progress = has_changed or step.wake_s is not None
+        self._sleeps = not has_changed and (step.wake_s is None or step.wake_s > self.now)
         while len(self.flights) > has_room:
             self._collect()
 

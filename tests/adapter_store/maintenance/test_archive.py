@@ -22,6 +22,7 @@ from adapter_store.errors import (
     InvalidArchive,
     StoreUnusable,
 )
+from adapter_store.maintenance import archive
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.registry.index import Index
@@ -296,6 +297,12 @@ class TestArchive:
     def test_an_empty_store(self, tmp_path: Path, take: Any) -> None:
         AdapterStore(tmp_path / "empty", BASE).close()
         assert take(exported(tmp_path / "empty")) == ArchiveSummary(0, 0, 0, 0)
+
+    def test_more_than_an_archive_takes_is_not_exported(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rather than an archive that nothing imports."""
+        monkeypatch.setattr(archive, "MAX_MANIFEST_BYTES", 100)
+        with pytest.raises(StoreUnusable, match=r"an archive takes 100: copy the folder instead"):
+            exported(root)
 
     def test_damaged_weights_are_not_exported(self, root: Path) -> None:
         blob = blobs(root)[digest_of(build.file(seed=0))]

@@ -67,6 +67,15 @@ def test_a_connection_that_breaks_is_continued(
     assert [start for _, start in origin.fetched] == [0, 1000, 1000, 1000, 2000, 2000]
 
 
+def test_one_that_breaks_behind_the_last_byte_has_brought_all(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
+) -> None:
+    origin.ends_badly = True
+    origin.breaks = [1000]
+    open_follower().load(mia[0])
+    assert [start for _, start in origin.fetched] == [0, 1000]
+
+
 def test_one_that_brings_nothing_more_fails(
     mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore]
 ) -> None:

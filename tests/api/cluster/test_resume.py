@@ -255,6 +255,57 @@ def test_it_breaks_twice(cluster: Any, name: str, cuts: tuple[int, int]) -> None
     assert cluster.edge.stats.lost == 0
 
 
+@pytest.mark.parametrize("first", [2000, 3000])
+def test_calls_break_twice_where_events_have_only_usage(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """What the second replica repeats of the first is told once, also if nothing of it is shown yet."""
+    monkeypatch.setattr(cluster.real.engine, "chat_template", ChatTemplate(HERMES))
+    tool = {"type": "function", "function": {"name": "sail", "parameters": SCHEMA}}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    calls = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "stream_options": usage, "stop": ["l_calX"]}
+    path, body = sent("seeded adapter")
+    expected = said(ask(cluster, path, body | calls).content)
+    assert said(broken(cluster, path, body | calls, first, 1400)) == expected
+    assert (cluster.edge.stats.resumed, cluster.edge.stats.lost) == (2, 0)
+
+
+def test_a_request_keeps_the_version_that_was_drawn_for_it(cluster: Any) -> None:
+    """An alias that is split, or moved while the stream goes on, means the same version at the next replica."""
+    http, store = cluster.real.http, cluster.real.store
+    tom = store.version_history.peft_dir(store.resolve("tom"))
+    store.register("mia", tom.config, store.get("tom").versions[0].weights_digest)
+    change = {"aliases": {"prod": {"1": 0.5, "2": 0.5}}, "version": 1}
+    http.patch("/v1/adapters/mia", json=change).raise_for_status()
+    path, body = sent("greedy adapter")
+    texts = {said(ask(cluster, path, {**body, "model": f"mia@{number}"}).content)[0] for number in (1, 2)}
+    drawn = {said(broken(cluster, path, {**body, "model": "mia:prod"}, 700))[0] for _ in range(12)}
+    assert drawn == texts
+    assert (cluster.edge.stats.resumed, cluster.edge.stats.lost) == (12, 0)
+    http.patch("/v1/adapters/mia", json={"aliases": {"prod": None}}).raise_for_status()
+    http.delete("/v1/adapters/mia@2").raise_for_status()
+
+
+def test_a_replica_that_was_full_may_go_on_later(cluster: Any) -> None:
+    path, body = sent("seeded adapter")
+    expected = said(ask(cluster, path, body).content)
+    cluster.chooser.set_addresses(cluster.chooser.replicas()[:2])
+    full, dying = cluster.replicas[:2]
+    go_on, asked = full.answer, list[Seen]()
+
+    def full_once(seen: Seen) -> None:
+        asked.append(seen)
+        if len(asked) == 1:
+            seen.answer(b'{"error":{}}', 429, "retry-after: 1")
+        else:
+            go_on(seen)
+
+    full.answer = full_once
+    passes_on(dying, cluster.real.url, 700)
+    assert said(ask(cluster, path, body).content) == expected
+    assert (len(asked), cluster.edge.stats.resumed, cluster.edge.stats.lost) == (2, 1, 0)
+
+
 def test_calls_have_the_same_ids_at_every_replica(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It breaks in front of the first call, the second, and what the limit cut."""
     monkeypatch.setattr(cluster.real.engine, "chat_template", ChatTemplate(HERMES))

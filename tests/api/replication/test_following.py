@@ -73,9 +73,11 @@ def test_what_was_uploaded_can_be_asked_at_once_anywhere(cluster: Cluster, uploa
 
 def test_what_was_uploaded_can_be_read_at_once_anywhere(cluster: Cluster, upload: Callable[..., int]) -> None:
     node = cluster.follow()
-    for number, what in enumerate(("", "/stats", "/defaults") * 6):
+    for number, path in enumerate(
+        ("adapters/NAME", "adapters/NAME/stats", "adapters/NAME/defaults", "models/NAME") * 5
+    ):
         upload(cluster.registry, f"mia{number}", number)
-        answer = node.http.get(f"/v1/adapters/mia{number}{what}")
+        answer = node.http.get(f"/v1/{path.replace('NAME', f'mia{number}')}")
         assert answer.status_code == 200, answer.text
 
 

@@ -4,8 +4,10 @@ A chat is the oracle: the same conversation in both forms asks the engine for th
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,8 +20,12 @@ from spelled_engine import spelled, tiny_tokenizer
 
 from adapter_store.quota import ANONYMOUS
 from api.schemas.openai import MAX_MESSAGES
+from api.serving.logprobs import LogprobsFormatter
+from api.serving.openai_responses import ChatFormat
+from api.serving.responses import AnswerItems
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded
 from lorasrv.outputs import FinishReason
+from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
 from lorasrv.text.chat_template import ChatTemplate
 
 HERMES = "<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}"
@@ -162,6 +168,19 @@ class TestAnswers:
             assert "".join(token["token"] for token in part["logprobs"]) == part["text"] == "Mia oh"
             assert {len(token["top_logprobs"]) for token in part["logprobs"]} == {fields.get("top_logprobs", 0)}
             assert rebuilt(events)[0]["content"] == [part]
+
+    def test_log_probabilities_are_the_same_in_fewer_outputs(self) -> None:
+        """Drafts and slow clients join outputs: the token that ends the answer then comes with the last text."""
+        tokenizer = tiny_tokenizer()
+        asked = SimpleNamespace(sampling=SamplingParams(logprobs=0), count=1, prompt=[1], text=PLAIN_TEXT)
+        outputs = spelled(tokenizer, "Mia oh")("r", 0, asked)
+        for told in (outputs, [*outputs[:-2], outputs[-2].followed_by(outputs[-1])]):
+            chat = SimpleNamespace(answer_id="resp_x", top=0, logprobs_formatter=LogprobsFormatter(tokenizer))
+            items = AnswerItems(chat, ChatFormat())
+            for output in told:
+                deque(items.take(output), maxlen=0)
+            tokens = [token["token"] for token in items.items[0]["content"][0]["logprobs"]]
+            assert tokens == ["M", "i", "a", " ", "o", "h"]
 
     def test_an_adapter_answers_and_is_named(self, server, respond, make_adapter: Callable[..., Path]) -> None:
         server.upload(make_adapter(), "mia").raise_for_status()

@@ -35,7 +35,7 @@ from lorasrv.memory.cost_model import StepCosts
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import RequestStatus
 from lorasrv.sampling_params import BeamOptions, SamplingParams
-from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.model_runner import ModelRunner
 
@@ -422,6 +422,29 @@ async def test_abort_of_one_that_lost_its_seat(world: World, alone) -> None:
     await world.streams["old"].aclose()
     world.gate.open()
     assert await world.tokens("new") == alone(LONG[16:32], 12)
+
+
+@pytest.mark.engine(preemption_mode="swap", pages=8)
+async def test_one_whose_pages_cannot_be_swapped_in(world: World, alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one that is left, too: nobody else brings the step in which it is computed again."""
+    expect_short_answers(world.scheduler.predictor)
+    executor, failed = world.engine._engine._executor, list[SwapIn]()
+    apply = executor.apply_page_ops
+
+    def apply_or_fail(ops: Sequence[PageOp]) -> int:
+        failed.extend(op for op in ops if isinstance(op, SwapIn))
+        if failed and failed[-1] in ops:
+            raise MemoryError("no memory for the pages")
+        return apply(ops)
+
+    monkeypatch.setattr(executor, "apply_page_ops", apply_or_fail)
+    await world.hold()
+    for i in range(2):
+        await world.add(f"r{i}", LONG[i : i + 30], 60)
+    world.gate.open()
+    for i in range(2):
+        assert await world.tokens(f"r{i}") == alone(LONG[i : i + 30], 60)
+    assert failed
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
