@@ -58,6 +58,7 @@ class UpstreamReply:
 
     def __init__(self, connection: "_Connection", head: h11.Response) -> None:
         self._connection = connection
+        self._is_closed = False
         self.status = head.status_code
         self.headers: list[tuple[bytes, bytes]] = list(head.headers)
 
@@ -85,8 +86,11 @@ class UpstreamReply:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Keep the connection if the answer was read to its end; else cut it, which tells the replica to abort."""
-        self._connection.release()
+        """Keep the connection if the answer was read to its end; else cut it, which tells the replica to abort. Once:
+        one that is kept may be another answer's afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._connection.release()
 
 
 class Upstreams:

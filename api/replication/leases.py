@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.storage.blobs import NEW_FILE
+from adapter_store.storage.blobs import NEW_FILE, fsync_directory
 from api.replication.headers import LEASE_S
 
 FILE_NAME = "followers.json"
@@ -128,3 +128,4 @@ def _write(file: Path, names: frozenset[str]) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     part.replace(file)
+    fsync_directory(file.parent)

@@ -26,6 +26,7 @@ from api.cluster.interruption import Interruption
 from api.cluster.load import ReplicaLoad, ReplicaStatus
 from api.cluster.local import edge_server
 from api.cluster.pick import ReplicaWatch
+from api.cluster.upstream import UpstreamRequest, Upstreams
 from api.config.sources import Sources
 from api.errors import describe_at
 from api.server import bind
@@ -326,6 +327,31 @@ def test_a_kept_connection_that_has_just_ended_is_no_failure(cluster: Any) -> No
         assert ask(cluster).content == b"{}"
     assert num_seen(cluster) == [5, 0, 0]
     assert cluster.edge.stats.retries == 0
+
+
+async def test_an_answer_that_is_closed_twice_cuts_no_other() -> None:
+    """Its connection is kept, and another answer may come on it."""
+    is_closed = threading.Event()
+
+    def later(seen: Seen) -> None:
+        seen.begin_stream()
+        is_closed.wait(10)
+        seen.chunk(b"whole")
+        seen.end()
+
+    with fake_replica(answering("r0")) as replica:
+        upstreams, request = Upstreams(), UpstreamRequest("GET", b"/", [(b"host", b"replica")])
+        first = await upstreams.ask(replica.url, request)
+        await first.read_all()
+        first.close()
+        replica.answer = later
+        second = await upstreams.ask(replica.url, request)
+        first.close()
+        is_closed.set()
+        assert await second.read_all() == b"whole"
+        second.close()
+        assert len({id(seen.socket) for seen in replica.seen}) == 1, "kept"
+        upstreams.close()
 
 
 def test_headers_that_go_through_and_those_that_do_not(cluster: Any) -> None:
