@@ -23,6 +23,8 @@ from lorasrv.worker.device import compute_in_parallel
 _LOG = logging.getLogger(__name__)
 MAX_SLEEP_S = 3600.0
 """Longest timeout that is passed to a queue, which refuses an infinite one."""
+MAX_WAIT_S = 1.0
+"""Longest sleep while requests wait: what should have woken the engine, and has not, delays them by no more."""
 
 
 class EngineThread:
@@ -111,7 +113,8 @@ class EngineThread:
                     return True
                 self._core.heartbeat.rest()
             try:
-                message = self._inbox.get(timeout=min(self._core.idle_s, MAX_SLEEP_S) if wait else None)
+                most_s = MAX_WAIT_S if self._core.has_requests else MAX_SLEEP_S
+                message = self._inbox.get(timeout=min(self._core.idle_s, most_s) if wait else None)
             except queue.Empty:
                 return True
             finally:

@@ -19,8 +19,10 @@ from adapter_store.errors import AdapterCorrupt
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
+from lorasrv.engine import engine_thread
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.async_input_processor import NUM_READERS
+from lorasrv.engine.core import EngineCore
 from lorasrv.engine.request_stream import JOINED_TOKENS, MAX_SINGLE, RequestStream
 from lorasrv.errors import (
     AdapterDeleted,
@@ -104,6 +106,13 @@ async def test_a_text_that_can_never_fit_is_not_tokenized(engine, monkeypatch: p
     monkeypatch.setattr(engine.tokenizer, "encode", _broken)
     with pytest.raises(ContextLengthExceeded, match="512 tokens, but the text has at least"):
         await engine.add("a" * (4 * longest * 513), GREEDY)
+
+
+async def test_a_missed_wake_up_delays_a_request_by_a_moment_only(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(await ask(engine, None))
+    monkeypatch.setattr(engine_thread, "MAX_WAIT_S", 0.001)
+    monkeypatch.setattr(EngineCore, "made_progress", False)
+    assert tokens(await ask(engine, None)) == expected
 
 
 @pytest.mark.engine(pages=19)
