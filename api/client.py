@@ -155,6 +155,10 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, also those of other threads, whose calls end with an error."""
         self._http.close()
 
     def base_name(self) -> str:

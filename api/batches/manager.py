@@ -200,9 +200,9 @@ class BatchManager:
 
         Raises: StoreUnusable.
         """
-        needed = self._needed()
         for file_id in self.files.expired():
-            if file_id not in needed:
+            # Each time anew: while one is deleted, a client may delete another, or begin a batch of it.
+            if file_id in self.files.records and file_id not in self._needed():
                 await self.files.delete(file_id)
         over = [record for record in self.records.values() if record.state.is_over]
         num_too_many = len(self.records) - self.bounds.max_batches
@@ -244,6 +244,8 @@ class BatchManager:
                 _LOG.warning("batch %s is paused: the engine has ended", batch_id)
                 return
             except (OSError, AdapterError) as error:
+                if _is_cancelled():
+                    raise asyncio.CancelledError from error
                 _LOG.warning("batch %s waits for the disk: %s", batch_id, error)
                 await asyncio.sleep(RETRY_DISK_S)
             except Exception:
@@ -370,3 +372,9 @@ class BatchManager:
     async def _write(self, record: BatchRecord) -> None:
         await in_thread(self._folder.write_batch, record)
         self.records[record.id] = record
+
+
+def _is_cancelled() -> bool:
+    """Return whether this task is to end: what the disk refuses at that moment hides it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

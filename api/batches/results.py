@@ -176,9 +176,9 @@ def _read_result(data: bytes, where: str) -> tuple[int, bool]:
         ok = response is not None and problem is None and response["status_code"] == 200
         if not isinstance(custom_id, str | None) or not isinstance(number, int):
             raise ValueError
+        return line_key(custom_id, number), ok
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ResultsUnreadable(f"{where} is not a result of a batch") from None
-    return line_key(custom_id, number), ok
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -258,8 +258,18 @@ class _Unread:
         return getattr(self._stream, name)
 
 
+def _open_what_is_closed() -> None:
+    """Let a standard stream that the caller has closed, which Python has as None, read and write nothing."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def run() -> NoReturn:
     """Run the command; each error becomes one clear line and an exit code."""
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal's encoding may lack a letter of an answer.

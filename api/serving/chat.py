@@ -59,9 +59,7 @@ def plan_chat(
     check_tellable(body.messages, template, 0 if persona is None else persona.num_added)
     if body.uses_tools:
         variables["tools"] = body.tools
-    with nullcontext() if persona is None else persona.hiding_errors():
-        num_fixed = 0 if persona is None else persona.num_fixed
-        prompt, dropped = _prompt(body, engine, template, tokenizer, variables, num_fixed)
+    prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
     if not body.uses_tools:
         return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
     form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
@@ -117,12 +115,10 @@ def _prompt(
     template: "ChatTemplate",
     tokenizer: Tokenizer,
     variables: dict[str, Any],
-    num_fixed: int,
+    persona: AppliedPersona | None,
 ) -> tuple[list[int], int | None]:
-    """Return the prompt's tokens, and how many turns were dropped for it; None if none may be.
-
-    Args:
-        num_fixed: how many of the first messages stay; beside them the system messages that begin a conversation.
+    """Return the prompt's tokens, and how many turns were dropped for it; None if none may be. The persona's messages
+    stay, and the system messages that begin a conversation.
     """
     if "tools" in variables:
         _format_of(template, "tools")
@@ -136,12 +132,15 @@ def _prompt(
 
     encode = partial(template.encode, tokenizer=tokenizer, check=check)
     whole = partial(encode, **variables, **body.prompt_end(body.messages[-1]))
-    if not may_drop:
-        return whole(messages), None
     first = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
     room = room_for_prompt(engine.max_model_len, body.wanted_tokens())
     bare = partial(encode, **{name: value for name, value in variables.items() if name != "tools"})
-    return fitted(messages, max(first, num_fixed), room, engine.max_model_len, whole, bare)
+    num_fixed = max(first, 0 if persona is None else persona.num_fixed)
+    # What the template says may quote the conversation; what is wrong with the body was told before.
+    with nullcontext() if persona is None else persona.hiding_errors():
+        if not may_drop:
+            return whole(messages), None
+        return fitted(messages, num_fixed, room, engine.max_model_len, whole, bare)
 
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:

@@ -6,7 +6,6 @@ reported at the end, and the others are registered.
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -136,7 +135,7 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
     with connected(server) as client, progress(in_bytes=True) as step:
         client.base_name()  # fails early if the server does not respond
         meter = _Meter(step, found)
-        for outcome in _each(found, lambda one: _send(client, one, how, meter)):
+        for outcome in _each(found, lambda one, ended: _send(client, one, how, meter, ended), client.close):
             outcomes.append(outcome)
             _print_sent(outcome, as_json)
     _end(outcomes, "are in the server")
@@ -227,10 +226,20 @@ def _weights_bytes(folder: Path) -> int:
     return max([1, *(file.stat().st_size for file in files if file.is_file())])
 
 
-def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOutcome]) -> Iterator[UploadOutcome]:
-    """Yield results as they complete; an unexpected error cancels what has not started."""
+def _each(
+    found: Sequence[FoundAdapter],
+    work: Callable[[FoundAdapter, threading.Event], UploadOutcome],
+    cut: Callable[[], None],
+) -> Iterator[UploadOutcome]:
+    """Yield results as they complete; an unexpected error, or Ctrl-C, ends what has not started and what is under way.
+
+    Args:
+        work: gets an event that tells it to end.
+        cut: ends what the work is sending.
+    """
+    ended = threading.Event()
     with ThreadPoolExecutor(PARALLEL) as pool:
-        futures: list[Future[UploadOutcome]] = [pool.submit(work, one) for one in found]
+        futures: list[Future[UploadOutcome]] = [pool.submit(work, one, ended) for one in found]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -238,11 +247,15 @@ def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOu
             done = sum(f.done() and not f.cancelled() and f.exception() is None for f in futures)
             message = f"{error}; {done} of {len(found)} are done; run the same command to resume"
             raise ServerUnreachable(message) from None
+        except BaseException:
+            ended.set()
+            cut()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadOutcome:
+def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter, ended: threading.Event) -> UploadOutcome:
     def tell(what: str, done: int, total: int) -> None:
         if what == "sending" and total:
             meter.sent(one, done / total)
@@ -251,7 +264,8 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadO
         with open_adapter_dir(one.folder) as found:
             options = asdict(how)
             peft = found if options.pop("no_tokenizer") else client.with_tokenizer(found)
-            done = _patiently(lambda: client.upload(peft, one.adapter_id, **options, send_always=False, progress=tell))
+            upload = partial(client.upload, peft, one.adapter_id, **options, send_always=False, progress=tell)
+            done = _patiently(upload, ended)
     except (AdapterInvalid, Refused, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))
     finally:
@@ -259,8 +273,8 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadO
     return UploadOutcome(one, done)
 
 
-def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Retry while the server is busy and gives a delay, for up to `MAX_PATIENCE_S` in total.
+def _patiently(work: Callable[[], dict[str, Any]], ended: threading.Event) -> dict[str, Any]:
+    """Retry while the server is busy and gives a delay, for up to `MAX_PATIENCE_S` in total, until it is ended.
 
     Raises: Refused.
     """
@@ -271,10 +285,13 @@ def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except Refused as error:
             # A minimum delay, so that a server that always says 0 is not called without end.
             pause = max(MIN_PAUSE_S, error.retry_after_s or 0.0)
-            if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S:
+            if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S or _ends_within(pause, ended):
                 raise
-            time.sleep(pause)
             waited += pause
+
+
+def _ends_within(seconds: float, ended: threading.Event) -> bool:
+    return ended.wait(seconds)
 
 
 def _checked(

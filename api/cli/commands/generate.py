@@ -13,7 +13,7 @@ import typer
 from adapter_store.formats import strict_json
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
-from api.cli.common.terminal import CliError, ExitCode, note, print_json, say, short_digest, stdin_text
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, printable, say, short_digest, stdin_text
 
 if TYPE_CHECKING:
     from api.client import StreamedAnswer
@@ -283,16 +283,9 @@ def show(answer: "StreamedAnswer", quietly: bool) -> None:
     """Print the text as it arrives, unless it is printed later."""
     for piece in answer:
         if not quietly:
-            print(printable(piece), end="", flush=True)
+            print(printable(piece, sys.stdout), end="", flush=True)
     if not quietly:
         print(flush=True)
-
-
-def printable(text: str) -> str:
-    """Replace control characters on a terminal, because a model may write any text."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
@@ -318,10 +311,12 @@ def _print_rest(answer: "StreamedAnswer") -> None:
         choice = answer.choices[index]
         if several:
             say(f"--- {index + 1} of {len(answer.choices)} ({choice.finish_reason})")
-            say(printable(choice.text))
+            say(choice.text)
         for entry in choice.logprobs:
             others = [f"{other['token']!r} {other['logprob']:.4f}" for other in entry.get("top_logprobs") or []]
-            say("\t".join((repr(entry["token"]), f"{entry['logprob']:.4f}", *others)))
+            # The first token of an echoed prompt has none.
+            own = "-" if entry["logprob"] is None else f"{entry['logprob']:.4f}"
+            say("\t".join((repr(entry["token"]), own, *others)))
 
 
 def print_footer(answer: "StreamedAnswer") -> None:

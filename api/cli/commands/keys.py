@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adapter_store.registry.near_names import near_names
-from api.cli.common.options import JsonOption, duration
+from api.cli.common.options import JsonOption, configured_store, duration
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, say
-from lorasrv.config import default_store_dir, size
+from lorasrv.config import size
 
 if TYPE_CHECKING:
     from api.auth.key_store import KeyStore
@@ -146,7 +146,7 @@ def revoke(
 
 
 def _folder(store: Path | None) -> Path:
-    return (store or _configured_store()).expanduser()
+    return (store or configured_store()).expanduser()
 
 
 @contextmanager
@@ -185,15 +185,6 @@ def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
         names = [key.name for key in book.all()]
         near = near_names(name, names) if name not in names else ()
         raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
-
-
-def _configured_store() -> Path:
-    """Return the store that `serve` would use: keys in another store would have no effect."""
-    from api.config.file import find, read
-
-    path = find()
-    said = None if path is None else read(path).serve.get("store")
-    return Path(said) if isinstance(said, str) and said else default_store_dir()
 
 
 def _scopes(given: list[str] | None) -> "frozenset[Scope]":

@@ -16,9 +16,9 @@ from adapter_store.formats.adapter_config import read_added_tokens
 from adapter_store.spec import BaseShapes
 from adapter_store.storage.blobs import NEW_FILE, UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
-from api.cli.common.options import JsonOption, duration
+from api.cli.common.options import JsonOption, configured_store, duration
 from api.cli.common.terminal import CliError, names_file, note, print_json, print_table, progress, say
-from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir, size
+from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, size
 
 if TYPE_CHECKING:
     from adapter_store.maintenance.archive import ArchiveSummary
@@ -174,7 +174,7 @@ def _check_defaults(base: BaseShapes, text: str, config: Mapping[str, object]) -
 def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":
     from adapter_store.maintenance.offline_store import OfflineStore
 
-    return OfflineStore((store or default_store_dir()).expanduser(), create=create)
+    return OfflineStore((store or configured_store()).expanduser(), create=create)
 
 
 @contextmanager

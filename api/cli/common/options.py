@@ -18,6 +18,7 @@ import typer
 from adapter_store.registry.references import ID_RULE
 from api.asgi.address import DEFAULT_SERVER, is_loopback
 from api.cli.common.terminal import CliError, ExitCode
+from lorasrv.config import default_store_dir
 
 if TYPE_CHECKING:
     from api.client import Client, Refused
@@ -248,6 +249,15 @@ def adapter_name(given: str | list[str]) -> str | list[str]:
         if not name or name[0] in ":@" or "/" in name:
             raise typer.BadParameter(f"adapter id {name!r} is not allowed: use {ID_RULE}")
     return given
+
+
+def configured_store() -> Path:
+    """Return the store that `serve` would use: what is done to another one has no effect there."""
+    from api.config.file import find, read
+
+    path = find()
+    said = None if path is None else read(path).serve.get("store")
+    return Path(said) if isinstance(said, str) and said else default_store_dir()
 
 
 def duration(option: str, text: str) -> float:

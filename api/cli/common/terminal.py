@@ -5,11 +5,12 @@ files.
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from api.asgi.json_lines import one_line
 from api.early_stop import closing
@@ -23,6 +24,7 @@ DIGEST_CHARS = 12
 _OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MULTILINE = '"""'
 """Begins and ends a text of several lines, in a chat as in an Ollama Modelfile."""
 
@@ -83,13 +85,19 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of the result unchanged: no markup, no wrapping."""
-    print(text, flush=True)
+    """Print a line of the result: no markup, no wrapping."""
+    print(printable(text, sys.stdout), flush=True)
 
 
 def note(text: str) -> None:
     """Print a line of information on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Return what to print of a text that a model, or another user, has written: on a terminal without what controls it
+    or turns the order of letters, else unchanged."""
+    return _CONTROL.sub("\ufffd", text) if stream.isatty() else text
 
 
 def stdin_text() -> str:

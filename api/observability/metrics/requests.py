@@ -150,8 +150,9 @@ class TopAdapters(Collector):
     """Export series for the adapters with the most traffic, and one for all others, as a series each would be too
     many.
 
-    The name is decided when a request ends, and counts stay where they were counted, so that no series ever decreases.
-    An adapter takes the place of the named one with the least recent traffic once it has `PROMOTION` times as much.
+    The name is decided when a request ends, and counts stay where they were counted: a series only increases while it
+    is shown, and one that comes back begins at 0. An adapter takes the place of the named one with the least recent
+    traffic once it has `PROMOTION` times as much.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:

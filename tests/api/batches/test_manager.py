@@ -297,6 +297,36 @@ async def test_a_batch_that_the_disk_refuses_does_not_exist(manager, monkeypatch
     await batches.close()
 
 
+@pytest.mark.parametrize("ends_by", ["cancel", "close"])
+async def test_a_disk_that_fails_meanwhile_holds_up_no_end(
+    manager, ask: Asked, ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that writes is told to end, and learns that the disk refused: it ends, and does not try again."""
+    batches, writes, fails = manager(), threading.Event(), threading.Event()
+    file = await put(batches, content(50))
+    write = batches._folder.write_batch
+
+    def write_or_fail(record: BatchRecord) -> None:
+        if record.status == "in_progress" and not writes.is_set():
+            writes.set()
+            fails.wait(10)
+            raise StoreUnusable("the disk hung for a moment")
+        write(record)
+
+    monkeypatch.setattr(batches._folder, "write_batch", write_or_fail)
+    record = await batches.create(file.id, URL, DAY)
+    await until(writes.is_set)
+    ending = asyncio.ensure_future(batches.cancel(record.id) if ends_by == "cancel" else batches.close())
+    await asyncio.sleep(0)
+    fails.set()
+    async with asyncio.timeout(20):
+        await ending
+    assert ask.numbers == []
+    if ends_by == "cancel":
+        assert (await over(batches, record.id)).status == "cancelled"
+        await batches.close()
+
+
 def open_files(folder: Path) -> list[str]:
     """Files of a folder that this process has open."""
     found = []
@@ -359,6 +389,31 @@ async def test_old_files_and_batches_are_forgotten(root: Path, manager) -> None:
     clock.now += 10
     await batches.tidy()
     assert [path for path in root.rglob("*") if path.is_file()] == []
+
+
+async def test_files_that_change_while_old_ones_are_deleted(manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client deletes one of them itself, and begins a batch of another."""
+    clock = Clock(1_000_000.0)
+    batches = manager(BatchBounds(max_age_s=10), clock=clock)
+    first, second, third = [await put(batches, content(20)) for _ in range(3)]
+    clock.now += 10
+    begun, goes_on, remove = threading.Event(), threading.Event(), batches._folder.remove_file
+
+    def remove_slowly(file_id: str) -> None:
+        if file_id == first.id:
+            begun.set()
+            goes_on.wait(10)
+        remove(file_id)
+
+    monkeypatch.setattr(batches._folder, "remove_file", remove_slowly)
+    tidying = asyncio.create_task(batches.tidy())
+    await until(begun.is_set)
+    await batches.delete_file(second.id)
+    record = await batches.create(third.id, URL, DAY)
+    goes_on.set()
+    await tidying
+    assert first.id not in batches.files.records
+    await finish(batches, record.id, 20)
 
 
 async def test_validation_leaves_asyncios_threads_to_others(manager, monkeypatch: pytest.MonkeyPatch) -> None:

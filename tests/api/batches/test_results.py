@@ -33,3 +33,11 @@ def test_nothing_follows_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         else:
             sink.flush()
     assert path.read_bytes() == b'{"number": 0}\n{"num'
+
+
+def test_a_file_of_another_tool_is_told(tmp_path: Path) -> None:
+    """Half a surrogate is JSON, and no text that has a key."""
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"custom_id": "\\ud800", "response": {"status_code": 200}, "error": null}\n')
+    with pytest.raises(results.ResultsUnreadable, match="is not a result of a batch"):
+        results.recovered(path, tmp_path / "errors.jsonl")

@@ -1,12 +1,14 @@
 """What holds for every command: an example in its help, --json, exit codes, Ctrl-C, closed pipes, completion."""
 
 import asyncio
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from fake_engine import HANG
 from terminal import terminal
 
 from api.cli.common import options as completion
+from api.cli.common.terminal import note, say
 from api.client import Client
 
 COMMANDS = dict(commands())
@@ -266,6 +269,22 @@ class TestExitCodes:
         finally:
             os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_what_others_have_written_cannot_command_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = "a\x1b]0;x\x07\x9b b\u202ec\t👨\u200d👩\u200d👧"
+        for is_terminal, shown in ((True, "a\ufffd]0;x\ufffd\ufffd b\ufffdc\t👨\u200d👩\u200d👧"), (False, text)):
+            for name, write in (("stdout", say), ("stderr", note)):
+                stream = io.StringIO()
+                monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+                monkeypatch.setattr(sys, name, stream)
+                write(text)
+                assert stream.getvalue() == f"{shown}\n"
+
+    @pytest.mark.parametrize("stream", [0, 1, 2])
+    def test_a_closed_stream_is_an_empty_one(self, server, stream: int) -> None:
+        for arguments in (("generate", "-"), ("list", "--json")):
+            done = cli_process.run(*arguments, "--server", server.url, preexec_fn=partial(os.close, stream))
+            assert (done.returncode, done.stderr) == (0, "")
 
     def test_a_command_goes_on_if_its_progress_is_not_read(self, server, make_adapter) -> None:
         read, write = os.pipe()

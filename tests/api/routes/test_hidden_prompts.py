@@ -186,6 +186,21 @@ def test_no_route_tells(
     assert set().union(*(files_with(store.root, text) for text in hidden)) <= {"index.sqlite3"}
 
 
+def test_what_is_wrong_with_the_body_is_told(walker: Walker) -> None:
+    """It cannot quote the prompt, and nobody mends what is told as something else."""
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    tools = {"tools": [{"type": "function", "function": {"name": "clock"}}]}
+    for fields, says in ((both, "excludes"), (tools, "does not support tools")):
+        asked = {"model": "muse", "messages": [USER], **fields}
+        answers = (
+            httpx2.post(f"{walker.url}{CHAT}", json=asked, headers=walker.owner),
+            walker.ask("POST", CHAT, json=asked),
+        )
+        own, other = (answer.json()["error"]["message"] for answer in answers)
+        assert own == other
+        assert says in own
+
+
 def test_what_is_looked_for_would_be_found(walker: Walker, engine) -> None:
     """The same question of the owner shows the prompt, in pieces."""
     engine.chat_template = ChatTemplate(TEMPLATE, {"bos_token": "<s>", "eos_token": "</s>"})

@@ -1,14 +1,17 @@
 """upload --all and --slugify: a tree is uploaded, known weights are not sent again, refusals come at the end."""
 
 import json
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cli_process
 import httpx2
 import pytest
 from answers import failed
+from small_server import Request, answering
 
 from adapter_store.store import AdapterStore
 from api.cli.commands import bulk_upload as bulk
@@ -157,7 +160,7 @@ class TestUpload:
             return send(self, method, path, **request)
 
         monkeypatch.setattr(bulk.Client, "_json", busy)
-        monkeypatch.setattr(bulk.time, "sleep", pauses.append)
+        monkeypatch.setattr(bulk, "_ends_within", lambda pause, _: pauses.append(pause))
         done = upload_all(folder=make_adapter("one/bot").parent)
         assert (done.code == 0, pauses) == (sends == 3, [1.0] * (sends - 1))
         if sends == 1:
@@ -165,14 +168,33 @@ class TestUpload:
 
     def test_a_server_that_is_always_busy(self, monkeypatch) -> None:
         pauses: list[float] = []
-        monkeypatch.setattr(bulk.time, "sleep", pauses.append)
+        monkeypatch.setattr(bulk, "_ends_within", lambda pause, _: pauses.append(pause))
 
         def work() -> dict[str, Any]:
             raise Refused(429, {"message": "busy"}, 0.0)
 
         with pytest.raises(Refused):
-            bulk._patiently(work)
+            bulk._patiently(work, threading.Event())
         assert sum(pauses) == bulk.MAX_PATIENCE_S
+
+    def test_ctrl_c_ends_what_waits(self, server, tree: Path, eventually) -> None:
+        """The server is busy, and says that it will be for half a minute."""
+        asked: list[str] = []
+
+        def busy(request: Request) -> tuple[int, dict[str, str], bytes]:
+            if request.method == "GET":
+                answer = server.http.get(request.path)
+                return answer.status_code, {"content-type": "application/json"}, answer.content
+            asked.append(request.path)
+            return 429, {"retry-after": "30"}, b'{"error": {"message": "busy"}}'
+
+        with (
+            answering(busy) as url,
+            cli_process.started("upload", "--all", tree, "--no-tokenizer", "--server", url) as process,
+        ):
+            eventually(lambda: asked)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
 
     def test_four_at_a_time(self, upload_all, monkeypatch) -> None:
         four = threading.Barrier(bulk.PARALLEL, timeout=10)

@@ -54,6 +54,15 @@ def damage(root: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1])
 
 
+def test_without_store_it_is_the_one_that_serve_is_configured_for(
+    cli, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.toml").write_text(f'store = "{filled}"\n')
+    monkeypatch.setenv("LORASRV_CONFIG", str(tmp_path / "c.toml"))
+    monkeypatch.delenv("LORASRV_STORE", raising=False)
+    assert cli("store", "export", tmp_path / "all.tar").out.startswith("exported 2 adapters")
+
+
 class TestGc:
     def test_by_age(self, run, filled: Path) -> None:
         assert run("gc").out == "removed 0 blobs (0 bytes), 0 contents, 0 unfinished uploads\n"
