@@ -4,6 +4,7 @@ The handler ends the process by itself. An exception that a handler raises surfa
 extension module makes another error of it, and a destructor drops it. Imports nothing that takes time.
 """
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,10 +23,18 @@ def end_at_signals() -> None:
     """
     global _starting
     _starting = True
+    atexit.register(ignore_signals)
     for number in EXIT_CODES:
         signal.signal(number, handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+def ignore_signals() -> None:
+    """Let no signal change the exit code of a process that has nothing left to do: Python ends with the system's own
+    handlers in place of those that it has."""
+    for number in (*EXIT_CODES, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def started() -> None:

@@ -26,7 +26,6 @@ from adapter_store.registry.feed import is_followed
 from api import early_stop
 from api.app import create_app
 from api.asgi.draining_server import DrainingServer
-from api.asgi.protocol import allow_open_files
 from api.auth.key_store import has_keys
 from api.config.device_defaults import fitted
 from api.config.lora_modules import register_modules
@@ -314,7 +313,6 @@ def serve_on(
         watchdog = Watchdog(engine, settings.watchdog_s)
         opened.callback(watchdog.disarm)
         with profile_written(settings.profile, engine.profile):
-            allow_open_files(settings.max_connections)
             server = _EngineServer(app, tell_ready, watchdog)
             try:
                 listener.listen()

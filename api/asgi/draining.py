@@ -3,6 +3,7 @@
 The listener stays open meanwhile, so that clients and load balancers get a response instead of a refused connection.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -42,7 +43,9 @@ class Draining:
 
 
 class DrainMiddleware:
-    """Refuse requests while draining, and ask clients to close their connections."""
+    """Refuse requests while draining, and ask clients to close their connections. At its end, refuse those that are
+    cancelled with nothing answered yet; an answer that has begun is cut where it is.
+    """
 
     def __init__(self, app: ASGIApp, draining: Draining) -> None:
         self._app = app
@@ -53,14 +56,26 @@ class DrainMiddleware:
             await self._app(scope, receive, send)
             return
 
+        path, has_begun = scope["path"], False
+
         async def send_and_close(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._draining.is_on:
-                MutableHeaders(scope=message)["connection"] = "close"
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                if self._draining.is_on:
+                    MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        path = scope["path"]
+        async def refuse(why: str) -> None:
+            await describe_at(path, ServerStopping(why)).response()(scope, receive, send_and_close)
+
         if self._draining.is_on and path not in OPEN_PATHS and not path.startswith(PEER_PATHS):
-            error = ServerStopping("the server is shutting down and takes no new requests")
-            await describe_at(scope["path"], error).response()(scope, receive, send_and_close)
-        else:
+            await refuse("the server is shutting down and takes no new requests")
+            return
+        try:
             await self._app(scope, receive, send_and_close)
+        except asyncio.CancelledError:
+            if not self._draining.is_over:
+                raise
+            if not has_begun:
+                await refuse("the server has shut down before the request was done")

@@ -11,10 +11,12 @@ from starlette.types import ASGIApp
 
 from api.asgi.draining import Draining
 from api.asgi.limits import ConnectionLimits
-from api.asgi.protocol import bounded
+from api.asgi.protocol import ACCEPTED_AT_ONCE, allow_connections, bounded
 
 GRACE_S = 5
 """Time for requests to finish after Ctrl-C, for a user who waits at a terminal."""
+WAITING = 2048
+"""Most connections that wait in the system to be accepted."""
 LAST_WORDS_S = 2
 """Time that aborted requests then have to send their last response."""
 
@@ -43,7 +45,8 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=bounded(bounds, cuts),
+            http=bounded(allow_connections(bounds), cuts),
+            backlog=ACCEPTED_AT_ONCE,
             # uvicorn would take uvloop where it happens to be installed.
             loop="asyncio",
             ws="none",
@@ -59,6 +62,9 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            # asyncio has made as few wait in the system as it accepts at once; more would be asked to come again.
+            listener.listen(WAITING)
         if self.started:
             self._on_started()
 

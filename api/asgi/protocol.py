@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import enum
 import json
+import logging
 import re
 import resource
 import socket
 import struct
 from collections import Counter
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -37,9 +39,13 @@ MIN_BYTES_PER_S = 1024
 """A client that sends or reads more slowly over a whole timeout is treated as gone."""
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
+_LOG = logging.getLogger(__name__)
 MAX_TURNED_AWAY = 64
 """Connections above the bound that get a 503; more are closed without one."""
 OTHER_FILES = 512
+ACCEPTED_AT_ONCE = OTHER_FILES // 4
+"""Most connections that are accepted before those above the bound are closed: each takes a file for two turns of the
+loop."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
@@ -62,16 +68,24 @@ def bounded(bounds: ConnectionLimits, cuts: Counter[str] | None = None) -> type[
     return type("BoundedProtocol", (LimitedProtocol,), own)
 
 
-def allow_open_files(num_connections: int) -> None:
+def allow_connections(bounds: ConnectionLimits) -> ConnectionLimits:
     """Raise the process's limit of open files as far as the system allows: 1024 is usual, and each connection takes
     one.
+
+    Returns: the limits with as many connections as files are left for: asyncio would accept more again and again, and
+        log each failure.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + MAX_TURNED_AWAY + OTHER_FILES
+    wanted = bounds.max_connections + MAX_TURNED_AWAY + OTHER_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most = max(wanted // 4, wanted - MAX_TURNED_AWAY - OTHER_FILES)
+    if most >= bounds.max_connections:
+        return bounds
+    _LOG.warning("at most %d connections: this process may open %d files (ulimit -Hn)", most, wanted)
+    return replace(bounds, max_connections=most)
 
 
 class LimitedProtocol(H11Protocol):

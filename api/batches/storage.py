@@ -65,7 +65,12 @@ class BatchFolder:
         with disk_errors("storing a file"):
             os.replace(temporary, self.content(record.id))
             fsync_directory(self._files)
-        self.write_file_record(record)
+        try:
+            self.write_file_record(record)
+        except BaseException:
+            # Without a record it would be nobody's until the next start.
+            self.content(record.id).unlink(missing_ok=True)
+            raise
 
     def write_file_record(self, record: FileRecord) -> None:
         self._write(self._files / f"{record.id}.json", record.to_dict())

@@ -113,6 +113,11 @@ class Edge:
         self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
         return self._suspects
 
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether what runs is cancelled because the edge stops."""
+        return self.draining.is_over
+
     def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
         """Return the ids of the replicas that need not go on in the same words."""
         others = self._chooser.replicas()

@@ -18,7 +18,7 @@ from api.cluster.peers import PeerHeaders, RequestPeers, taken_from
 from api.cluster.resume import CLUSTER, RESUME, EventStreamCopy
 from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
 from api.errors import RESPONSES_PATH, TGI_PATHS, describe_at
-from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost
+from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost, ServerStopping
 from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
 MAX_RETRIES = 2
@@ -43,6 +43,10 @@ class Replicas(Protocol):
 
     def suspects(self) -> Collection[str]:
         """Return the ids of the replicas that did not answer a moment ago."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether what runs is cancelled because the edge stops."""
 
     def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
         """Return the ids of the replicas that need not go on in the same words."""
@@ -106,6 +110,14 @@ class Exchange:
             NoReplicaReady, ReplicaLost: nothing was sent.
             Broken: what was sent cannot be ended but by cutting the connection.
         """
+        try:
+            await self._ask_until_answered()
+        except asyncio.CancelledError:
+            if self._replicas.is_stopping and self._copy is not None:
+                await self._end_with(ServerStopping("the server has shut down; the answer is incomplete, ask again"))
+            raise
+
+    async def _ask_until_answered(self) -> None:
         while self._num_failed <= MAX_RETRIES:
             try:
                 async with self._replicas.choose(self._peers.answer, self._tried) as replica:
@@ -307,7 +319,11 @@ class Exchange:
             # Nothing but the end of the connection says that the answer is a part.
             raise Broken(str(self._why))
         self._stats.lost += 1
-        why = self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why))
+        await self._end_with(self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why)))
+
+    async def _end_with(self, why: LorasrvError) -> None:
+        """End a stream with the events of an error."""
+        assert self._copy is not None
         await self._send_chunk(_failed(self._path, why, self._copy.num_events))
         await self._end()
 
@@ -316,8 +332,8 @@ def _is_stream(reply: UpstreamReply) -> bool:
     return reply.status == 200 and reply.header(b"content-type").startswith(b"text/event-stream")
 
 
-def _failed(path: str, why: ReplicaLost, num_events: int) -> bytes:
-    """Return the last events of a stream whose replica is gone, in the form of its route, behind so many others."""
+def _failed(path: str, why: LorasrvError, num_events: int) -> bytes:
+    """Return the last events of a stream that cannot go on, in the form of its route, behind so many others."""
     body = describe_at(path, why).body
     if path == RESPONSES_PATH:
         # "error" is what openai-python raises by, "type" what others read.

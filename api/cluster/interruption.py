@@ -4,12 +4,15 @@ An exception that a handler raises surfaces wherever the main thread is: an exte
 and a destructor drops it. So the signal is remembered, too.
 """
 
+import atexit
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar, cast
+
+from api.early_stop import ignore_signals
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
@@ -35,8 +38,14 @@ class Interruption:
 
     def install(self) -> None:
         """Handle both signals from now on."""
+        atexit.register(ignore_signals)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle)
+
+    def only_remember(self) -> None:
+        """Raise nothing from now on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self.remember(number))
 
     def check(self) -> None:
         """Raise again what was dropped.

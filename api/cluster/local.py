@@ -32,7 +32,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapter_store.errors import StoreLocked
 from api.asgi.draining_server import DrainingServer
-from api.asgi.protocol import allow_open_files
 from api.cluster.certificates import write_certificate
 from api.cluster.edge import Edge
 from api.cluster.interruption import Interruption
@@ -226,6 +225,8 @@ def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator
             progress("starting Ray", 1.0)
             yield
         finally:
+            # A further signal would leave Ray's processes and their folder behind.
+            interruption.only_remember()
             _LOG.info("stopping the replicas, which may take half a minute")
             with contextlib.suppress(Exception):
                 serve.shutdown()
@@ -349,7 +350,6 @@ def edge_server(
     Args:
         on_ready: called once a replica is ready, as `/ready` says: one that follows a registry needs a lease.
     """
-    allow_open_files(settings.max_connections)
     limits, cuts = settings.connection_limits(), edge.stats.cuts
 
     async def wait() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from clock import Clock
+from starlette.types import Message, Receive, Scope, Send
 
 from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.draining_server import GRACE_S
@@ -58,6 +59,32 @@ def test_new_requests_are_refused_and_monitoring_is_answered(server, draining, e
     tgi = server.http.post("/generate", json={"inputs": "hi"})
     assert (tgi.status_code, tgi.json()["error_type"]) == (503, "generation")
     assert not engine.added
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_what_is_cancelled_at_the_end(has_begun: bool) -> None:
+    """A body that still arrives, or an answer that goes on for longer: the first is refused, the other is cut."""
+    clock, sent = Clock(0.0), list[Message]()
+    draining = Draining(clock)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/completions", "headers": [], "method": "POST"}
+    answering = asyncio.create_task(DrainMiddleware(app, draining)(scope, anext, send))
+    await asyncio.sleep(0)
+    draining.begin(5.0)
+    clock.now += 5.0
+    answering.cancel()
+    await answering
+    assert [message.get("status") for message in sent] == ([200] if has_begun else [503, None])
+    if not has_begun:
+        assert b"server_stopping" in sent[1]["body"]
 
 
 async def test_lifespan_messages_pass() -> None:

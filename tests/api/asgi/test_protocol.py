@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api.app import _ROUTES
-from api.asgi import body_limits
+from api.asgi import body_limits, protocol
 from api.asgi.body_limits import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyLimitMiddleware
 from api.asgi.json_body import MAX_VALUES, JsonRoute, parse_json
 from api.asgi.limits import ConnectionLimits, no_cuts
@@ -443,6 +444,26 @@ def test_a_disconnect_cancels_the_compilation_of_a_grammar(server, engine, event
         eventually(lambda: seen == ["begun"])
     eventually(lambda: seen == ["begun", "ended"])
     assert engine.added == []
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "raised"),
+    [
+        (1024, resource.RLIM_INFINITY, 2048, 2624),
+        (1 << 20, 1 << 20, 2048, None),
+        (1024, 4096, 2048, 2624),
+        (256, 1024, 448, 1024),
+        (48, 48, 12, None),
+    ],
+)
+def test_as_many_connections_as_the_system_has_files_for(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int, raised: int | None
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(protocol.resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert protocol.allow_connections(ConnectionLimits()) == ConnectionLimits(max_connections=most)
+    assert limits == ([] if raised is None else [(raised, hard)])
 
 
 def test_every_route_reads_its_body_strictly() -> None:

@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from clock import Clock
 
-from adapter_store.errors import StoreUnusable
+from adapter_store.errors import StoreFull, StoreUnusable
 from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds
 from api.batches.input_lines import scan
@@ -325,6 +325,19 @@ async def test_a_disk_that_fails_meanwhile_holds_up_no_end(
     if ends_by == "cancel":
         assert (await over(batches, record.id)).status == "cancelled"
         await batches.close()
+
+
+async def test_a_file_that_the_disk_refuses_leaves_nothing(
+    root: Path, manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FileRecord) -> None:
+        raise StoreFull("no room for the record")
+
+    batches = manager()
+    monkeypatch.setattr(batches._folder, "write_file_record", refuse)
+    with pytest.raises(StoreFull):
+        await put(batches, content(5))
+    assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
 def open_files(folder: Path) -> list[str]:

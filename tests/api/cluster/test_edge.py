@@ -293,6 +293,33 @@ def test_a_hung_replica_is_waited_for_until_it_is_killed(cluster: Any) -> None:
     assert results == [{"by": "r1"}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_edge_has_not_ended_when_it_stops_is_told(stream: bool) -> None:
+    """Its replica goes on answering; the edge does not wait for longer than it drains."""
+
+    def goes_on(seen: Seen) -> None:
+        if stream:
+            seen.begin_stream()
+            seen.chunk(EVENT)
+        seen.wait_until_gone()
+
+    got: list[httpx2.Response] = []
+    with fake_replica(goes_on) as replica:
+        with edge_of([replica.url]) as edge:
+            asking = threading.Thread(
+                target=lambda: got.append(httpx2.post(f"{edge.url}{CHAT}", json={"stream": stream}, timeout=20))
+            )
+            asking.start()
+            eventually(lambda: replica.seen)
+            if stream:
+                eventually(lambda: edge.edge.stats.answers[200])
+            edge.edge.draining.begin(0.0)
+        asking.join(20)
+    assert got[0].status_code == (200 if stream else 503)
+    assert b'"code":"server_stopping"' in got[0].content
+    assert got[0].content.endswith(DONE) == stream
+
+
 def test_a_reader_who_stops_stops_the_replica(cluster: Any) -> None:
     """What is between them is bounded by buffers of a known size, however much the replica would say."""
     sent = 0
