@@ -49,6 +49,11 @@ class ModuleSelection:
         """Return whether the config says which modules are adapted."""
         return not self.unmatched and (self.all_linear or self.targets != NO_MODULES)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the config names no module at all."""
+        return not self.unmatched and not self.is_known
+
     def selects(self, module_name: str) -> bool:
         """Return whether PEFT would adapt this module, by its name in the base. False if the selection is unknown."""
         if not self.is_known or module_name in self.excluded:

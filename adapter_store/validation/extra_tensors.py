@@ -73,9 +73,9 @@ def match_saved(
 
 
 def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
-    """Record a problem if PEFT would share one LoRA between the head and the embedding."""
+    """Record a problem if PEFT would share one LoRA between the head and the embedding: where they are tied."""
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
-    if config.ensure_weight_tying and not adapted.isdisjoint(base.ends):
+    if base.tied and config.ensure_weight_tying and not adapted.isdisjoint(base.ends):
         message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 

@@ -258,6 +258,8 @@ def match_modules(
     notices |= dict.fromkeys([*notices_of(tuple(modules), saved, base), *row_notices(rows)])
     if adapter_config is not None and (unmatched := adapter_config.selection.unmatched):
         notices[f"{unmatched} is an expression that is not matched here; the tensors say what is adapted"] = None
+    if adapter_config is not None and adapter_config.selection.is_empty:
+        notices["has no target_modules, where PEFT adapts its defaults for the model; the tensors say what is"] = None
     if added:
         notices[f"has {len(added)} tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
     if heads:

@@ -62,7 +62,7 @@ OTHERS = (
         "PEFT does not load it; train it in one way",
     ),
     (
-        "`ensure_weight_tying` with LoRA of `lm_head` or `embed_tokens`",
+        "`ensure_weight_tying` with LoRA of `lm_head` or `embed_tokens`, where they are tied",
         "unsupported_ensure_weight_tying",
         "PEFT shares one LoRA between both; train again without it",
     ),

@@ -78,6 +78,8 @@ def test_what_the_config_leaves_out_or_does_not_say_is_not_missed(changes: dict[
     report = check(build.config(**changes), build.file(layers=layers)).report
     assert (report.modules_matched, report.modules_expected) == (2 * layers, 2 * layers)
     assert report.warnings == ()
+    says_nothing = not changes.get("target_modules", "said")
+    assert any("has no target_modules" in notice for notice in report.notices) == says_nothing
 
 
 @pytest.mark.parametrize(

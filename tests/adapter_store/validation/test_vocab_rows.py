@@ -7,6 +7,7 @@ import pytest
 import torch
 from store_kit import BASE, Tensors, build, check, problems_of
 
+from adapter_store.errors import AdapterInvalid
 from adapter_store.spec import VocabRows
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 
@@ -23,6 +24,22 @@ def rows(count: int, *names: str) -> Tensors:
 
 def checked(tensors: Tensors, tied: bool = False, **config: Any) -> Any:
     return check(build.config(**config), build.file(build.tensors() | tensors), base=TIED if tied else UNTIED)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_of_a_head_that_is_to_be_tied(tied: bool) -> None:
+    """PEFT shares one LoRA with the embedding where the base ties them, and ties nothing where it does not."""
+    hidden, vocabulary = UNTIED.ends[HEAD]
+    lora = {
+        f"base_model.model.{HEAD}.lora_A.weight": torch.ones(4, hidden),
+        f"base_model.model.{HEAD}.lora_B.weight": torch.ones(vocabulary, 4),
+    }
+    fields = {"target_modules": ["q_proj", "v_proj", "lm_head"], "ensure_weight_tying": True}
+    if tied:
+        with pytest.raises(AdapterInvalid, match="ensure_weight_tying"):
+            checked(lora, tied, **fields)
+    else:
+        assert HEAD in {module.module for module in checked(lora, tied, **fields).spec.modules}
 
 
 def copy(module: str, name: str | None = None, *, frozen: bool = False) -> VocabRows:
