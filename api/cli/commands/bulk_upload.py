@@ -239,8 +239,9 @@ def _each(
     """
     ended = threading.Event()
     with ThreadPoolExecutor(PARALLEL) as pool:
-        futures: list[Future[UploadOutcome]] = [pool.submit(work, one, ended) for one in found]
+        futures = list[Future[UploadOutcome]]()
         try:
+            futures += [pool.submit(work, one, ended) for one in found]
             for future in as_completed(futures):
                 yield future.result()
         except ServerUnreachable as error:

@@ -194,7 +194,7 @@ class TestUpload:
         ):
             eventually(lambda: asked)
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            assert process.wait(60) == 130
 
     def test_four_at_a_time(self, upload_all, monkeypatch) -> None:
         four = threading.Barrier(bulk.PARALLEL, timeout=10)
