@@ -230,7 +230,7 @@ def test_what_is_refused(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, c
 def test_a_head_that_peft_ties_to_the_embedding_is_refused(
     tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any
 ) -> None:
-    directory = tiny_hf_checkpoints["llama"]()
+    directory = tiny_hf_checkpoints["qwen2"]()
     Oracles(directory, tmp_path, {"x": {"r": 3, "target_modules": ["lm_head"]}})
     config = tmp_path / "x" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"ensure_weight_tying": True}))
