@@ -10,7 +10,6 @@ Two things are not the same on all processors:
   not used.
 """
 
-import json
 import logging
 import os
 import time
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime.amx import may_use_amx
-from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
+from sgmv_kernels.cpu_runtime.measurements import keep, kept
 from sgmv_kernels.formats.adapter_panels import ROW_GROUP
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 
@@ -38,7 +37,7 @@ AMX_CANDIDATES, AMX_GAIN = (16, 32, 64), 1.15
 """Likewise for AMX, each measured with half of a group of rows more, which is multiplied without. A step gains less
 than this: its weights come from memory."""
 WIDTH, GROUP, ROUNDS = 2048, 64, 31
-FILE, AMX_FILE = "wide_rows.json", "amx.json"
+FILE, AMX_FILE, ROWS = "wide_rows.json", "amx.json", "rows"
 Product = Callable[[Tensor], Tensor]
 
 
@@ -48,25 +47,20 @@ def wide_rows() -> int | None:
     features = llvm.get_host_cpu_features()
     if not (features.get("avx512bf16") or features.get("amx-bf16")):
         return None
-    return _kept(FILE, lambda: measured(*_products()))
+    return _rows(FILE, lambda: measured(*_products()))
 
 
 @cache
 def amx_rows() -> int | None:
     """Return the number of rows from which base linears are multiplied in AMX registers; None for never."""
-    return _kept(AMX_FILE, lambda: measured_amx(*_products_by_amx())) if may_use_amx() else None
+    return _rows(AMX_FILE, lambda: measured_amx(*_products_by_amx())) if may_use_amx() else None
 
 
-def _kept(file: str, measure: Callable[[], int | None]) -> int | None:
+def _rows(file: str, measure: Callable[[], int | None]) -> int | None:
     """Return the number of rows that was measured on this machine before, or measure it and keep it."""
-    directory = cache_directory()
-    path = None if directory is None else directory / file
-    try:
-        if path is not None:
-            kept = json.loads(path.read_text())["rows"]
-            return kept if isinstance(kept, int) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        logger.debug("%s has no number of rows", file)
+    known = kept(file)
+    if ROWS in known:
+        return known[ROWS] if isinstance(known[ROWS], int) else None
 
     def by_all() -> int | None:
         torch.get_num_threads()
@@ -77,7 +71,7 @@ def _kept(file: str, measure: Callable[[], int | None]) -> int | None:
         # In a thread of its own: the thread that loads models computes alone.
         found = apart.submit(by_all).result()
     logger.info("measured for base linears on this machine, %s: from %s rows", file, found or "no number of")
-    keep(path, {"rows": found})
+    keep(file, {ROWS: found})
     return found
 
 

@@ -4,7 +4,6 @@ Few rows are bound by memory, which fewer threads than available may saturate, a
 after each launch. The measurement runs in the thread that owns the team.
 """
 
-import json
 import logging
 import os
 import time
@@ -13,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from sgmv_kernels.cpu_ops.linear import CpuLinear, linear_cpu, pack_linear_cpu
-from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.measurements import keep, kept
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -31,22 +30,16 @@ def best_threads(most: int) -> int:
     """Return the fastest of `most` threads, half of them, a quarter, ...; resizes the calling thread's team."""
     if most <= FEW_THREADS or "OMP_NUM_THREADS" in os.environ:
         return most
-    directory = cache_directory()
-    path = None if directory is None else directory / FILE
-    try:
-        if path is not None:
-            kept = json.loads(path.read_text())[str(most)]
-            if isinstance(kept, int) and 1 <= kept <= most:
-                return kept
-    except (OSError, ValueError, KeyError, TypeError):
-        logger.debug("nothing is known of %d threads", most)
+    known = kept(FILE).get(str(most))
+    if isinstance(known, int) and 1 <= known <= most:
+        return known
     seconds = _probe()
     found, again = choose(most, seconds), choose(most, seconds)
     if found != again:
         # Another process uses the processor: measure again at the next start.
         return most
     logger.info("base linears are fastest with %d of %d threads", found, most)
-    keep(path, {str(most): found})
+    keep(FILE, {str(most): found})
     return found
 
 

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import stat
@@ -170,27 +169,6 @@ def _write(path: Path, stored: ObjectCode) -> bool:
         logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
         return False
     return True
-
-
-def keep(path: Path | None, facts: dict[str, Any]) -> None:
-    """Add measured values to the machine's file, atomically; do nothing if it cannot be written."""
-    if path is None:
-        return
-    try:
-        known = _facts(path)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({**known, **facts}))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("%s cannot be kept: %s", path.name, error)
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 @cache

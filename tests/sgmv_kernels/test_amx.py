@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sgmv_kernels.cpu_ops import linear, linear_autotune
 from sgmv_kernels.cpu_ops.linear import linear_parts_cpu, pack_linear_cpu
-from sgmv_kernels.cpu_runtime import amx, launch
+from sgmv_kernels.cpu_runtime import amx, launch, measurements
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX, HAS_BYTE_DOT, LANES
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
@@ -170,7 +170,7 @@ def test_amx_is_used_where_it_is_faster_and_right(
 
 def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(linear_autotune, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(linear_autotune, "may_use_amx", lambda: True)
     monkeypatch.setattr(linear_autotune, "measured_amx", lambda *products: calls.append(1) or 32)
     asked = linear_autotune.amx_rows.__wrapped__

@@ -20,7 +20,7 @@ from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.cpu_ops import linear as linear_cpu
 from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
-from sgmv_kernels.cpu_runtime import launch
+from sgmv_kernels.cpu_runtime import launch, measurements
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
@@ -561,7 +561,7 @@ def test_the_probe_bears_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(linear_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"amx-bf16": True})
     monkeypatch.setattr(linear_probe, "_products", lambda: ())
     monkeypatch.setattr(linear_probe, "measured", lambda *products: calls.append(1) or 128)

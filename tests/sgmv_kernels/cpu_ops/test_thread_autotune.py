@@ -7,6 +7,7 @@ import pytest
 
 from sgmv_kernels.cpu_ops import thread_autotune as team_probe
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads, choose
+from sgmv_kernels.cpu_runtime import measurements
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_fewer_threads_only_for_a_gain(seconds: dict[int, float], chosen: int) -
 def test_measured_once_and_not_against_the_users_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(team_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(team_probe, "_probe", lambda: lambda count: asked.append(count) or float(count))
     assert [best_threads(8), best_threads(8), asked] == [1, 1, [8, 4, 2, 1] * 2]
     assert best_threads(6) == 1
@@ -42,7 +43,7 @@ def test_measured_once_and_not_against_the_users_word(tmp_path: Path, monkeypatc
 def test_what_a_busy_machine_says_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([1.0, 0.5, 0.6, 0.9, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(team_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(team_probe, "_probe", lambda: lambda count: next(seconds))
     assert best_threads(8) == 8
     assert not (tmp_path / team_probe.FILE).exists()
