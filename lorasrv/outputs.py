@@ -237,7 +237,7 @@ def _exception(refusal: Refusal, why: str, retry_after_s: float) -> LorasrvError
         case Refusal.LATE:
             return DeadlineUnreachable(why, retry_after_s=retry_after_s)
         case Refusal.UNFIT:
-            return InvalidRequest(why, param="max_tokens")
+            return InvalidRequest(why)
         case Refusal.TIMEOUT:
             return RequestTimeout(why)
         case Refusal.CORRUPT:

@@ -218,13 +218,14 @@ class Quotas:
         does."""
         width, needed = self._needs_of_group(request)
         for account in self._accounts(request):
-            if account.limits.max_running is not None and account.limits.max_running < width:
-                return f"{width} beams run together, but max_running of {account.label} is {account.limits.max_running}"
-            most = account.limits.resident_bytes
-            if most is not None and needed * self._page_bytes > most:
+            most = account.limits.max_running
+            if most is not None and most < width:
+                return f"{width} beams run together, but max_running of {account.label} is {most}; ask for fewer"
+            resident = account.limits.resident_bytes
+            if resident is not None and needed * self._page_bytes > resident:
                 return (
                     f"the request may come to hold {needed * self._page_bytes} bytes of the pool with its adapter, "
-                    f"but {account.label} may hold {most}; lower max_tokens or raise the limit"
+                    f"but {account.label} may hold {resident}; ask for fewer tokens or raise the limit"
                 )
         return None
 

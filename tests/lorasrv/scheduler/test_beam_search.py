@@ -184,8 +184,9 @@ def test_aborting_one_beam_aborts_them_all(llm: LLM, victim: int, after: int) ->
 
 def test_a_group_that_its_limits_forbid_is_refused_whole(model, adapter_dirs) -> None:
     with _engine(model, adapter_dirs, adapter_limits=Limits(max_running=2)) as llm:
-        with pytest.raises(InvalidRequest, match="3 beams run together"):
+        with pytest.raises(InvalidRequest, match="3 beams run together") as refused:
             llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(3)))
+        assert refused.value.param is None, "no single field is wrong"
         assert not llm.engine.has_requests
         assert len(llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(2)))) == 2
     narrow = {"adapter_limits": Limits(max_queued=1), "max_num_seqs": 2}

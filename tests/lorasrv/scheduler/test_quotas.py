@@ -150,7 +150,7 @@ def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
     assert sorted(ends) == sorted(accepted)
     for name, why in ends.items():
         if why is FinishReason.REFUSED:
-            assert "lower max_tokens or raise the limit" in bench.errors()[name]
+            assert "ask for fewer tokens or raise the limit" in bench.errors()[name]
 
 
 def test_what_stands_behind_one_that_can_never_run_goes_on() -> None:
