@@ -186,7 +186,7 @@ def _check_logit_fields(p: SamplingParams) -> None:
     _check(0.0 < p.typical_p <= 1.0, "typical_p", "must be above 0 and at most 1")
     _check(0 <= p.min_tokens <= MAX_COUNT, "min_tokens", f"must be between 0 and {MAX_COUNT}")
     if p.max_tokens is not None:
-        _check(p.min_tokens <= p.max_tokens, "min_tokens", f"must be at most max_tokens, which is {p.max_tokens}")
+        _check(p.min_tokens <= p.max_tokens, "min_tokens", f"must be at most the {p.max_tokens} tokens of the answer")
     _check(0.0 <= p.fsd_alpha <= 1.0, "fsd_alpha", "must be between 0 (off) and 1")
     _check(1 <= p.fsd_ngram <= MAX_FSD_NGRAM, "fsd_ngram", f"must be between 1 and {MAX_FSD_NGRAM}")
     _check(p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it is deterministic")

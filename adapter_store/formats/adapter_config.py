@@ -416,6 +416,7 @@ def _token_indices(value: object, problems: ProblemList) -> Iterator[tuple[str, 
             yield module, tuple(ids)
 
 
+MAX_TOKEN_CHARS = 128
 TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -429,7 +430,10 @@ def read_added_tokens(config: Config, problems: ProblemList) -> Iterator[AddedTo
         try:
             yield read_added_token(token)
         except ValueError:
-            what = f"= {show(token)}; it must have id and content, as in tokenizer.json"
+            what = (
+                f"= {show(token)}; it must have id and content, of at most {MAX_TOKEN_CHARS} characters, as in "
+                "tokenizer.json"
+            )
             problems.add("invalid_added_tokens", f"added_tokens[{number}]", what)
 
 
@@ -437,12 +441,12 @@ def read_added_token(value: object) -> AddedToken:
     """Return a token, in the form of a tokenizer.json.
 
     Raises:
-        ValueError: it has no id or content, no text as content, or flags that are none.
+        ValueError: it has no id, no text of 1 to `MAX_TOKEN_CHARS` characters as content, or flags that are none.
     """
     fields = value if isinstance(value, Mapping) else {}
     token_id, content = fields.get("id"), fields.get("content")
     flags = {name: fields[name] for name in TOKEN_FLAGS if name in fields}
-    if type(token_id) is not int or not isinstance(content, str) or not content:
+    if type(token_id) is not int or not isinstance(content, str) or not 1 <= len(content) <= MAX_TOKEN_CHARS:
         raise ValueError(value)
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise ValueError(value)

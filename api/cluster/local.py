@@ -131,9 +131,10 @@ def shares(settings: ServerSettings) -> ServerSettings:
     number = (settings.max_replicas or settings.replicas or 1) + (settings.prefill_replicas or 0)
     is_terminal = sys.stderr.isatty()
     changed: dict[str, Any] = {"log_format": "text" if is_terminal else "json"} if settings.log_format == "auto" else {}
+    whole = settings.for_gpu(free_bytes()) if has_gpu(settings) else settings
     for name in ("host_cache_bytes", "swap_bytes", "corpus_bytes"):
         if name not in settings.model_fields_set:
-            changed[name] = ByteSize(getattr(settings, name) // number)
+            changed[name] = ByteSize(getattr(whole, name) // number)
     if settings.pool_bytes is None and settings.gpu_memory_utilization is None and not has_gpu(settings):
         changed["pool_bytes"] = ByteSize(free_bytes() * POOL_FRACTION / number)
     return settings.model_copy(update=changed)

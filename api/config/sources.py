@@ -168,7 +168,7 @@ def expected(name: str) -> str:
 
 def is_secret(name: str) -> bool:
     """Return whether an option's value must not be shown."""
-    return SecretStr in option_types(name)
+    return SecretStr in option_types(name) or not ServerSettings.model_fields[name].repr
 
 
 def choices(name: str) -> tuple[str, ...]:

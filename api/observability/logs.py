@@ -115,6 +115,7 @@ def _of_answers(seen: RequestInfo) -> dict[str, Any]:
         "finish_reason": ",".join(dict.fromkeys(answer.reason.value for answer in answers)),
     }
     first = answers[0]
+    told["engine_request_id"] = first.request_id
     if first.adapter_id:
         told["adapter_id"] = first.adapter_id
     if first.adapter_key is not None:

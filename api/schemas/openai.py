@@ -232,7 +232,7 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
 
     def _check_beams(self) -> None:
         """Check the fields that `SamplingParams` does not show; admission refuses the others."""
-        if self.temperature not in (None, 0.0):
+        if self.temperature not in (None, 0.0, 1.0):
             raise InvalidRequest("temperature cannot be used with beam search; leave it out", param="temperature")
         if self.top_shown is not None:
             raise InvalidRequest("logprobs cannot be used with beam search; leave it out", param="logprobs")

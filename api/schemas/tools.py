@@ -136,9 +136,9 @@ class ChosenFunction(Body):
 
 
 class NamedChoice(Body):
-    """Force a call of one tool."""
+    """Force a call of one tool. TGI's clients leave out its kind."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: ChosenFunction
 
 

@@ -41,6 +41,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "return_full_text": _OFF,
     "merged_adapters": _NULL,
     "adapter_parameters": _NULL,
+    "tool_prompt": (None, ""),
     # SGLang: its name of the adapter, and structured output
     "lora_path": (None, "", []),
     "regex": (None, ""),

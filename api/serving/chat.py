@@ -134,7 +134,8 @@ def _prompt(
     whole = partial(encode, **variables, **body.prompt_end(body.messages[-1]))
     first = next((number for number, message in enumerate(messages) if message["role"] != "system"), 0)
     room = room_for_prompt(engine.max_model_len, body.wanted_tokens())
-    bare = partial(encode, **{name: value for name, value in variables.items() if name != "tools"})
+    # Turns are measured with the template of conversations with tools, which alone may write calls.
+    bare = partial(encode, **variables | ({"tools": []} if "tools" in variables else {}))
     num_fixed = max(first, 0 if persona is None else persona.num_fixed)
     # What the template says may quote the conversation; what is wrong with the body was told before.
     with nullcontext() if persona is None else persona.hiding_errors():

@@ -23,11 +23,13 @@ from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens, mean_logprob
 from api.serving.model_list import digest_text
 from api.serving.model_resolver import ResolvedModel
+from lorasrv import __version__
 from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
 from lorasrv.text.tool_parsers.base import Part, ToolCall, ToolReader
 from lorasrv.text.tool_parsers.formats import ToolFormat
 
 Json = dict[str, Any]
+SYSTEM_FINGERPRINT = f"lorasrv-{__version__}"
 
 
 class ProtocolFormat(Protocol):
@@ -287,6 +289,7 @@ class ResponseBuilder:
             "object": kind,
             "created": self.created_s,
             "model": self.target.name,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": choices,
         }
 

@@ -291,6 +291,9 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
         applied = _told(stored, body.messages, body.user, variables, has_own, may_read)
         says_none = all(getattr(body, name) is None for name in _IN_TEMPLATE)
         applied = replace(applied, is_whole=applied.is_whole and says_none)
+        if shown.continue_final_message and defaults.examples and all(map(_is_system, body.messages)):
+            why = "{param} would continue the persona's example; end with a message of another role than system"
+            raise InvalidRequest(why, param="continue_final_message")
         if applied.is_hidden and body.prompt_logprobs is not None:
             raise InvalidRequest("{param} would show the persona's hidden prompt", param="prompt_logprobs")
         if applied.is_hidden and body.return_token_ids:

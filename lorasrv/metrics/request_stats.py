@@ -55,6 +55,11 @@ class FinishedRequestStats:
     account: Account = ("", None)
 
     @property
+    def is_answered(self) -> bool:
+        """Return whether there is an answer, whole or partial. That to a prompt (`max_tokens: 0`) has no token."""
+        return self.first_token_s is not None or self.reason is FinishReason.LENGTH
+
+    @property
     def failed(self) -> bool:
         """Return whether its client was told of an error in place of the rest."""
         return self.why not in ("", CLIENT)

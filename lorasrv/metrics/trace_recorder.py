@@ -78,7 +78,7 @@ class TraceRecorder(RequestObserver):
         if request is None:
             return
         request.latest = output
-        if request.first_token_s is None and output.num_generated_tokens:
+        if request.first_token_s is None and output.num_generated_tokens > len(request.message.resumed_token_ids):
             request.first_token_s = self._clock()
         if output.finish_reason is not None:
             self._end(request_id, output.finish_reason)

@@ -66,17 +66,19 @@ class Usage:
         self.last_used_s = now_s
 
     def answered(self, request: FinishedRequestStats) -> None:
-        """Count the tokens of an answer, whole or partial, where it was computed."""
-        if request.first_token_s is None:
+        """Count the tokens of an answer, whole or partial, where it was computed; several choices have one prompt."""
+        if not request.is_answered:
             return
-        self.prompt_tokens += request.prompt_tokens
-        self.cached_tokens += request.cached_tokens
+        if not request.is_further:
+            self.prompt_tokens += request.prompt_tokens
+            self.cached_tokens += request.cached_tokens
         self.generated_tokens += request.generated_tokens
         self.answer_steps += request.steps
         self.draft_tokens += request.draft_tokens
         self.accepted_draft_tokens += request.accepted_draft_tokens
-        is_cold = request.tier in (AdapterTier.HOST, AdapterTier.DISK) and not request.fell_back
-        (self.cold if is_cold else self.hot).add(request.first_token_s)
+        if request.first_token_s is not None:
+            is_cold = request.tier in (AdapterTier.HOST, AdapterTier.DISK) and not request.fell_back
+            (self.cold if is_cold else self.hot).add(request.first_token_s)
 
     def merge(self, other: "Usage") -> None:
         """Add the usage of the same or a later period."""

@@ -1,21 +1,28 @@
 """Render messages to a prompt with the model's own Jinja template, sandboxed, with the options of transformers.
 
 Message content can never become a special token (a forged end of turn, another role); ordinary content gives the ids
-of transformers' `apply_chat_template`. `encode` sets a mark, a Unicode noncharacter that the messages do not contain,
-in front of each control token in a message, and in front of each beginning of one at the end of a string, which the
-next string could complete. Templates may trim, split or join strings; the mark stays with its text. After rendering,
-the marks are removed and the text is cut behind the first character of each marked control token: no piece holds that
-token any more, so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
+of transformers' `apply_chat_template`. `encode` sets a mark, a rare sign that the messages do not contain, in front of
+each control token in a message, and in front of each beginning of one at the end of a string, which the next string
+could complete. Templates may trim, split or join strings; the mark stays with its text. After rendering, the marks are
+removed and the text is cut behind the first character of each marked control token: no piece holds that token any more,
+so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
+
+A mark can keep a template from trimming what stands before it: the text is that of a rendering without marks, if both
+differ in white space alone.
 
 The idea of marking is transformers' (`sanitize_control_tokens`), which misses a token split over two strings.
 """
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from os.path import commonprefix
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import jinja2
 import jinja2.ext
@@ -27,8 +34,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
-MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""The noncharacters of the basic plane: never assigned, for internal use (Unicode corrigendum 9)."""
+MARKS = "".join(map(chr, range(0x101D0, 0x101FD)))
+"""The signs of the Phaistos Disc: they can be printed, so that Python's `repr` leaves them as they are in a dict that a
+template writes, and no language uses them."""
+
+_AT_ONCE = 1 << 14
 
 
 class PromptGuard:
@@ -47,22 +57,23 @@ class PromptGuard:
             # A token of one character cannot be cut; blank tokens (Gemma's newlines) are ordinary text.
             if len(token) > 1 and not token.isspace() and (special or token in template)
         ]
-        # Longest first, as the tokenizer prefers; (?!) never matches.
-        self._tokens = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-        self._beginnings = frozenset(token[:n] for token in tokens for n in range(1, len(token)))
+        # (?!) never matches.
+        self._tokens = re.compile(_longest_of(tokens) if tokens else "(?!)")
+        self._sorted = sorted(tokens)
         self._longest = max(map(len, tokens), default=0)
 
     def choose_mark(self, value: Any) -> str:
-        """Return a noncharacter that no string within `value` contains.
+        """Return a mark that no string within `value` contains.
 
         Raises:
-            InvalidRequest: all 32 occur, for which no text has a reason.
+            InvalidRequest: all of them occur.
         """
         used: set[str] = set()
         _collect_marks(value, used)
         free = next((mark for mark in MARKS if mark not in used), None)
         if free is None:
-            raise InvalidRequest("messages contain Unicode noncharacters U+FDD0 to U+FDEF", param="messages")
+            why = f"{{param}} contain all of {MARKS[0]} to {MARKS[-1]} (U+101D0 to U+101FC); leave one of them out"
+            raise InvalidRequest(why, param="messages")
         return free
 
     def mark_tokens(self, value: Any, mark: str) -> Any:
@@ -81,21 +92,40 @@ class PromptGuard:
             return [self.mark_tokens(item, mark) for item in value]
         raise InvalidRequest(f"messages hold a {type(value).__name__}, which is not JSON", param="messages")
 
-    def pieces(self, text: str, mark: str) -> list[str]:
-        """Remove the marks from rendered text and cut it so that no piece holds a whole marked control token."""
-        parts = text.split(mark)
-        text, marked, at = "".join(parts), set(), 0
-        for part in parts[:-1]:
-            at += len(part)
-            marked.add(at)
-        pieces, start, position = [], 0, 0
-        while marked and (match := self._tokens.search(text, position)):
-            position = match.end()
-            if match.start() in marked:
-                position = match.start() + 1
-                pieces.append(text[start:position])
-                start = position
-        return [*pieces, text[start:]]
+    def pieces(self, marked: str, mark: str, plain: str) -> list[str]:
+        """Cut a rendered text so that no piece holds a whole marked control token.
+
+        Args:
+            marked: the text with marks.
+            plain: what the template writes without them; it is cut if it differs in white space alone.
+        """
+        parts = marked.split(mark)
+        places = set(accumulate(map(len, parts[:-1])))
+        text = "".join(parts)
+        found = self._control_tokens_in(text, lambda number, at: at in places)
+        if plain != text and "".join(plain.split()) == "".join(text.split()):
+            # The same tokens in the same order: each is content where it was.
+            are_content = [content for _, _, content in found]
+            same = self._control_tokens_in(plain, lambda number, at: number < len(found) and are_content[number])
+            if [token[1:] for token in same] == [token[1:] for token in found]:
+                text, found = plain, same
+        cuts = [0, *(at + 1 for at, _, is_content in found if is_content), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts)]
+
+    def _control_tokens_in(self, text: str, is_content: Callable[[int, int], bool]) -> list[tuple[int, str, bool]]:
+        """Return (place, control token, whether it is content) of all that a tokenizer would find if those of the
+        content were none.
+
+        Args:
+            is_content: called with a token's number and place.
+        """
+        found: list[tuple[int, str, bool]] = []
+        position = 0
+        while match := self._next(text, position):
+            content = is_content(len(found), match.start())
+            found.append((match.start(), match[0], content))
+            position = match.start() + 1 if content else match.end()
+        return found
 
     def _mark_text(self, text: str, mark: str) -> str:
         """Set marks before control tokens, overlapping ones included, and before beginnings of one at the end of the
@@ -103,22 +133,47 @@ class PromptGuard:
         """
         places = {m.start() for m in self._overlapping(text)}
         end = len(text.rstrip())
-        places |= {i for i in range(max(0, end - self._longest), end) if text[i:end] in self._beginnings}
+        places |= {i for i in range(max(0, end - self._longest), end) if self._may_begin(text[i:end])}
         if not places:
             return text
         cuts = [0, *sorted(places), len(text)]
         return mark.join(text[a:b] for a, b in pairwise(cuts))
 
+    def _may_begin(self, text: str) -> bool:
+        """Return whether a control token begins with the text, and goes on."""
+        following = bisect_right(self._sorted, text)
+        return following < len(self._sorted) and self._sorted[following].startswith(text)
+
     def control_tokens(self, text: str) -> list[str]:
         """Return the control tokens that a text spells, each once."""
         return list(dict.fromkeys(match[0] for match in self._overlapping(text)))
 
+    def _next(self, text: str, start: int) -> re.Match[str] | None:
+        """Return the first control token from there on. `re` keeps the interpreter's lock: long texts are searched bit
+        by bit."""
+        for at in range(start, len(text), _AT_ONCE):
+            match = self._tokens.search(text, at, at + _AT_ONCE + self._longest)
+            if match is not None and match.start() < at + _AT_ONCE:
+                return match
+        return None
+
     def _overlapping(self, text: str) -> list[re.Match[str]]:
         found, at = [], 0
-        while match := self._tokens.search(text, at):
+        while match := self._next(text, at):
             found.append(match)
             at = match.start() + 1
         return found
+
+
+def _longest_of(tokens: Sequence[str]) -> str:
+    """Return an expression of the longest of these texts at a place. However many begin alike, a text is compared with
+    all of them at once."""
+    same = commonprefix(tokens)  # noqa: RUF071 - of any texts, no paths
+    rest = sorted({token[len(same) :] for token in tokens})
+    branches = [_longest_of(list(group)) for _, group in groupby(filter(None, rest), key=itemgetter(0))]
+    if not branches:
+        return re.escape(same)
+    return f"{re.escape(same)}(?:{'|'.join(branches)}){'' if rest[0] else '?'}"
 
 
 def _collect_marks(value: Any, used: set[str]) -> None:
@@ -164,7 +219,8 @@ class ChatTemplate:
     ) -> None:
         self.source, self.tool_source = template, template if tool_template is None else tool_template
         self._special = dict(special or {})
-        self._guards: dict[int, tuple[Tokenizer, PromptGuard]] = {}
+        # Adapters' own tokenizers come and go.
+        self._guards = WeakKeyDictionary[Tokenizer, PromptGuard]()
         self._template, variables = _compiled(template, files[0])
         self._tool_template, more = self._template, frozenset[str]()
         if tool_template is not None:
@@ -241,17 +297,20 @@ class ChatTemplate:
         plain = [_plain(message) for message in messages]
         mark = guard.choose_mark((plain, kwargs))
         roles = [message.get("role") for message in plain]
-        guarded = [
-            guard.mark_tokens(message, mark) | {"role": role} for message, role in zip(plain, roles, strict=True)
-        ]
         end = guard.choose_mark((plain, kwargs, mark)) if continue_final_message else ""
         if end:
             # The blank tells whether the template keeps white space at the end of a message.
-            guarded[-1]["content"] += end + " "
-        text = self.render(guarded, add_generation_prompt, **guard.mark_tokens(kwargs, mark))
-        if end:
-            text = _before(end, text)
-        pieces = guard.pieces(text, mark)
+            plain[-1]["content"] += end + " "
+        guarded = [
+            guard.mark_tokens(message, mark) | {"role": role} for message, role in zip(plain, roles, strict=True)
+        ]
+
+        def rendered(conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
+            text = self.render(conversation, add_generation_prompt, **variables)
+            return _before(end, text) if end else text
+
+        marked = rendered(guarded, guard.mark_tokens(kwargs, mark))
+        pieces = guard.pieces(marked, mark, rendered(plain, kwargs)) if mark in marked else [marked]
         if check is not None:
             check(pieces)
         try:
@@ -264,13 +323,10 @@ class ChatTemplate:
         return self._guard(tokenizer).control_tokens(text)
 
     def _guard(self, tokenizer: Tokenizer) -> PromptGuard:
-        known = self._guards.get(id(tokenizer))
-        if known is None:
-            known = self._guards[id(tokenizer)] = (
-                tokenizer,
-                PromptGuard(tokenizer.added_tokens, self.source + self.tool_source),
-            )
-        return known[1]
+        guard = self._guards.get(tokenizer)
+        if guard is None:
+            guard = self._guards[tokenizer] = PromptGuard(tokenizer.added_tokens, self.source + self.tool_source)
+        return guard
 
 
 def _before(end: str, text: str) -> str:

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 
 from adapter_store.errors import AdapterInvalid, Problem, show
-from adapter_store.formats.adapter_config import TOKEN_FLAGS, read_added_token
+from adapter_store.formats.adapter_config import MAX_TOKEN_CHARS, TOKEN_FLAGS, read_added_token
 from adapter_store.formats.peft_dir import PeftDir
 from adapter_store.formats.strict_json import unique_pairs
 from adapter_store.spec import AdapterKey, AddedToken
@@ -107,7 +107,8 @@ def added_tokens(text: bytes, base: Tokenizer) -> list[dict[str, Any]]:
     if not isinstance(model, Mapping) or not isinstance(model.get("vocab"), Mapping):
         _refuse("has no vocabulary (model.vocab): only tokenizers like the base's are served")
     if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
-        _refuse("has added_tokens without a content or an id, or with flags that are not true or false")
+        what = f"an id or a content of 1 to {MAX_TOKEN_CHARS} characters, or with flags that are not true or false"
+        _refuse(f"has added_tokens without {what}")
     ids = dict(model["vocab"]) | {token.get("content"): token.get("id") for token in tokens}
     known = base.ids()
     if changed := [content for content, token in known.items() if ids.get(content) != token]:

@@ -234,7 +234,7 @@ def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: i
     least = sum(map(tokenizer.least_tokens, texts))
     if least > max_model_len:
         raise ContextLengthExceeded(
-            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
+            f"the context holds {max_model_len} tokens, but the text of {{param}} has at least {least}", param=param
         )
 
 

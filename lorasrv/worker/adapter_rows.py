@@ -18,7 +18,7 @@ from adapter_store.formats.weights import AdapterWeights, Array
 from adapter_store.spec import VocabRows
 from adapter_store.validation.vocab_rows import MAX_ROW_BYTES
 from lorasrv.models.lora_sites import HEAD, TokenIds
-from lorasrv.worker.weights import ModelWeights, row_prints
+from lorasrv.worker.weights import ONE_AT_A_TIME, ModelWeights, row_prints
 
 ROUNDING = 0.1
 """Most that a row of a quantized base differs from the row of the base that it was made of, relative: 4 bits change
@@ -75,7 +75,9 @@ def _own_tokens(base: ModelWeights, adapter: AdapterWeights, module: str, dtype:
             else:
                 tokens = np.array(own.token_ids)
                 tokens, rows = tokens[tokens < known], rows[tokens < known]
-            is_own[tokens] = np.concatenate([np.zeros(0, dtype=np.bool_), *_differ(base, own, tokens, rows, dtype)])
+            with ONE_AT_A_TIME:
+                differ = list(_differ(base, own, tokens, rows, dtype))
+            is_own[tokens] = np.concatenate([np.zeros(0, dtype=np.bool_), *differ])
     return np.flatnonzero(is_own)
 
 

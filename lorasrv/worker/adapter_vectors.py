@@ -9,7 +9,6 @@ A norm's own weight w' is served as the gain w' / w of the base's norm.
 Source: DoRA (Liu et al. 2024).
 """
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,10 +21,8 @@ from adapter_store.formats.safetensors_file import widen
 from adapter_store.formats.weights import AdapterWeights, Array, LoraTensors
 from adapter_store.spec import INT8
 from lorasrv.models.spec import SiteShape
-from lorasrv.worker.weights import ModelWeights
+from lorasrv.worker.weights import ONE_AT_A_TIME, ModelWeights
 
-_ONE_AT_A_TIME = threading.Lock()
-"""Held while a site's weights are dequantized: several loads would take as many times the memory."""
 Vectors = tuple[Tensor, Tensor]
 """Gain and shift [width] of an output, fp32."""
 
@@ -41,7 +38,7 @@ def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> I
     places, at = list(spec.places()), spec.first_layer + layer
     for i, (index, site) in enumerate(zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)):
         if any(_has_vectors(adapter, (at, module)) for module in site.modules):
-            with _ONE_AT_A_TIME:
+            with ONE_AT_A_TIME:
                 vectors = _of_site(base, adapter, layer, i, site)
             yield places[index], vectors
     norms = {name: path for name, (path, _) in spec.norms(layer).items()} | {"final_norm": spec.names.final_norm}

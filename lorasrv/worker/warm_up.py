@@ -23,7 +23,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
-from lorasrv.worker.cuda_graphs import MIXED_ROWS, buckets
+from lorasrv.worker.cuda_graphs import MIXED_ROWS, RANKS, buckets
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
@@ -77,7 +77,9 @@ class WarmUpSteps:
         self, spec: ModelSpec, memory: DevicePool, limits: DecoderLimits, max_rank: int, *, has_trees: bool = False
     ) -> None:
         self._spec, self._memory, self._limits = spec, memory, limits
-        self._max_rank, self._has_trees = min(max_rank, MAX_RANK), has_trees
+        # Graphs round ranks up.
+        self._max_rank = next(rank for rank in RANKS if rank >= min(max_rank, MAX_RANK))
+        self._has_trees = has_trees
         name = device_name(memory.device)
         self._table = table_of(name)
         itemsize = max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize)
@@ -123,7 +125,7 @@ class WarmUpSteps:
         """Return a step of a draft tree, an answer with cut keys and a prompt that is cut into long tiles."""
         drafts = PlannedDrafts((0, 0), ("lookup",) * 2, parents=(ROOT, ROOT))
         tree = replace(self._share("tree", 3, 0, None), drafts=drafts)
-        prompt = min(FEW_ROWS + 1, self._limits.max_rows - 4, self._limits.max_model_len)
+        prompt = max(1, min(FEW_ROWS + 1, self._limits.max_rows - 4, self._limits.max_model_len))
         return self._step(
             [tree, self._single("answer", self._cut_keys, None), self._share("prompt", prompt, 0, None)], None
         )

@@ -1,6 +1,7 @@
 """Weights: build a model by reading tensors one at a time, packing them into the runtime format and freeing them."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, stack_codes
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and the progress of the whole, from 0 to 1."""
+ONE_AT_A_TIME = threading.Lock()
+"""Held by loads of adapters while they dequantize weights of the base: several would take as many times the memory."""
 _SAMPLE = 64
 _PRINTED_ROWS = 1024
 _LOADING = "loading the model"

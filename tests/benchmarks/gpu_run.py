@@ -75,12 +75,14 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
 
     ops_tests = OPS_TESTS[1:2] if dry else OPS_TESTS
     spread = ("-n", "8") if find_spec("xdist") and not dry else ()
+    # Tests are `long` because the interpreter is slow.
+    slow_ones = () if dry else ("-m", "not exhaustive and not cluster")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     memcheck = () if dry or not Path(sanitizer).exists() else (sanitizer, "--tool", "memcheck", "--error-exitcode", "9")
     return (
         script("env", 20),
         script("compile", 70),
-        Stage("ops", 90, (*PYTEST, *spread, "-k", "triton", *ops_tests)),
+        Stage("ops", 150, (*PYTEST, *spread, *slow_ones, "-k", "triton", *ops_tests)),
         Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
         script("checks", 90),
         script("answers", 150),

@@ -35,7 +35,7 @@ def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: 
             llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         with monkeypatch.context() as patch:
             patch.setattr(llm.tokenizer, "encode", _interrupted)
-            with pytest.raises(ContextLengthExceeded, match="tokens, but the text has at least"):
+            with pytest.raises(ContextLengthExceeded, match="tokens, but the text of prompt has at least"):
                 llm.generate(["a" * 100_000], GREEDY)
             patch.setattr(llm, "_step", _interrupted)
             with pytest.raises(KeyboardInterrupt):

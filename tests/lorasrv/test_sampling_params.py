@@ -67,7 +67,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_fields_that_contradict_each_other() -> None:
-    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, which is 4"):
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most the 4 tokens of the answer"):
         SamplingParams(max_tokens=4, min_tokens=5)
     with pytest.raises(InvalidRequest, match="fsd_alpha needs temperature 0"):
         SamplingParams(fsd_alpha=0.5)

@@ -95,10 +95,13 @@ def gptqmodel_zeros(zeros: Ints, bits: int, word: int = 32) -> Tensor:
 
 def autogptq_zeros(zeros: Ints, bits: int) -> Tensor:
     """Zeros less 1 as AutoGPTQ stores them: ORed, so that a -1 sets all bits from its field on."""
-    less, each = (zeros - 1).astype(np.uint32), 32 // bits
-    words = np.zeros((zeros.shape[0], zeros.shape[1] // each), np.uint32)
+    less = (zeros - 1).astype(np.uint32)
+    words = np.zeros((zeros.shape[0], zeros.shape[1] * bits // 32), np.uint32)
     for i in range(zeros.shape[1]):
-        words[:, i // each] |= less[:, i] << np.uint32(bits * (i % each))
+        word, shift = divmod(bits * i, 32)
+        words[:, word] |= less[:, i] << np.uint32(shift)
+        if (over := shift + bits - 32) > 0:
+            words[:, word + 1] |= less[:, i] >> np.uint32(bits - over) & np.uint32((1 << over) - 1)
     return torch.from_numpy(words.view(np.int32).copy())
 
 

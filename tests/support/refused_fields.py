@@ -117,7 +117,7 @@ COMPLETIONS: list[Row] = [
     *wrong("echo", True, logprobs=1, n=2, stream=True),
     *wrong("best_of", 2, n=1, stream=True),
     *wrong("stream", True, use_beam_search=True),
-    *wrong("temperature", 0.5, 1, use_beam_search=True),
+    *wrong("temperature", 0.5, 2, use_beam_search=True),
     *wrong("logprobs", 1, use_beam_search=True),
     *wrong("length_penalty", 11, use_beam_search=True),
     *wrong("early_stopping", "always", use_beam_search=True),

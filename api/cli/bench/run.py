@@ -107,7 +107,7 @@ class Bench:
             "chat": options.chat,
             "slo": spelled(options.slo),
             "url": options.url,
-            "serve_flags": list(options.flags),
+            "serve_flags": hidden_key(options.flags),
         }
         return {**self._settings.to_dict(point), **more, "rank": options.rank if options.url is None else None}
 

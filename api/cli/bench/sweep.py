@@ -159,6 +159,7 @@ def _from_trace(
     for request in trace:
         most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)
     seen: set[str | None] = set()
+    begun_s = min(request.arrival_s for request in trace)
     asks = []
     for number, request in enumerate(trace):
         name = settings.base if request.adapter is None else served[request.adapter]
@@ -170,7 +171,7 @@ def _from_trace(
                 prompt=prompts.make(request.prompt_tokens, settings.shared_prefix or shared, request.adapter or ""),
                 max_tokens=request.output_tokens,
                 has_adapter=name != settings.base,
-                at_s=request.arrival_s if times is None else times[number],
+                at_s=request.arrival_s - begun_s if times is None else times[number],
             )
         )
     return asks

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
-_KEYS = ("--key", "--api-key")
+_KEYS = ("--key", "--api-key", "--registry-key", "--cluster-secret", "--watermark-key")
 SLO_NAMES = ("ttft", "tpot", "e2e")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 

@@ -34,7 +34,7 @@ MIB = 2**20
 
 def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
     """Format a response of `GET /v1/adapters/{id}/stats`; one line without requests."""
-    if not stats["requests"]:
+    if not stats["requests"] and not stats["prompt_tokens"]:
         yield "in all: no requests"
         return
     ends = {name: stats[name] for name in ("errors", "refused", "aborted", "fallbacks") if stats[name]}

@@ -61,6 +61,8 @@ def _read(source: str) -> str:
         return stdin_text() if source == "-" else Path(source).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise CliError(f"--text: the text is not UTF-8 (byte {error.start})", code=ExitCode.USAGE) from None
+    except OSError as error:
+        raise CliError(f"--text: {source} cannot be read: {error.strerror}", code=ExitCode.USAGE) from None
 
 
 def _print(found: "Detection", gamma: float, threshold: float) -> None:

@@ -56,7 +56,7 @@ export class AdapterRow {
     const current = record.versions.find(({ version }) => version === record.version);
     setText(
       this.#cells.versions,
-      record.versions.length > 1 ? `${record.version} of ${record.versions.length}` : String(record.version),
+      record.versions.length > 1 ? `${record.version}, ${record.versions.length} in all` : String(record.version),
     );
     setText(this.#cells.aliases, Object.entries(record.aliases).map(aliasText).join(", ") || UNKNOWN);
     setText(this.#cells.rank, current?.digest ? String(current.rank) : UNKNOWN);

@@ -17,7 +17,7 @@ export function ledgerFacts(stats) {
 
 /** The same as rows: [name, text]; a null text is left out. */
 export function ledgerRows(stats) {
-  if (!stats.requests) return [["Requests", "none yet"]];
+  if (!stats.requests && !stats.prompt_tokens) return [["Requests", "none yet"]];
   return [
     ["Requests", [count(stats.requests), ...counted(stats, ENDS)].join(", ")],
     ["First and last", `${moment(stats.first_used)}, ${moment(stats.last_used)}`],

@@ -5,6 +5,7 @@ export const SHOWN_MS = 5 * 60_000;
 export const WINDOW_MS = 30_000;
 
 const LINE = /^(lorasrv_\w+)(\{.*\})? ([^ ]+)/;
+const COUNTER = /^lorasrv_(?!adapter_)\w+_(total|count)$/;
 const LE = /[{,]le="([^"]+)"/;
 const LATENCIES = { first: "lorasrv_time_to_first_token_seconds", inter: "lorasrv_inter_token_seconds" };
 
@@ -57,8 +58,7 @@ export class History {
   /** A scrape of the moment `at` (ms), parsed; its point. */
   add(at, scrape) {
     const before = this.#scrapes.at(-1);
-    const restarted = before && total(scrape, "lorasrv_steps_total") < total(before.scrape, "lorasrv_steps_total");
-    if (restarted) this.#forget(at - 1);
+    if (before && hasFallen(scrape, before.scrape)) this.#forget(at - 1);
     this.#scrapes = this.#scrapes.filter((old) => at - old.at <= SHOWN_MS);
     const last = this.#scrapes.at(-1);
     const oldest = this.#scrapes.find((old) => at - old.at <= WINDOW_MS) ?? last;
@@ -109,6 +109,10 @@ function recent(scrape, before, name) {
   for (const [bound, value] of scrape.buckets.get(name) ?? []) counts.set(bound, value - (earlier?.get(bound) ?? 0));
   return before ? counts : new Map();
 }
+
+/** Whether a counter is less than before: the server has restarted. Adapters' series come and go. */
+const hasFallen = (scrape, before) =>
+  [...before.totals].some(([name, value]) => COUNTER.test(name) && total(scrape, name) < value);
 
 /** A metric's value, summed over its labels; 0 if the server does not have it. */
 export const total = (scrape, name) => scrape.totals.get(name) ?? 0;

@@ -52,7 +52,7 @@ GAUGES = {
 COUNTERS = {
     "requests_arrived": "Requests received by the engine",
     "steps": "Engine steps that computed at least one token",
-    "prompt_tokens": "Prompt tokens of requests that have started",
+    "prompt_tokens": "Prompt tokens of requests that have started, each choice for itself",
     "cached_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Generated tokens",
     "requests_due": "Times a request reached the starvation bound and was scheduled first",

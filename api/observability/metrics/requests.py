@@ -139,9 +139,12 @@ class _Shown:
     def add(self, request: FinishedRequestStats) -> None:
         """Count a request; its tokens and time only if the adapter answered, as in the ledger."""
         self.requests += 1
-        if request.first_token_s is not None and not request.fell_back:
+        if request.fell_back or not request.is_answered:
+            return
+        if not request.is_further:
             self.prompt_tokens += request.prompt_tokens
-            self.generated_tokens += request.generated_tokens
+        self.generated_tokens += request.generated_tokens
+        if request.first_token_s is not None:
             self.first_tokens += 1
             self.first_token_s += request.first_token_s
 

@@ -29,8 +29,9 @@ _SUBBLOCKS = 8
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of e2m1, doubled; ggml's scales are halved."""
-_PLAIN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
-"""Types that the formats int4 and int8 keep by themselves."""
+_FLOATS = {"F32", "F16", "BF16"}
+_OF_ONE_FORMAT = (_FLOATS, {"Q4_0", "Q4_1"}, {"Q8_0"})
+"""Types of linears that one format other than `METHOD` serves, all of them, without rounding what are codes."""
 
 
 def decode_codes(
@@ -57,12 +58,13 @@ def decode_codes(
 def packing_of(linears: Mapping[str, TensorInfo]) -> StoredPacking | None:
     """Describe the linears of a file; None if all are of the types that int4 and int8 keep, or floats."""
     kinds = [info.type for info in linears.values()]
-    if all(kind.name in _PLAIN for kind in kinds):
+    names = {kind.name for kind in kinds}
+    if any(names <= held for held in _OF_ONE_FORMAT):
         return None
     sizes = [math.prod(info.shape) for info in linears.values()]
     bits = {_bits(kind) for kind in kinds if kind.block_size > 1}
     held = sum(_HELD_BITS.get(kind.name, max(8, _bits(kind))) * size for kind, size in zip(kinds, sizes, strict=True))
-    rounded = sorted({kind.name for kind in kinds} - _READERS.keys() - {*_PLAIN})
+    rounded = sorted(names - _READERS.keys() - _FLOATS)
     rounding = f"{', '.join(rounded)} {ROUNDED}" if rounded else ""
     return StoredPacking(METHOD, tuple(sorted(bits)), held / sum(sizes), rounding)
 

@@ -97,9 +97,9 @@ class GroupQuantFormat(QuantFormat):
         return cls(ops, group or cls.default_group, keep_int8_codes=keep_int8_codes)
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        if codes.levels == self.levels:
-            return codes.group == self.group
-        return self._keep_int8_codes and codes.levels == INT8_LEVELS
+        is_own = codes.levels == self.levels and codes.group == self.group
+        is_finer = self._keep_int8_codes and codes.levels == INT8_LEVELS != self.levels
+        return (is_own or is_finer) and self._ops.reads(codes)
 
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
         """Round weight [O, H], floats of any kind, to codes of this format."""

@@ -78,9 +78,22 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
     return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
 
 
+_EXCLUSIVE = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
+_APART, _MOST_APART = 2.0**-40, 2**31
+
+
+def _apart(bound: Any, sign: int) -> Any:
+    """Return an exclusive bound that is no integer in place of one that is: llguidance 1.9 lets an integer itself
+    through if the other bound has the same integer part."""
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number or bound != int(bound) or abs(bound) >= _MOST_APART:
+        return bound
+    return bound + sign * _APART * max(1, abs(bound))
+
+
 def _without_annotations(schema: Any) -> Any:
     """Remove what demands nothing from a schema of checked depth: formats that are not enforced, `uniqueItems: false`.
-    Literal data is left unchanged."""
+    Literal data is left unchanged, and exclusive bounds become ones that are enforced."""
     if isinstance(schema, list):
         return [_without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
@@ -93,6 +106,8 @@ def _without_annotations(schema: Any) -> Any:
             kept[keyword] = value
         elif keyword == "uniqueItems" and value is False:
             continue
+        elif keyword in _EXCLUSIVE:
+            kept[keyword] = _apart(value, _EXCLUSIVE[keyword])
         elif keyword != "format" or not isinstance(value, str) or value in FORMATS:
             kept[keyword] = _without_annotations(value)
     return kept

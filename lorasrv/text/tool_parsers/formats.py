@@ -24,7 +24,7 @@ class ToolFormat:
     """Describe one format of tool calls."""
 
     name: str
-    # Begins a call; shown to the reader where it is a special token.
+    # Begins a call.
     marker: str
     reader: Callable[[frozenset[str], bool], ToolReader]
     # Key of the arguments in a call's JSON.
@@ -48,9 +48,9 @@ class ToolFormat:
         return self.forces_marker or bool(self.around[0])
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the marker's token id if the marker is a special token, which is not written as text by default."""
-        token = tokenizer.token_id(self.marker)
-        return frozenset({token} if token is not None and token in tokenizer.special_ids else ())
+        """Return the special tokens that the reader must see, which are not written as text by default: the marker and
+        what ends a call."""
+        return _special((self.marker, self.around[1].strip()), tokenizer)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of one or more calls of these tools and nothing else, with arguments that match their
@@ -81,7 +81,7 @@ class ToolFormat:
         Raises:
             InvalidRequest: a schema is malformed or too large.
         """
-        shown = "".join(f" | TEXT <[{token}]>" for token in self.shown(tokenizer))
+        shown = "".join(f" | TEXT <[{token}]>" for token in _special((self.marker,), tokenizer))
         shown_first = shown.replace("TEXT", "BLANK")
         rules = [
             f"start: {self.unforced}",
@@ -117,7 +117,7 @@ class ToolFormat:
     def _forced_marker(self, tokenizer: Tokenizer) -> str:
         if not self.forces_marker:
             return ""
-        shown = self.shown(tokenizer)
+        shown = _special((self.marker,), tokenizer)
         return f"<[{next(iter(shown))}]>" if shown else _quoted(self.marker)
 
 
@@ -154,6 +154,12 @@ def detect_format(template: str) -> ToolFormat | None:
     if '"parameters": ' in template and ("python_tag" in template or "ipython" in template):
         return LLAMA
     return None
+
+
+def _special(texts: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return those of the texts that are special tokens."""
+    tokens = (tokenizer.token_id(text) for text in texts if text)
+    return frozenset(token for token in tokens if token is not None and token in tokenizer.special_ids)
 
 
 def _unforced(tools: Sequence[Tool]) -> list[Tool]:

@@ -6,6 +6,7 @@ tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import json
+import re
 
 from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
 
@@ -88,6 +89,15 @@ class LlamaReader:
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+
+
+def _end_of_call(text: str) -> int:
+    """Return where the first closing tag is that stands in no string of the JSON before it; -1 without one."""
+    at = text.find(CLOSE)
+    while at >= 0 and _ESCAPED.sub("", text[:at]).count('"') % 2:
+        at = text.find(CLOSE, at + 1)
+    return at
 
 
 class TaggedReader:
@@ -105,6 +115,19 @@ class TaggedReader:
         self._has_called = False
 
     def push(self, text: str) -> list[Part]:
+        return self._read(text, is_whole=False)
+
+    def flush(self) -> list[Part]:
+        parts = self._read("", is_whole=True)
+        if self._inside is not None:
+            parts += self._ended(self._inside, "")
+            self._inside, self._outside = None, ""
+            return parts
+        text, self._outside = self._outside, ""
+        return parts if self._has_called and not text.strip() else [*parts, *self._text(text)]
+
+    def _read(self, text: str, *, is_whole: bool) -> list[Part]:
+        """Return what is certain with this text; `is_whole` if it is the last one."""
         if self._inside is not None:
             self._inside += text
         else:
@@ -114,23 +137,19 @@ class TaggedReader:
             if self._inside is None:
                 before, _, self._inside = self._outside.partition(OPEN)
                 parts += self._said(before, "")
-            if CLOSE not in self._inside:
+            at = _end_of_call(self._inside)
+            if at < 0 and is_whole:
+                # What looked like a string was none.
+                at = self._inside.find(CLOSE)
+            if at < 0:
                 break
-            inside, _, rest = self._inside.partition(CLOSE)
+            inside, rest = self._inside[:at], self._inside[at + len(CLOSE) :]
             parts += self._ended(inside, CLOSE)
             self._outside, self._inside = rest, None
         if self._inside is None:
             at = len(self._outside) - possible_beginning(self._outside, OPEN)
             parts += self._said(self._outside[:at], self._outside[at:])
         return parts
-
-    def flush(self) -> list[Part]:
-        if self._inside is not None:
-            parts = self._ended(self._inside, "")
-            self._inside, self._outside = None, ""
-            return parts
-        text, self._outside = self._outside, ""
-        return [] if self._has_called and not text.strip() else self._text(text)
 
     def _ended(self, inside: str, close: str) -> list[Part]:
         """Return the content of a tag, behind the white space in front of it if it is no call."""

@@ -102,6 +102,10 @@ def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) 
     assert (divided.pool_bytes, divided.host_cache_bytes) == ((2 << 30) // 4, (1 << 30) // 4)
     given = local.shares(settings(pool_bytes="64MiB", host_cache_bytes="32MiB"))
     assert (given.pool_bytes, given.host_cache_bytes) == (64 << 20, 32 << 20)
+    monkeypatch.setattr(local, "has_gpu", lambda settings: True)
+    shared, whole = local.shares(settings(max_replicas=2)), settings(max_replicas=2).for_gpu(8 << 30)
+    assert (shared.host_cache_bytes, shared.swap_bytes) == (whole.host_cache_bytes // 2, whole.swap_bytes // 2)
+    assert shared.for_gpu(8 << 30).host_cache_bytes == shared.host_cache_bytes, "a replica does not take the whole"
 
 
 @pytest.mark.parametrize("is_long", [False, True])

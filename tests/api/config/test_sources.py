@@ -411,7 +411,9 @@ class TestCommands:
         path = write(tmp_path, "port = 5\nearly-abort = true\n")
         command = ("config", "show", "--origin", "--json", "--")
         flags = ("--config", path, "--port", 9, "--no-early-abort", "--lora-modules", "a=/a", "b=/b")
-        shown = json.loads(cli(*command, *flags, "--store", "/x", "--api-key", "secret-secret").out)
+        secrets = ("--api-key", "secret-secret", "--watermark-key", 98765)
+        shown = json.loads(cli(*command, *flags, "--store", "/x", *secrets).out)
+        assert shown["watermark_key"] == {"value": "********", "origin": "flag", "from": "--watermark-key"}
         assert shown["port"] == {"value": 9, "origin": "flag", "from": "--port"}
         assert shown["early_abort"] == {"value": False, "origin": "flag", "from": "--early-abort"}
         assert shown["store"] == {"value": "/x", "origin": "flag", "from": "--store"}
@@ -419,7 +421,7 @@ class TestCommands:
         assert shown["api_key"] == {"value": "********", "origin": "flag", "from": "--api-key"}
         assert shown["model"]["origin"] == "default"
         assert {name for name, one in shown.items() if one["origin"] == "flag"} == {
-            *("port", "early_abort", "store", "lora_modules", "api_key")
+            *("port", "early_abort", "store", "lora_modules", "api_key", "watermark_key")
         }
         assert json.loads(cli(*command, "./base").out)["model"] == {
             "value": "./base",

@@ -87,7 +87,7 @@ def test_history_of_a_server_that_goes_away_and_comes_back(modules, server) -> N
     const points = [h.add(0, at(1, 100, 0)), h.add(2000, at(5, 140, 3)), h.add(4000, at(6, 140, 3))];
     h.addGap(6000); h.addGap(8000);
     points.push(h.add(10000, at(7, 500, 3)));
-    points.push(h.add(12000, at(2, 10, 0)));
+    points.push(h.add(12000, at(8, 10, 0)));
     points.push(h.add(14000, at(9, 20, 0)));
     console.log(JSON.stringify({ tokens: points.map((p) => p.tokens), first: points.map((p) => p.first50 !== null),
       gaps: h.points.map((p) => Boolean(p.gap)), parsed: parse(given).totals.get("lorasrv_pages_total"),

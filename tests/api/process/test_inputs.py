@@ -265,7 +265,7 @@ def test_the_memory_of_large_bodies_comes_back(served) -> None:
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(served.post, "/tokenize", prompt=text) for _ in range(4)]
         for one in asked:
-            refused(one.result(), 400, "prompt", "the text has at least")
+            refused(one.result(), 400, "prompt", "the text of prompt has at least")
 
     idle = held_by(served.pid).rss_bytes
     for _ in range(3):

@@ -10,6 +10,7 @@ import pytest
 from answers import coded, error_of, events, named
 from fake_engine import HANG, cold, say
 
+from lorasrv import __version__
 from lorasrv.errors import (
     AdapterLoadFailed,
     ContextLengthExceeded,
@@ -91,7 +92,8 @@ class TestStreams:
         response = server.complete(stream=True)
         head = json.dumps(events(response)[0]["id"])
         created = events(response)[0]["created"]
-        start = f'data: {{"id":{head},"object":"text_completion","created":{created},"model":"tiny-base","choices":'
+        model = f'"model":"tiny-base","system_fingerprint":"lorasrv-{__version__}"'
+        start = f'data: {{"id":{head},"object":"text_completion","created":{created},{model},"choices":'
         assert response.content.decode() == (
             f'{start}[{{"index":0,"text":"ö","logprobs":null,"finish_reason":null}}]}}\n\n'
             f'{start}[{{"index":0,"text":"!","logprobs":null,"finish_reason":"stop","stop_reason":null}}]}}\n\n'

@@ -490,6 +490,17 @@ class TestReaders:
                     assert answer.status_code == 200, answer.text
 
 
+def test_an_example_is_not_continued(server) -> None:
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    post(
+        server, "muse", defaults={"system": {"text": SECRET, "mode": "prepend"}, "examples": [pair]}
+    ).raise_for_status()
+    system = [{"role": "system", "content": "y"}]
+    refused = server.chat(model="muse", messages=system, continue_final_message=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+    assert server.chat(model="muse", messages=[*system, *pair], continue_final_message=True).status_code == 200
+
+
 def test_errors_number_the_clients_messages(server) -> None:
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     stored = {"system": {"text": SECRET, "mode": "prepend"}, "examples": [pair]}

@@ -261,7 +261,7 @@ class TestRequest:
         monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *_, **__: pytest.fail("it was tokenized"))
         response = say(server, inputs="x" * 1_000_000)
         assert response.status_code == 422
-        assert "the text has at least" in refusal(response)
+        assert "the text of inputs has at least" in refusal(response)
         assert engine.added == []
 
     def test_asked_and_named(self, server, engine, make_adapter) -> None:

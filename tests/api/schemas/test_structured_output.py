@@ -100,6 +100,10 @@ class TestTools:
     def ask(self, server: Any, **fields: Any) -> Any:
         return server.chat(**{"tools": self.TOOLS, "max_tokens": 400, **fields})
 
+    def test_a_named_tool_of_huggingface_hub_has_no_type(self, server) -> None:
+        name = self.TOOLS[0]["function"]["name"]
+        assert self.ask(server, tool_choice={"function": {"name": name}}).status_code == 200
+
     def test_tools_are_in_the_prompt_unless_the_choice_is_none(self, server, engine) -> None:
         for choice in (None, "auto", "none"):
             assert self.ask(server, tool_choice=choice).status_code == 200

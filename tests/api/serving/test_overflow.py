@@ -1,5 +1,6 @@
 """Conversations that outgrow the context: what stays, what goes, and how seldom the beginning changes."""
 
+import json
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ from api.serving.overflow import fitted, room_for_prompt, split_turns
 from lorasrv.text.chat_template import ChatTemplate
 
 CONTEXT = 400
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
 FIXED = [{"role": "system", "content": "s" * 20}]
 
 
@@ -141,6 +143,20 @@ class TestServed:
         assert "context_overflow" in done["persona"]["applied"]
         assert self.said(engine).startswith(f"system:Stay.user:Hiassistant:Houser:{done['dropped_turns']:010}")
         assert server.chat(model="muse", messages=talk, context_overflow="error").status_code == 400
+
+    def test_calls_that_only_the_template_with_tools_writes(self, server, engine) -> None:
+        engine.chat_template = ChatTemplate(TEMPLATE, tool_template="<tool_call>{{ tools }}" + TEMPLATE + CALLS)
+        tools = [{"type": "function", "function": {"name": "f"}}]
+
+        def called(number: int) -> list[dict[str, Any]]:
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "x" * 60})}}
+            asked, answered = turn(number)
+            result = {"role": "tool", "content": "y", "tool_call_id": "1"}
+            return [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answered]
+
+        talk = [m for n in range(8) for m in called(n)][:-1]
+        done = server.chat(messages=talk, tools=tools, context_overflow="drop_oldest", max_tokens=8).json()
+        assert done["usage"]["lorasrv"]["dropped_turns"] == 5, "what is left has room"
 
     def test_what_no_dropping_helps(self, server) -> None:
         for content in ("x" * 600, "x" * 20_000):

@@ -104,7 +104,7 @@ async def test_a_text_that_can_never_fit_is_not_tokenized(engine, monkeypatch: p
     longest = max(len(engine.tokenizer.token(i) or "") for i in range(engine.tokenizer.vocab_size))
     assert engine.tokenizer.least_tokens("aaaa") <= len(engine.tokenizer.encode("aaaa", add_special_tokens=False))
     monkeypatch.setattr(engine.tokenizer, "encode", _broken)
-    with pytest.raises(ContextLengthExceeded, match="512 tokens, but the text has at least"):
+    with pytest.raises(ContextLengthExceeded, match="512 tokens, but the text of prompt has at least"):
         await engine.add("a" * (4 * longest * 513), GREEDY)
 
 

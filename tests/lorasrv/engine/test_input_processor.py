@@ -121,7 +121,9 @@ class TestWhatCanNeverFit:
     def test_a_text_is_not_tokenized_that_is_too_long_by_its_length(self) -> None:
         words = Words()
         made = processor(tokenizer=words)
-        with pytest.raises(ContextLengthExceeded, match="256 tokens, but the text has at least 257") as caught:
+        with pytest.raises(
+            ContextLengthExceeded, match="256 tokens, but the text of prompt has at least 257"
+        ) as caught:
             made.process(RID, "x" * 8 * 257, SamplingParams())
         assert (caught.value.param, words.num_encoded) == ("prompt", 0)
 

@@ -1,6 +1,7 @@
 """Traces: what is malformed is named by line and field, what is written is read back, what is served is recorded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,10 @@ def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> No
         recorder.on_output(RequestId("refused"), _output("refused", 0, FinishReason.REFUSED))
         recorder.on_output(RequestId("stops"), _output("stops", 4))
         recorder.on_finished(RequestId("stops"), "server_stopping")
+        # Another replica has generated what it begins with.
+        recorder.on_accepted([replace(_message("resumed"), resumed_token_ids=(1, 2, 3))], 1000.0)
+        recorder.on_output(RequestId("resumed"), _output("resumed", 3))
+        recorder.on_output(RequestId("resumed"), _output("resumed", 3, FinishReason.TIMEOUT))
     [line] = read_trace(tmp_path / "t")
     assert (line.finish, line.output_tokens) == ("abort", 4)
 

@@ -87,6 +87,17 @@ def world(tmp_path: Path) -> World:
 # What is counted.
 
 
+async def test_a_prompt_counts_once_and_without_an_answer(world: World) -> None:
+    for is_further in (False, True, True):
+        world.ended(is_further=is_further)
+    usage = await world.usage()
+    assert (usage.requests, usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens) == (3, 10, 4, 15)
+    # `echo` with `max_tokens: 0` is answered by the prompt.
+    world.ended(reason=FinishReason.LENGTH, first_token_s=None, generated_tokens=0)
+    usage = await world.usage()
+    assert (usage.requests, usage.prompt_tokens, usage.to_dict()["ttft"]["hot"]["count"]) == (4, 20, 3)
+
+
 async def test_requests_by_how_they_ended(world: World) -> None:
     none = {"first_token_s": None, "generated_tokens": 0}
     for fields in (

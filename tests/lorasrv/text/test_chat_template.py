@@ -1,6 +1,8 @@
 """The same text and ids as transformers for honest chats, and no forged turns for the others."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, InvalidRequest
 from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.text.chat_template import MARKS, ChatTemplate, PromptGuard
@@ -184,8 +187,63 @@ def test_tool_arguments_and_keys_are_guarded(builtin_tokenizer: Tokenizer) -> No
 def test_added_tokens_that_the_template_writes_are_control_tokens_too() -> None:
     guard = PromptGuard({"<tool>": False, "<other>": False, "\n\n": False, "<s>": True}, "x<tool>\n\ny")
     marked = guard.mark_tokens("<tool><other>\n\n<s>", MARKS[0])
-    assert guard.pieces(marked, MARKS[0]) == ["<", "tool><other>\n\n<", "s>"]
-    assert guard.pieces("<tool>" + marked, MARKS[0]) == ["<tool><", "tool><other>\n\n<", "s>"]
+    plain = marked.replace(MARKS[0], "")
+    assert guard.pieces(marked, MARKS[0], plain) == ["<", "tool><other>\n\n<", "s>"]
+    assert guard.pieces("<tool>" + marked, MARKS[0], "<tool>" + plain) == ["<tool><", "tool><other>\n\n<", "s>"]
+
+
+def test_what_marks_keep_a_template_from_trimming_is_trimmed(builtin_tokenizer: Tokenizer) -> None:
+    """Qwen3 puts its own line breaks around thoughts that the message has, too."""
+    source = "{{ messages[0].content.split('<|im_end|>')[0].rstrip() }}\n<|im_end|>{{ messages[0].content }}"
+    template, chat = ChatTemplate(source), turns("thought\n\n<|im_end|>\nsaid")
+    ids = template.encode(chat, builtin_tokenizer)
+    assert builtin_tokenizer.decode(ids, skip_special_tokens=False) == template.render(chat)
+    assert special_count(ids, builtin_tokenizer) == 1
+    # A template that writes something else because of the token is not followed: who could tell which token is whose?
+    other = ChatTemplate("{{ '<|im_end|>' if messages[0].content == '<|im_end|>' else messages[0].content }}")
+    assert special_count(other.encode(turns("<|im_end|>"), builtin_tokenizer), builtin_tokenizer) == 0
+
+
+@pytest.mark.parametrize("content", ["a<|im_end|>b", "'<|im_end|>", "a<", "<|im_"])
+def test_a_dict_that_python_spells_is_guarded(builtin_tokenizer: Tokenizer, content: str) -> None:
+    template, chat = ChatTemplate("{{ messages }}|im_end|>"), turns(content)
+    ids = template.encode(chat, builtin_tokenizer)
+    assert builtin_tokenizer.decode(ids, skip_special_tokens=False) == template.render(chat)
+    assert special_count(ids, builtin_tokenizer) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.sets(st.text("ab<", min_size=2, max_size=6), min_size=1, max_size=8),
+    text=st.text("ab<", max_size=40),
+)
+def test_control_tokens_are_the_longest_ones(tokens: set[str], text: str) -> None:
+    guard = PromptGuard(dict.fromkeys(tokens, True), "")
+    places = [at for at in range(len(text)) if any(text.startswith(token, at) for token in tokens)]
+    longest = [max((t for t in tokens if text.startswith(t, at)), key=len) for at in places]
+    assert guard.control_tokens(text) == list(dict.fromkeys(longest))
+    ends = [at for at in range(len(text)) if any(t.startswith(text[at:]) and t != text[at:] for t in tokens)]
+    parts = guard.mark_tokens(text, MARKS[0]).split(MARKS[0])
+    assert [len("".join(parts[:n])) for n in range(1, len(parts))] == sorted({*places, *ends})
+
+
+def test_many_tokens_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is compared with all of them at once, and however long it is, other threads go on."""
+    monkeypatch.setattr("lorasrv.text.chat_template._AT_ONCE", 8)
+    tokens = {f"<|reserved_special_token_{n}|>": True for n in range(1024)} | {"a" * n: True for n in range(2, 129)}
+    guard = PromptGuard(tokens, "")
+    text = "<|reserved_special_token_" * 3 + "7|>" + "b" * 99 + "a" * 200 + "<|reserved_special_token_77|>"
+    found = ["<|reserved_special_token_7|>", *("a" * n for n in range(128, 1, -1)), "<|reserved_special_token_77|>"]
+    assert guard.control_tokens(text) == found
+
+
+def test_what_guards_a_tokenizer_goes_with_it(builtin_tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    own = builtin_tokenizer.extended([AddedToken(builtin_tokenizer.vocab_size, "<own>", special=True)])
+    template.encode(turns("a <own>"), own)
+    gone = weakref.ref(own)
+    del own
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_template_may_build_tokens_from_roles(builtin_tokenizer: Tokenizer) -> None:
@@ -203,7 +261,7 @@ TEXT = "must be of type text"
             ({"role": role, "content": "x"}, "role must be a word", False)
             for role in ("<|im_end|>", "user\nassistant", "", "a b", 3, None)
         ),
-        ({"role": "user", "content": MARKS}, "noncharacters", True),
+        ({"role": "user", "content": MARKS}, r"messages contain all of .* \(U\+101D0 to U\+101FC\)", True),
         ({"role": "user", "content": b"x"}, "hold a bytes", True),
         ({"role": "user", "content": "\ud800"}, "messages has a lone surrogate", True),
         *(

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from tiny_engine import BLOCK
 from adapter_store.errors import AdapterInvalid
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.adapter_rows import own_tokens
 from sgmv_kernels.ops import Ops
 
 QV = ["q_proj", "v_proj"]
@@ -249,3 +253,27 @@ def test_rows_are_blocks_of_about_equal_size_in_all_slabs(tiny_hf_checkpoints: A
             assert sum(sizes) == count <= vocab
             assert [len(layout.row_tokens.block(site, layer)) for layer in range(layout.num_layers)] == sizes
             assert max(sizes) <= min(BLOCK_ROWS, max(LEAST_ROWS, -(-count // slabs)))
+
+
+def test_one_head_at_a_time_is_dequantized_for_loads() -> None:
+    """A head in fp32 is gigabytes, and adapters are read by several threads."""
+    now, most = [0], [0]
+
+    class Head:
+        def dequantize(self) -> torch.Tensor:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            time.sleep(0.05)
+            now[0] -= 1
+            return torch.zeros(8, 4)
+
+    names = SimpleNamespace(embedding="model.embed_tokens")
+    spec = SimpleNamespace(vocab_size=8, hidden_size=4, tied_head=False, names=names)
+    base: Any = SimpleNamespace(spec=spec, head=Head(), row_prints={}, final_norm=torch.ones(4), has_float_tables=False)
+    rows = np.zeros((8, 4), np.float32)
+    rows[3] = 1
+    own = SimpleNamespace(module="lm_head", token_ids=None, frozen=False)
+    adapter: Any = SimpleNamespace(spec=SimpleNamespace(rows=(own,), vocab_size=0), rows=(rows,))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: own_tokens(base, adapter, torch.bfloat16)[0].tolist(), range(4)))
+    assert (found, most) == ([[3]] * 4, [1])

@@ -31,6 +31,8 @@ SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
         pytest.param("q3h", "k8v4", MAX_RANK, marks=pytest.mark.long),
         *(pytest.param(of, "bfloat16", MAX_RANK, marks=pytest.mark.exhaustive) for of in OTHERS),
         pytest.param("int4", "int8", MAX_RANK, marks=pytest.mark.exhaustive),
+        # Between two ranks of graphs, which round it up.
+        pytest.param("int4", "bfloat16", 24, marks=pytest.mark.long),
         # A model that only drafts.
         pytest.param("int8", "int8", 0, marks=pytest.mark.exhaustive),
     ],
@@ -42,6 +44,10 @@ def test_a_day_of_mixed_steps_needs_no_other_kernel(
     assert told["warm"] > 20
     assert told["late"] == []
     assert told["kinds"] == ({"vectors", "ends", "codes", "chains", "trees", "observed"} if max_rank else set())
+
+
+def test_steps_that_are_hardly_longer_than_a_tree(tmp_path: Path) -> None:
+    assert _run("small", "int4", cache=tmp_path)["steps"] > 0
 
 
 @pytest.mark.long
@@ -101,12 +107,12 @@ class Server:
         from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout
 
         ranks = tuple(
-            tuple(chance.choice((0, chance.randint(1, MAX_RANK))) for _ in site.out_features)
+            tuple(chance.choice((0, chance.randint(1, self.max_rank))) for _ in site.out_features)
             for site in self.spec.sites()
         )
         itemsize = chance.choice((2, 2, CODE_BYTES))
         layout = AdapterLayout(site_dims(self.spec), (ranks,) * self.spec.num_layers, itemsize)
-        more = with_everything(self.spec, layout, chance.randint(1, MAX_RANK))
+        more = with_everything(self.spec, layout, chance.randint(1, self.max_rank))
         if chance.random() < 0.3:
             layout = replace(layout, vectors=more.vectors, places=more.places)
         if chance.random() < 0.3:
@@ -178,7 +184,8 @@ def day(server: Server) -> dict[str, Any]:
             server.compute(step)
     chance = random.Random(0)
     with torch.inference_mode(), noted() as met:
-        for step in server.warm_up.common():
+        mixed = (server.warm_up._mixed(rows, server.max_rank) for rows in (300, 600))
+        for step in (*server.warm_up.common(), *mixed):
             assert server.graphs.compute(step) is not None
         for number in range(STEPS):
             step = server.random_step(chance)
@@ -191,6 +198,14 @@ def day(server: Server) -> dict[str, Any]:
                 server.compute(step)
     late = [key for key in met if key not in warm]
     return {"warm": len(warm), "late": [(key.name, key.data) for key in late], "kinds": sorted(server.kinds)}
+
+
+def small(server: Server) -> dict[str, Any]:
+    """Count the steps for a server whose steps are no longer than a draft tree with an answer."""
+    from lorasrv.worker.warm_up import WarmUpSteps
+
+    limits = replace(server.limits, max_rows=4, max_samples=4)
+    return {"steps": len(list(WarmUpSteps(server.spec, server.memory, limits, 16, has_trees=True).all()))}
 
 
 def load(server: Server) -> dict[str, Any]:
@@ -229,7 +244,7 @@ def _has(key: Any) -> bool:
 
 
 def main() -> None:
-    """Print what `day` or `load` returns. Arguments: which, and those of `Server`."""
+    """Print what `day`, `small` or `load` returns. Arguments: which, and those of `Server`."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -237,7 +252,7 @@ def main() -> None:
     driver.set_active(mock.Mock(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         import sgmv_kernels.triton_ops.backend  # noqa: F401 - without a GPU it refuses
-    print(json.dumps({"day": day, "load": load}[sys.argv[1]](Server(*sys.argv[2:]))))
+    print(json.dumps({"day": day, "small": small, "load": load}[sys.argv[1]](Server(*sys.argv[2:]))))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class GptqModules:
         bits = self.bits[module]
         readings = self._readings(words, bits)
         if not self._of(module).flag("sym", False):
-            if not self._is_v2 and not self._is_by_gptqmodel() and bits != 3 and _has_lost_fields(words, bits):
+            if not self._is_v2 and not self._is_by_gptqmodel() and _has_lost_fields(words, bits):
                 raise UnsupportedModel(
                     f"{module}.qzeros: AutoGPTQ has lost the zeros behind a zero of 0; quantize again with GPTQModel"
                 )
@@ -157,6 +157,10 @@ class GptqModules:
 
 
 def _has_lost_fields(words: Tensor, bits: int) -> bool:
-    """Return whether a word ends with two fields of ones: what AutoGPTQ leaves behind a zero of 0."""
+    """Return whether a word ends with two fields of ones: what AutoGPTQ leaves behind a zero of 0. Of 3 bits, which may
+    lie in two words, any field of ones is: no other zero less 1 is so large.
+    """
+    if bits == 3:
+        return bool((unpack_fields(words, bits) == 7).any())
     fields = unpack_fields(words, bits).view(*words.shape, -1)
     return bool((fields[..., -2:] == (1 << bits) - 1).all(dim=-1).any())

@@ -92,9 +92,11 @@ class TestAnyServer:
         assert len({tuple(body["prompt"].split()[:10]) for body in measured(healthy)}) == 1
 
     def test_trace(self, bench, healthy: BrokenServer, tmp_path: Path) -> None:
-        write_trace(tmp_path / "t.jsonl", [TraceRequest(n / 100, 43, 2 + n, "ab"[n % 2]) for n in range(3)])
+        # A server that was idle for an hour at first.
+        write_trace(tmp_path / "t.jsonl", [TraceRequest(3600 + n / 100, 43, 2 + n, "ab"[n % 2]) for n in range(3)])
         [done] = lines(bench("--trace", tmp_path / "t.jsonl", "--warmup", 0, "--json", load=()))
         assert (done["settings"]["arrival"], done["figures"]["requests"]) == ("trace", 3)
+        assert done["figures"]["wall_s"] < 600
         asked = sorted((body["model"], body["max_tokens"]) for body in measured(healthy))
         assert asked == [("a", 2), ("a", 4), ("b", 3)]
 

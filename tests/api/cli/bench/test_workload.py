@@ -116,6 +116,9 @@ class TestOptions:
     def test_no_key_is_shown(self) -> None:
         shown = hidden_key(["bench", "--key", "s3", "--key=s4", "--url", "u"])
         assert shown == ["bench", "--key", "***", "--key=***", "--url", "u"]
+        flags = ["--registry-key", "a", "--cluster-secret=b", "--watermark-key", "7", "--port", "1"]
+        hidden = ["--registry-key", "***", "--cluster-secret=***", "--watermark-key", "***", "--port", "1"]
+        assert hidden_key(flags) == hidden
 
 
 class TestPrompts:

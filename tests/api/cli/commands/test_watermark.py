@@ -77,7 +77,8 @@ def test_bad_input_is_one_line(cli, tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"ab\xff")
     assert "--text: the text is not UTF-8 (byte 2)" in cli("watermark", "detect", "--text", bad).err
-    assert cli("watermark", "detect", "--text", tmp_path / "none.txt").code == 1
+    missing = cli("watermark", "detect", "--text", tmp_path / "none.txt")
+    assert (missing.code, missing.err.startswith(f"lorasrv: --text: {tmp_path}")) == (2, True)
     wrong = cli("watermark", "detect", "--watermark-gamma", "2")
     assert (wrong.code, wrong.err) == (2, "lorasrv: --watermark-gamma must be between 0.01 and 0.99, not 2.0\n")
 

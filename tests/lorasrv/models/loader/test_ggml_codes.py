@@ -93,7 +93,9 @@ def test_what_is_said_of_a_file() -> None:
     def said(*kinds: str) -> object:
         return packing_of({str(i): info_of(kind, (256, 256 * (i + 1))) for i, kind in enumerate(kinds)})
 
-    assert said("Q4_0", "F16", "Q8_0") is said("Q4_1") is None
+    assert said("Q4_0", "Q4_1") is said("Q8_0") is said("F32", "F16", "BF16") is None
+    for mixed in (("Q4_0", "Q8_0"), ("Q4_0", "F16"), ("Q8_0", "BF16")):
+        assert (said(*mixed).method, said(*mixed).rounding) == ("gguf", ""), "no other format has both as they are"
     exact = said("Q4_K", "IQ4_XS", "Q4_0")
     assert (exact.method, exact.bits, exact.mean_bits, exact.rounding) == ("gguf", (4,), 4, "")
     mixed = said("Q4_K", "Q6_K")

@@ -162,6 +162,10 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
     assert kept("int4", 64) == kept("int8") == kept("q3h") == (False, True)
     assert kept("int4", keep_int8_codes=False) == (True, False)
     assert kept("q3h", keep_int8_codes=False) == kept("none") == (False, False)
+    # Groups of 16, as files of GPTQ may have them.
+    fine = rounded(tensor(16, 64), INT8_LEVELS, 16)
+    numba = Ops(torch.device("cpu"), "numba")
+    assert [get_format("int4", ops, None, keep_int8_codes=True).keeps(fine) for ops in (TORCH, numba)] == [True, False]
 
 
 @pytest.mark.parametrize(

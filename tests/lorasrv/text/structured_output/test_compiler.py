@@ -142,6 +142,24 @@ CHOICES = ["yes", "yesterday", 'q"\n\\', "한국😀", " lead"]
         ),
         (source.any_json_object("p"), ['{"x": [1, {"y": null}]}'], ["[1]", "1"]),
         (source.json_of(True, "p"), ["1", '"x"', "[]"], ["x"]),
+        # Exclusive bounds that are integers, beside one with the same integer part.
+        (source.json_of({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "p"), ["0.2", "0.5"], ["0", "-0.1"]),
+        (source.json_of({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, "p"), ["-1.2", "-1.5"], ["-1"]),
+        (
+            source.json_of({"allOf": [{"type": "number", "exclusiveMinimum": 100}, {"maximum": 100.5}]}, "p"),
+            ["100.1"],
+            ["100", "101"],
+        ),
+        (
+            source.json_of({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 6}, "p"),
+            ["4", "5"],
+            ["3", "6"],
+        ),
+        (
+            source.json_of({"type": "integer", "exclusiveMinimum": 9**9, "maximum": 9**9 + 1}, "p"),
+            [str(9**9 + 1)],
+            [str(9**9)],
+        ),
         (source.regex_of("[a-c]+/\\d\n|^x$", "p"), ["abc/1\n", "x"], ["abc", "a/x", "xx"]),
         (source.choice_of(CHOICES, "p"), CHOICES, ["ye"]),
         (source.grammar_of('start: "a" rest?\nrest: "," start', "p"), ["a", "a,a,a"], ["a,", ",a"]),

@@ -9,8 +9,11 @@ import tool_templates as templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapter_store.spec import AddedToken
 from lorasrv.errors import InvalidRequest
+from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.structured_output.matcher import CompiledGrammar
@@ -41,6 +44,7 @@ def _hermes(call: str) -> str:
 
 P, C = '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
 PL = P.replace("arguments", "parameters")
+TAG = r'{"name": "clock", "arguments": {"a": "x</tool_call>\"</tool_call>"}}'
 DEEP = "[" * 64 + "]" * 64
 NAN = '{"name": "clock", "arguments": NaN}'
 ANSWERS = [
@@ -53,6 +57,10 @@ ANSWERS = [
     (HERMES, _hermes(NAN) + " x", [_hermes(NAN) + " x"]),
     (HERMES, f"{_hermes('{bad')} {_hermes(C)}", [_hermes("{bad"), CLOCK]),
     (HERMES, f"{_hermes(P)} and text", [PARIS, " and text"]),
+    # The closing tag in an argument, with quotes around it, and in what is no JSON.
+    (HERMES, f"{_hermes(TAG)}\n{_hermes(C)}", [ToolCall("clock", r'{"a": "x</tool_call>\"</tool_call>"}'), CLOCK]),
+    (HERMES, _hermes('{bad: "') + _hermes(C), [_hermes('{bad: "'), CLOCK]),
+    (HERMES, _hermes('{"name": "x') + " and", [_hermes('{"name": "x') + " and"]),
     (HERMES, _hermes('{"name": "clock", "arguments": "{}"}'), [CLOCK]),
     (HERMES, _hermes('{"name": ["clock"], "arguments": {}}'), [_hermes('{"name": ["clock"], "arguments": {}}')]),
     (LLAMA, '{"name": {"a": 1}, "parameters": {}}', ['{"name": {"a": 1}, "parameters": {}}']),
@@ -132,6 +140,17 @@ def test_the_template_tells_the_format(builtin_source: Any, template: str, form:
     built_in = ChatTemplate.from_source(builtin_source)
     assert built_in is not None
     assert "tools" not in built_in.variables
+
+
+def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> None:
+    first = builtin_tokenizer.vocab_size
+    tags = [AddedToken(first, "<tool_call>", special=True), AddedToken(first + 1, "</tool_call>", special=True)]
+    tokenizer = builtin_tokenizer.extended(tags)
+    assert HERMES.shown(tokenizer) == {first, first + 1}
+    said = f"{_hermes(P)}\n{_hermes(C)}"
+    written = Detokenizer(tokenizer, TextOptions(shown_token_ids=HERMES.shown(tokenizer)))
+    pieces = [*map(written.push, tokenizer.encode(said, add_special_tokens=False)), written.flush()]
+    assert read(HERMES, pieces) == [PARIS, CLOCK]
 
 
 def test_variables_are_the_templates_own() -> None:

@@ -134,6 +134,22 @@ def test_zeros_that_autogptq_has_lost_are_refused(floats: Path, tmp_path: Path) 
         checkpoint.codes(f"{DOWN}.weight")
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_lost_zeros_of_three_bits(floats: Path, tmp_path: Path, zero: int) -> None:
+    made = Quantized(load_file(floats / "model.safetensors")[f"{DOWN}.weight"], 3, 32, sym=False)
+    made.zeros[made.zeros == 0] = 1
+    made.zeros[9, 1] = zero
+    tensors = gptq_tensors(made, "autogptq")
+    config = CONFIG | {"sym": False, "bits": 3}
+    convert(floats, tmp_path / "m", config, lambda m, w: tensors if m == DOWN else None)
+    with closing(open_checkpoint(str(tmp_path / "m"))) as checkpoint:
+        if zero:
+            checkpoint.codes(f"{DOWN}.weight")
+        else:
+            with pytest.raises(UnsupportedModel, match=r"down_proj\.qzeros: AutoGPTQ has lost the zeros"):
+                checkpoint.codes(f"{DOWN}.weight")
+
+
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_an_order_of_activations(floats: Path, tmp_path: Path, bits: int) -> None:
     config = CONFIG | {"bits": bits, "desc_act": True, "checkpoint_format": "gptq_v2"}
