@@ -59,10 +59,8 @@ class LogprobsFormatter:
     # Spell tokens `token_id:17`, as vLLM does on request.
     as_ids: bool = False
 
-    def chat(self, tokens: Sequence[PlacedToken]) -> Json | None:
-        """Return the form for chat; None without tokens."""
-        if not tokens:
-            return None
+    def chat(self, tokens: Sequence[PlacedToken]) -> Json:
+        """Return the form for chat."""
         content = []
         for placed in tokens:
             assert placed.known is not None, "a conversation's prompt is not shown"
@@ -70,10 +68,8 @@ class LogprobsFormatter:
             content.append({**self._chat_token(placed.token_id, placed.known.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(self, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        """Return the older form; None without tokens. The likeliest `top` always include the token itself."""
-        if not tokens:
-            return None
+    def completion(self, tokens: Sequence[PlacedToken], top: int) -> Json:
+        """Return the older form. The likeliest `top` always include the token itself."""
         return {
             "tokens": [self._legacy(placed.token_id) for placed in tokens],
             "token_logprobs": [placed.known and finite(placed.known.logprob) for placed in tokens],

@@ -45,8 +45,8 @@ class ProtocolFormat(Protocol):
     def first_delta(self) -> Json | None:
         """Return the content of the first chunk, before any text; None if there is none."""
 
-    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        """Format log-probabilities; None if there are none."""
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json:
+        """Format log-probabilities."""
 
     def delta(self, text: str) -> Json:
         """Format a piece of text in a chunk."""
@@ -86,7 +86,7 @@ class ChatFormat(_PlainText):
     def first_delta(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json:
         return logprobs_formatter.chat(tokens)
 
     def delta(self, text: str) -> Json:
@@ -110,7 +110,7 @@ class CompletionFormat(_PlainText):
     def first_delta(self) -> Json | None:
         return None
 
-    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json:
         return logprobs_formatter.completion(tokens, top)
 
     def delta(self, text: str) -> Json:
@@ -192,10 +192,10 @@ class ResponseBuilder:
         echo = self.echoes[index // width] if self.echoes else None
         text = (echo.text if echo else "") + "".join(output.text for output in own)
         content = self.protocol_format.full_content(text)
-        tokens: list[PlacedToken] = []
+        tokens: list[PlacedToken] | None = None
         if self.top is not None:
             shown = ShownTokens(len(echo.text) if echo else 0)
-            tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
+            tokens = list(echo.placed(first.prompt_logprobs or ())) if echo else []
             tokens += [placed for output in own for placed in shown.take(output)]
         choice = self.choice(number, content, own[-1], tokens)
         if self.prompt_top is not None and self.logprobs_formatter is not None:
@@ -272,12 +272,12 @@ class ResponseBuilder:
         index: int,
         content: Mapping[str, Any],
         ended: RequestOutput | None = None,
-        tokens: Sequence[PlacedToken] = (),
+        tokens: Sequence[PlacedToken] | None = None,
     ) -> Json:
         """Return a choice as responses have it: its content, its end if that is known, and its log-probabilities."""
-        known = self.logprobs_formatter and self.protocol_format.logprobs(
-            self.logprobs_formatter, tokens, self.top or 0
-        )
+        known = None
+        if self.logprobs_formatter is not None and tokens is not None:
+            known = self.protocol_format.logprobs(self.logprobs_formatter, tokens, self.top or 0)
         reason = ended and self.protocol_format.finish_reason(index, content, ended)
         choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
@@ -328,7 +328,7 @@ class ChunkEvents:
             pieces = self._format.deltas(index, output)
             for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
                 ended = output if output.finished and not left else None
-                choice = self._builder.choice(index, piece, ended, self._waiting.pop(index, ()))
+                choice = self._builder.choice(index, piece, ended, self._waiting.pop(index, None) or None)
                 if self._builder.prompt_ids is not None:
                     choice |= {"token_ids": self._untold.pop(index, []), **self._prompt_ids(index, in_choice=True)}
                 events.append(event_of(self._chunk(choice)))
@@ -357,7 +357,7 @@ class ChunkEvents:
             self._around[index] = before, behind
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if builder.top is not None else ()
-            choice = builder.choice(index, self._format.delta(echo.text), None, tokens)
+            choice = builder.choice(index, self._format.delta(echo.text), None, tokens or None)
             return [event_of(self._chunk(choice | self._prompt_ids(index, in_choice=True)))]
         if (opening := self._format.first_delta()) is None:
             return []

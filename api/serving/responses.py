@@ -195,8 +195,8 @@ class AnswerItems:
         if self._texts is None:
             yield from self._begin_message()
         assert self._texts is not None
-        known = self._chat.logprobs_formatter and self._chat.logprobs_formatter.chat(self._unplaced)
-        logprobs = known["content"] if known else []
+        formatter = self._chat.logprobs_formatter
+        logprobs = [] if formatter is None else formatter.chat(self._unplaced)["content"]
         self._unplaced = []
         self._texts.append(text)
         self._logprobs += logprobs

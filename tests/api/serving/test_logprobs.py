@@ -154,6 +154,14 @@ def test_offsets_of_an_echo_behind_letters_of_several_tokens() -> None:
     assert PromptEcho.of([token for token in ids if token is not None], tokenizer).offsets == [0, 0, 1, 1, 2, 3]
 
 
+def test_an_answer_that_its_stop_string_removes(served) -> None:
+    """What was asked for is there, though it is empty."""
+    [plain] = served.post(prompt=TEXT)["choices"]
+    [choice] = served.post(prompt=TEXT, logprobs=1, stop=[plain["text"][0]])["choices"]
+    empty: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    assert (choice["text"], choice["logprobs"]) == ("", empty)
+
+
 def test_echo_alone(served) -> None:
     [choice] = served.post(prompt=TEXT, echo=True)["choices"]
     [plain] = served.post(prompt=TEXT)["choices"]
