@@ -86,7 +86,7 @@ def _apart(bound: Any, sign: int) -> Any:
     """Return an exclusive bound that is no integer in place of one that is: llguidance 1.9 lets an integer itself
     through if the other bound has the same integer part."""
     is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    if not is_number or bound != int(bound) or abs(bound) >= _MOST_APART:
+    if not is_number or not float(bound).is_integer() or abs(bound) >= _MOST_APART:
         return bound
     return bound + sign * _APART * max(1, abs(bound))
 
