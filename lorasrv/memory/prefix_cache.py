@@ -198,7 +198,7 @@ class PrefixCache:
             scored = (score, next(self._order))
             (self._orphaned if entry.adapter in self._absent else self._cached)[page] = scored
             if page in self._cached:
-                heapq.heappush(self._queue, (*scored, page))
+                self._push(page)
 
     def evict_orphaned(self) -> bool:
         """Free a page whose adapter was evicted; return False if there is none."""
@@ -236,7 +236,7 @@ class PrefixCache:
         self._absent.discard(adapter)
         self._transfer(adapter, self._orphaned, self._cached)
         for page in self._by_adapter.get(adapter, set()) & self._cached.keys():
-            heapq.heappush(self._queue, (*self._cached[page], page))
+            self._push(page)
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Follow pages that were moved: old id -> new id."""
@@ -252,7 +252,7 @@ class PrefixCache:
             for old in moves.keys() & pages.keys():
                 pages[moves[old]] = pages.pop(old)
         for new in self._cached.keys() & set(moves.values()):
-            heapq.heappush(self._queue, (*self._cached[new], new))
+            self._push(new)
 
     def references(self) -> Iterator[int]:
         """Yield every page id that the cache holds, for `PagePool.check_integrity`."""
@@ -295,11 +295,16 @@ class PrefixCache:
         self._pool.release((page,))
         self.num_evictions += 1
 
-    def _skip_outdated(self) -> bool:
-        """Drop outdated entries (pages used or moved since) from the head of the queue; return whether any is left."""
+    def _push(self, page: int) -> None:
+        """Queue a cached page; once most entries are outdated, all of them go: where pages are never short, nothing
+        else drops them."""
+        heapq.heappush(self._queue, (*self._cached[page], page))
         if len(self._queue) > 2 * len(self._cached) + 64:
             self._queue = [(*scored, page) for page, scored in self._cached.items()]
             heapq.heapify(self._queue)
+
+    def _skip_outdated(self) -> bool:
+        """Drop outdated entries (pages used or moved since) from the head of the queue; return whether any is left."""
         while self._queue and self._cached.get(self._queue[0][2]) != self._queue[0][:2]:
             heapq.heappop(self._queue)
         return bool(self._queue)

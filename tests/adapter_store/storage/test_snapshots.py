@@ -46,6 +46,13 @@ def test_what_was_written_is_read(files: SnapshotFiles, tmp_path: Path) -> None:
     assert nbytes == (tmp_path / "snapshots" / NAME.file).stat().st_size
 
 
+def test_a_large_snapshot_has_a_long_head(files: SnapshotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapter_store.storage.snapshots.PIECE_BYTES", 2)
+    nbytes = write(files)
+    assert nbytes - len(DATA) > 64 << 10
+    assert files.read(NAME, FACTS, len(DATA)).tobytes() == DATA
+
+
 @pytest.mark.parametrize("fact", FACTS)
 def test_another_fact_is_another_name_and_never_the_same_bytes(files: SnapshotFiles, tmp_path: Path, fact: str) -> None:
     other = {**FACTS, fact: "else"}

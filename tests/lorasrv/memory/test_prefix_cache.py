@@ -106,6 +106,16 @@ def test_pages_of_an_adapter_that_left_go_first_and_come_back_with_it() -> None:
     assert cache.num_orphaned == 0
 
 
+def test_a_prefix_that_is_used_again_and_again_takes_no_memory() -> None:
+    """Where pages are never short nothing is evicted, and nothing asks for the lowest page."""
+    cache = Cache()
+    chain = cache.kept(8, None)
+    cache.use(chain, 1000)
+    assert len(cache._queue) < 100
+    cache.check()
+    assert [cache.evict_lowest() for _ in range(9)] == [True] * 8 + [False]
+
+
 def test_pages_keep_their_names_when_they_move() -> None:
     cache = Cache()
     _, (digest, page), _ = cache.kept(3, MIA)
