@@ -27,7 +27,13 @@ def end_at_signals() -> None:
     for number in EXIT_CODES:
         signal.signal(number, handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+        signal.signal(signal.SIGHUP, _hung_up)
+
+
+def _hung_up(*_: object) -> None:
+    """Count once: a shell that ends tells its jobs, and then the system does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def ignore_signals() -> None:

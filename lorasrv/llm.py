@@ -109,12 +109,12 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = BUILTIN_MODEL, config: EngineConfig | None = None, store: Path | None = None
+        self, model: str | Path = BUILTIN_MODEL, config: EngineConfig | None = None, store: Path | str | None = None
     ) -> None:
-        config = config or EngineConfig()
+        model, config = str(model), config or EngineConfig()
         self._config = replace(config, model=replace(config.model, model=model))
         with ExitStack() as opened:
-            root = store or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="lorasrv-")))
+            root = Path(store or opened.enter_context(tempfile.TemporaryDirectory(prefix="lorasrv-")))
             options = config.model
             with closing(open_checkpoint(model, options.load_format, options.quantized_weights)) as checkpoint:
                 shapes = base_shapes(checkpoint.spec, checkpoint.name, checkpoint_name(model))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 from adapter_store.errors import AdapterInvalid, ProblemList, show
 from adapter_store.formats.adapter_config import (
@@ -141,6 +141,8 @@ def check_adapter(
         AdapterInvalid: with every problem of config, header, names, shapes and values; then those of the form.
     """
     problems = ProblemList()
+    if stored not in get_args(Form):
+        problems.add("invalid_stored", "stored", f"= {show(stored)}; it must be {' or '.join(get_args(Form))}")
     adapter_config = read_adapter_config(config, problems, max_names(base))
     hasher = hashlib.sha256()
     facts = DataFacts()

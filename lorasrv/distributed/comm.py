@@ -11,13 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorasrv.distributed.frames import RankLost
+
 Shape = Sequence[int]
 TIMEOUT_S = 120.0
 """Longest wait for a rank that lives but does not answer; one that does not live is noticed sooner (`pulse.py`)."""
-
-
-class RankLost(Exception):
-    """Report a rank that has gone, or does not answer."""
 
 
 class Comm(ABC):

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorasrv.distributed.comm import RankLost
-from lorasrv.distributed.frames import Frame, LinkClosed
+from lorasrv.distributed.frames import Frame, LinkClosed, RankLost
 from lorasrv.distributed.rank0 import Ranks
 from lorasrv.distributed.rank_adapters import (
     LayoutNumbers,

@@ -29,6 +29,10 @@ class LinkClosed(Exception):
     """Report that the other end of a link has gone."""
 
 
+class RankLost(Exception):
+    """Report a rank that has gone, or does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """Hold a message: a kind, fields that JSON can express, and arrays."""

@@ -80,11 +80,13 @@ class ProcessLauncher:
                 "this process has a default group of torch.distributed already: its own, or that of another model in "
                 "several processes; close that, or load this one in a process of its own"
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="lorasrv-ranks-"))
+        self._folder: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def meeting(self) -> str:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="lorasrv-ranks-"))
         return str(self._folder / "meeting")
 
     def start(self, rank: int, sockets: RankSockets) -> None:
@@ -95,6 +97,8 @@ class ProcessLauncher:
                 [sys.executable, "-P", "-m", "lorasrv.distributed.rank_process", *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
+                # What a terminal sends is rank 0's: it ends the ranks when its requests are done.
+                start_new_session=True,
                 env=os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000")},
             )
         )
@@ -107,7 +111,8 @@ class ProcessLauncher:
         return PulseMonitor({rank: one.pulse for rank, one in enumerate(sockets, 1)}, self._kill, how=self._how)
 
     def forget_meeting(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _how(self, rank: int) -> str:
         """Return how a rank has ended."""

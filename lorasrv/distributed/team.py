@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lorasrv.distributed.comm import RankLost
-from lorasrv.distributed.frames import Frame, Link, LinkClosed
+from lorasrv.distributed.frames import Frame, Link, LinkClosed, RankLost
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.errors import ConfigError, EngineDead, LorasrvError, ModelError, NotEnoughMemory
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from lorasrv.distributed.comm import TIMEOUT_S, Comm, RankLost, Shape
+from lorasrv.distributed.comm import TIMEOUT_S, Comm, Shape
+from lorasrv.distributed.frames import RankLost
 
 LOOKS_S = 0.01
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -54,11 +54,16 @@ def test_a_server_that_serves_closes_by_itself() -> None:
 def test_a_terminal_that_is_closed_ends_it_as_sigterm_does() -> None:
     with pytest.raises(Ended, match="0"):
         signal.raise_signal(signal.SIGHUP)
+
+
+def test_a_terminal_that_is_closed_counts_once() -> None:
+    """A shell that ends tells its jobs, and then the system does. A second signal would shorten the drain."""
     early_stop.started()
     got: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     signal.raise_signal(signal.SIGHUP)
-    assert got == [signal.SIGTERM], "a server that serves drains"
+    signal.raise_signal(signal.SIGHUP)
+    assert got == [signal.SIGTERM]
 
 
 def test_nohup_is_respected() -> None:

@@ -149,7 +149,7 @@ def widen(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def check(
-    config: Mapping[str, object], data: bytes, max_rank: int = 16, base: BaseShapes = BASE, **options: bool
+    config: Mapping[str, object], data: bytes, max_rank: int = 16, base: BaseShapes = BASE, **options: Any
 ) -> CheckedAdapter:
     """Check an adapter for the tiny base, or another."""
     return check_adapter(config, io.BytesIO(data), len(data), base, max_rank, **options)

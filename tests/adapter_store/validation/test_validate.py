@@ -69,6 +69,12 @@ def test_everything_wrong_at_once_is_listed() -> None:
     assert "tensors have rank 3, the config says 4" in with_good_config["rank_mismatch"].message
 
 
+@pytest.mark.parametrize("form", ["int4", "INT8", ""])
+def test_a_form_that_there_is_not(form: str) -> None:
+    with pytest.raises(AdapterInvalid, match=r"stored: = .*; it must be bf16 or int8"):
+        check(build.config(), build.file(), stored=form)
+
+
 def test_rank_over_the_limit_is_refused() -> None:
     data = build.file(rank=17)
     found = problems_of(lambda: check(build.config(r=17), data))

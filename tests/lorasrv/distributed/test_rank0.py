@@ -26,6 +26,7 @@ from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
 from lorasrv.distributed.rank_start import RankSetup, torch_comm
 from lorasrv.distributed.rank_worker import RankWorker
+from lorasrv.distributed.team import RankSockets
 from lorasrv.errors import ConfigError, EngineDead, NotEnoughMemory
 from lorasrv.llm import LLM
 
@@ -33,15 +34,30 @@ PATIENCE_S = 40.0
 """What would be waited for in vain."""
 
 
+def test_a_rank_beats_before_torch_is_imported() -> None:
+    code = "import sys; sys.modules['torch'] = None; import lorasrv.distributed.rank_process"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rank_is_in_no_terminals_group() -> None:
+    """A terminal that is closed, or Ctrl-C, is for rank 0, which lets its requests end first."""
+    launcher = ProcessLauncher()
+    with patch("lorasrv.distributed.rank0.subprocess.Popen") as popen:
+        launcher.start(1, RankSockets(*(socket.socket() for _ in range(3))))
+    assert popen.call_args.kwargs["start_new_session"] is True
+
+
 def test_a_stopped_rank_is_killed() -> None:
     launcher = ProcessLauncher()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         launcher._processes.append(process)
         os.kill(process.pid, signal.SIGSTOP)
+        folder = Path(launcher.meeting).parent
+        assert folder.exists()
         try:
             launcher._kill()
             assert process.wait(10) == -signal.SIGKILL
-            assert not launcher._folder.exists()
+            assert not folder.exists()
         finally:
             process.kill()
     launcher.stop()
