@@ -4,12 +4,13 @@ threads."""
 import itertools
 import json
 import math
+import operator
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -301,7 +302,7 @@ class LLM:
         request_id = RequestId(f"offline-{next(self._numbers)}")
         name = "" if first is None else first.adapter_id
         return self.input_processor.process(
-            request_id, prompt, sampling, composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy
+            request_id, _checked(prompt), sampling, composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy
         )
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
@@ -319,6 +320,21 @@ class LLM:
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self._tokenizer_of(message.adapter_key), message.text)
         return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))
+
+
+def _checked(prompt: str | Sequence[int]) -> str | tuple[int, ...]:
+    """Return a text, or token ids of any type of integers, as numpy's.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    with suppress(TypeError):
+        if not isinstance(prompt, bytes):
+            return tuple(map(operator.index, prompt))
+    why = f"each of {{param}} must be a text or a list of token ids, not {type(prompt).__name__}"
+    raise InvalidRequest(why, param="prompts")
 
 
 def _check_several(prompts: object) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_engine import GREEDY, PROMPT, offline_engine
 
@@ -115,6 +116,16 @@ def test_calls_of_several_threads_take_turns(model: Path, adapter_dirs: dict[str
         found = list(pool.map(lambda name: llm.generate([PROMPT] * 2, GREEDY, [name] * 2), names * 2))
     for name, answers in zip(names * 2, found, strict=True):
         assert [list(answer.token_ids) for answer in answers] == [alone(PROMPT, GREEDY, name)] * 2
+
+
+def test_prompts_are_texts_or_token_ids(model: Path) -> None:
+    with offline_engine(model) as llm:
+        listed, of_numpy = llm.generate([[5, 9], np.array([5, 9])], GREEDY)
+        assert listed.token_ids == of_numpy.token_ids
+        wrong: list[Any]
+        for wrong, kind in (([5, 9], "int"), ([b"hello"], "bytes"), ([[5, 1.5]], "list"), ([None], "NoneType")):
+            with pytest.raises(InvalidRequest, match=f"each of prompts must be a text or a list .* not {kind}"):
+                llm.generate(wrong, GREEDY)
 
 
 def test_one_text_is_no_list_of_prompts(model: Path) -> None:
