@@ -105,6 +105,11 @@ class _Ledger:
         account.served = max(account.served, self._floor)
         account.is_throttled = False
         heapq.heappush(self._least, (account.served, account.name))
+        if len(self._least) > 2 * self._num_waiting + MIN_SWEEP:
+            # While one account waits that has less, the others' outdated entries would stay below it.
+            waiting = (a for a in self._accounts.values() if a is account or a.num_waiting)
+            self._least = [(a.served, a.name) for a in waiting if not a.is_throttled]
+            heapq.heapify(self._least)
 
     def remove_waiting(self, name: str) -> None:
         """Count one waiting request less."""

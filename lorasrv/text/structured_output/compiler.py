@@ -18,7 +18,7 @@ KEPT_BYTES = 256 << 20
 KEPT_REFUSALS = 512
 MAX_WAITING = 256
 MAX_TRIES = 4
-"""Most extended tokenizers whose tokens are kept."""
+"""Most extended tokenizers whose tokens, and grammars, are kept."""
 LEAST_BYTES = 256 << 10
 """Minimum size that a grammar counts as: small ones do not show in a process's memory."""
 
@@ -71,7 +71,11 @@ class GrammarCompiler:
     def _known(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
         if (why := self._refused.get(grammar.text)) is not None:
             raise _refusal(grammar, why)
-        return self._kept.get((own, grammar.text))
+        kept = self._kept.get((own, grammar.text))
+        if kept is not None and own is not None:
+            # Those of tokenizers used last are kept.
+            self._tries.get(own)
+        return kept
 
     async def _compiled(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar:
         if self._base is None:
@@ -82,7 +86,7 @@ class GrammarCompiler:
             raise _refusal(grammar, verdict.error)
         trie, size = self._base, self._vocab_size
         if own is not None:
-            trie, size = await asyncio.to_thread(self._trie_of, own), max(size, own.vocab_size)
+            trie, size = await self._trie_of(own), max(size, own.vocab_size)
         matcher = await asyncio.to_thread(compile_matcher, trie, grammar.text)
         if matcher.is_error():
             raise _refusal(grammar, one_line(matcher.get_error()))
@@ -92,13 +96,19 @@ class GrammarCompiler:
             self._kept[own, grammar.text] = compiled
         return compiled
 
-    def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
+    async def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
         """Return the tokens of an extended tokenizer; one at a time, as grammars are compiled."""
         known = self._tries.get(own)
         if known is None:
-            vocabulary = Vocabulary.of(own, max(self._vocab_size, own.vocab_size), self._end_ids)
-            known = self._tries[own] = _trie(vocabulary, own)
+            known = await asyncio.to_thread(self._built, own)
+            self._tries[own] = known
+            # A grammar keeps the tokens that it was compiled for, which are far larger than itself.
+            for kept in [kept for kept in self._kept if kept[0] is not None and kept[0] not in self._tries]:
+                del self._kept[kept]
         return known
+
+    def _built(self, own: Tokenizer) -> llguidance.LLTokenizer:
+        return _trie(Vocabulary.of(own, max(self._vocab_size, own.vocab_size), self._end_ids), own)
 
 
 def _trie(vocabulary: Vocabulary, tokenizer: Tokenizer) -> llguidance.LLTokenizer:

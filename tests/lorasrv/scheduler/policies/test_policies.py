@@ -6,6 +6,7 @@ from tiny_scheduler import scheduler
 
 from lorasrv.config import POLICIES, Limits
 from lorasrv.outputs import FinishReason
+from lorasrv.scheduler.policies.fair import MIN_SWEEP, _Ledger
 
 
 def _order(bench: Bench) -> list[str]:
@@ -34,6 +35,22 @@ def test_the_least_urgent_gives_way_first(policy: str) -> None:
     assert preempted["urgent"] == 0
     assert preempted["idle talk"] > 0
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_what_waits_behind_others_costs_no_memory() -> None:
+    """A batch waits while one account comes again and again, and each time it is compared with the batch."""
+    ledger = _Ledger(lambda name: 1.0)
+    ledger.add_waiting("batch")
+    online = ledger.account("online")
+    for _ in range(5 * MIN_SWEEP):
+        ledger.add_waiting("online")
+        ledger.remove_waiting("online")
+        online.served += 30
+    assert len(ledger._least) <= MIN_SWEEP + 4
+    ledger.add_waiting("online")
+    assert ledger._least_served() == ledger.account("batch").served
+    ledger.remove_waiting("batch")
+    assert ledger._least_served() == online.served
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:

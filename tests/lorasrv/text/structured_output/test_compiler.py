@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from tiny_tokenizers import sentencepiece
 
+from adapter_store.spec import AddedToken
 from lorasrv.errors import EngineOverloaded, InvalidRequest
 from lorasrv.text.structured_output import grammar as source
-from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.structured_output.compiler import MAX_TRIES, GrammarCompiler
 from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary
 from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox, GrammarVerdict
 from lorasrv.text.structured_output.satisfiability import lark_can_end, repetitions
@@ -415,6 +416,22 @@ def test_what_is_malformed_or_too_deep_to_look_through_is_left_to_the_compiler()
     assert source.json_of({"$ref": "#/$defs/a0", "$defs": chain}, "p")
     assert source.grammar_of("start: " + "(" * 3000 + '"a"' + ")" * 3000, "p")
     assert source.json_of({"patternProperties": 5}, "p")
+
+
+def test_grammars_go_with_the_tokens_of_their_tokenizer(builtin_tokenizer: Tokenizer) -> None:
+    """Tokens of a vocabulary are some 24 MB, a hundred times a small grammar."""
+    grammar = source.regex_of("[ab]{1,3}", "p")
+    first = builtin_tokenizer.vocab_size
+    owns = [builtin_tokenizer.extended([AddedToken(first, f"<own{n}>", special=False)]) for n in range(MAX_TRIES + 2)]
+    with closing(Compiling(builtin_tokenizer)) as compiling:
+        compile_for = partial(compiling.compiler.compile, grammar)
+        base = compiling.compile(grammar)
+        for own in owns:
+            compiling.run(compile_for(own=own))
+            assert compiling.run(compile_for(own=owns[0])) is compiling.compiler._kept[owns[0], grammar.text]
+            assert compiling.compile(grammar) is base
+        kept = {own for own, _ in compiling.compiler._kept}
+        assert kept == {None, owns[0], *owns[-MAX_TRIES + 1 :]}
 
 
 def test_ends_outside_of_the_vocabulary_are_no_ends() -> None:
