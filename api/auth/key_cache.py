@@ -1,7 +1,8 @@
 """Cache the keys of a running server in memory, always as current as the key store.
 
-SQLite's `data_version` (in shared memory) shows at each request whether another process has changed the store, so a
-created or revoked key counts from the next request.
+SQLite's `data_version` (in shared memory) shows at each request whether another connection has changed the store, so a
+created or revoked key counts from the next request. All keys are read again only if one has changed: once a minute, the
+server itself writes when they were used.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ class KeyCache:
         self._used_s: dict[str, float] = {}
         self._ended: set[str] = set()
         self._is_told = False
-        self._changes, self._held = self._read()
+        self._changes, self._num_changes, self._held = self._read()
         self._read_s = time.monotonic()
 
     def is_open(self) -> bool:
@@ -164,8 +165,10 @@ class KeyCache:
     def _refresh(self) -> None:
         now_s = time.monotonic()
         try:
-            if self._book.changes() != self._changes:
-                self._changes, self._held = self._read()
+            if (changes := self._book.changes()) != self._changes:
+                if self._book.num_changes() != self._num_changes:
+                    changes, self._num_changes, self._held = self._read()
+                self._changes = changes
         except (AdapterError, sqlite3.ProgrammingError) as error:
             if now_s - self._read_s > STALE_S:
                 if not self._is_told:
@@ -175,12 +178,12 @@ class KeyCache:
             return
         self._read_s, self._is_told = now_s, False
 
-    def _read(self) -> tuple[int, Mapping[bytes, _Held]]:
-        # The number first: changes made in between are read again.
-        changes = self._book.changes()
+    def _read(self) -> tuple[int, int, Mapping[bytes, _Held]]:
+        # The numbers first: changes made in between are read again.
+        changes, num_changes = self._book.changes(), self._book.num_changes()
         known = self._book.by_digest().items()
         held = {digest: _Held(digest, key, _caller(key), ends_s) for digest, (key, ends_s) in known}
-        return changes, {**held, **self._own}
+        return changes, num_changes, {**held, **self._own}
 
 
 def _caller(key: Key) -> Caller:

@@ -43,6 +43,21 @@ _SCHEMA = (
         sha256 BLOB PRIMARY KEY, name TEXT NOT NULL REFERENCES keys, ends_s REAL
     ) STRICT, WITHOUT ROWID""",
 )
+_COUNTED = {
+    "keys": ("INSERT", "DELETE", "UPDATE OF name, scopes, adapters, limits, expires_s, revoked_s"),
+    "secrets": ("INSERT", "DELETE", "UPDATE"),
+}
+_COUNTER = (
+    "CREATE TABLE changes (number INTEGER NOT NULL) STRICT",
+    "INSERT INTO changes VALUES (0)",
+    *(
+        f"CREATE TRIGGER {table}_changed_{number} AFTER {change} ON {table} "
+        "BEGIN UPDATE changes SET number = number + 1; END"
+        for table, kinds in _COUNTED.items()
+        for number, change in enumerate(kinds)
+    ),
+)
+"""Counts every change but those of `last_used_s`, whoever makes it."""
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
 
 
@@ -104,6 +119,11 @@ class KeyStore:
                 raise StoreUnusable(
                     f"{FILE} was written by another version of lorasrv (layout {found}, this one reads {VERSION})"
                 )
+            if not self._has_counter():
+                with self._transaction():
+                    # Stores of earlier versions have none.
+                    for statement in () if self._has_counter() else _COUNTER:
+                        self._db.execute(statement)
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
@@ -122,6 +142,14 @@ class KeyStore:
             if self._identity() != self._opened:
                 raise StoreUnusable(f"the key store {FILE} was replaced; stop the server before, or start it again now")
             return number
+
+    def num_changes(self) -> int:
+        """Return how many changes there have been to keys and secrets; when keys were used is none."""
+        with _errors():
+            return int(self._db.execute("SELECT number FROM changes").fetchone()[0])
+
+    def _has_counter(self) -> bool:
+        return self._db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'changes'").fetchone() is not None
 
     def _identity(self) -> tuple[int, int]:
         file = self.path.stat()

@@ -1,8 +1,10 @@
 """The key store, the server's view of it, and the commands that write it."""
 
 import json
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +195,40 @@ class TestKeyCache:
         await cache.write_uses()
         assert keys.changes() == after, "no request came since"
         assert state(cache, secret) == "active", "its own write is no change of keys"
+
+    async def test_keys_are_read_again_only_if_one_has_changed(self, keys, cache, monkeypatch) -> None:
+        """Thousands of keys take a second, in which the server does nothing else."""
+        reads = []
+        read = KeyStore.by_digest
+        monkeypatch.setattr(KeyStore, "by_digest", lambda self: reads.append(1) or read(self))
+        _, secret = keys.create("mia", INFER)
+        assert (state(cache, secret), len(reads)) == ("active", 1)
+        await cache.write_uses()
+        assert keys.all()[0].last_used_s is not None
+        assert (state(cache, secret), len(reads)) == ("active", 1)
+        _, second = keys.rotate("mia", grace_s=60)
+        assert (state(cache, second), len(reads)) == ("active", 2)
+        exported = keys.exported()
+        keys.revoke("mia")
+        assert (state(cache, second), len(reads)) == ("revoked", 3)
+        keys.replace_all(exported)
+        assert (state(cache, second), len(reads)) == ("active", 4)
+        keys.replace_all([])
+        assert (state(cache, second), len(reads)) == (None, 5)
+
+    def test_a_store_of_an_earlier_version_counts_its_changes(self, keys, tmp_path: Path) -> None:
+        _, secret = keys.create("mia", INFER)
+        with closing(sqlite3.connect(tmp_path / "keys.db")) as old:
+            names = old.execute("SELECT type, name FROM sqlite_schema WHERE name LIKE '%change%'").fetchall()
+            for kind, name in sorted(names, reverse=True):
+                old.execute(f"DROP {kind} {name}")
+            old.commit()
+            cache = KeyCache(tmp_path)
+            assert state(cache, secret) == "active"
+            # Its own commands go on without knowing of it.
+            old.execute("UPDATE keys SET revoked_s = 1.0")
+            old.commit()
+            assert state(cache, secret) == "revoked"
 
     def test_a_key_store_that_cannot_be_read_closes(self, keys, cache, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache.is_open()
