@@ -142,7 +142,7 @@ class SnapshotFiles:
         """Store a snapshot, and remove others of its version, and those not used for longest beyond `max_bytes`.
 
         Raises:
-            StoreFull, StoreUnusable: the disk refused, or `max_bytes` are fewer; nothing is stored.
+            StoreFull, StoreUnusable: the disk refused, or `max_bytes` are fewer; one of that name stays as it was.
             VersionGone: its version was deleted meanwhile.
         """
         head = _head(facts, _of_pieces(lambda _, piece: _sha256(piece), data))
@@ -162,15 +162,18 @@ class SnapshotFiles:
                 os.rename(temporary, self._folder / name.file)
                 fsync_directory(self._folder)
         except BaseException:
-            for path in (temporary, self._folder / name.file):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
             raise
-        removed = self._make_room(name, nbytes, max_bytes)
+        removed = self._make_room(max_bytes, name, nbytes)
         if name.owner not in self._owners():
             self.remove(name)
             raise VersionGone("its version was deleted meanwhile")
         return Stored(nbytes, removed)
+
+    def trim(self, max_bytes: int) -> None:
+        """Remove the snapshots not used for longest beyond `max_bytes`."""
+        self._make_room(max_bytes)
 
     def remove(self, name: SnapshotName) -> None:
         """Remove a snapshot; do nothing if there is none, or the disk refuses."""
@@ -189,11 +192,13 @@ class SnapshotFiles:
         """Return the snapshots that have gone with their versions since the last call."""
         return [self._removed.get_nowait() for _ in range(self._removed.qsize())]
 
-    def _make_room(self, name: SnapshotName, nbytes: int, max_bytes: int) -> tuple[SnapshotName, ...]:
+    def _make_room(self, max_bytes: int, new: SnapshotName | None = None, nbytes: int = 0) -> tuple[SnapshotName, ...]:
+        """Remove others of the version of a `new` one, of `nbytes`, and those used longest ago beyond `max_bytes`."""
         with self._lock:
             sizes = self.sizes()
-            sizes.pop(name, None)
-            doomed = [other for other in sizes if other.owner == name.owner]
+            if new is not None:
+                sizes.pop(new, None)
+            doomed = [other for other in sizes if new is not None and other.owner == new.owner]
             left = sum(sizes.values()) - sum(sizes[other] for other in doomed)
             for other in sizes:
                 if left + nbytes > max_bytes and other not in doomed:

@@ -104,6 +104,8 @@ def _build(
     if store is not None:
         adapters = processes.adapters(store, HostCache(config.memory.host_cache_bytes), loaded.weights, model.dtype)
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
+    if snapshots is not None:
+        snapshots.trim(config.memory.snapshot_bytes)
     sizes = (layout.page_size, layout.page_bytes, layout.num_slabs, layout.elsewhere_bytes)
     identity = kv_identity(loaded.weights, model.fmt, config.model, model.ops, model.kv_format, sizes, loaded.draft)
     memory = _memory(model, processes, layout, adapters, snapshots, identity)

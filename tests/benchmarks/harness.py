@@ -232,14 +232,14 @@ def unique_prompt(rng: random.Random, words: int) -> str:
 
 def quantile(values: Iterable[float], q: float) -> float:
     """Return the smallest value that is at least as large as the share `q` of all; NaN without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+    given = list(values)
+    return float(np.quantile(given, q, method="inverted_cdf")) if given else float("nan")
 
 
 def quantiles(values: Iterable[float], *shares: float) -> list[float]:
     """Return several quantiles of the same values."""
-    ordered = sorted(values)
-    return [quantile(ordered, share) for share in shares]
+    given = list(values)
+    return [quantile(given, share) for share in shares]
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]] = ()) -> None:

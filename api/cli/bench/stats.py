@@ -1,9 +1,11 @@
 """Summarise a load: throughput, latencies, goodput, failures; write it as one line of JSON, and read it back."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from api.cli.bench.client import RequestOutcome
 from api.cli.bench.load import Load
@@ -24,13 +26,10 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        ordered = sorted(values)
-        return cls(**{name: quantile(ordered, q) for name, q in QUANTILES.items()})
-
-
-def quantile(ordered: Sequence[float], q: float) -> float | None:
-    """Return a quantile of sorted values."""
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else None
+        given = list(values)
+        if not given:
+            return cls(**dict.fromkeys(QUANTILES))
+        return cls(*np.quantile(given, list(QUANTILES.values()), method="inverted_cdf").tolist())
 
 
 @dataclass(frozen=True, slots=True)

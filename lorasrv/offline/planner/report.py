@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.sim_traffic import SimulatedRequest, SimulationResult
 from lorasrv.outputs import AdapterTier
@@ -110,8 +112,8 @@ def ttft_points(outcomes: Iterable[SimulatedRequest]) -> list[tuple[float, float
 
 def quantile(values: Iterable[float], q: float) -> float:
     """Return the smallest value that is at least as large as a share `q` of all; NaN without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else NAN
+    given = list(values)
+    return float(np.quantile(given, q, method="inverted_cdf")) if given else NAN
 
 
 def _common(

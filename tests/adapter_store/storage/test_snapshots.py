@@ -82,7 +82,7 @@ def test_a_damaged_file_is_removed(files: SnapshotFiles, tmp_path: Path, place: 
 
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
-def test_a_disk_that_refuses_keeps_nothing(
+def test_a_disk_that_refuses_changes_nothing(
     files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def refuse(*_: object) -> None:
@@ -92,8 +92,9 @@ def test_a_disk_that_refuses_keeps_nothing(
     nbytes = write(files, zoe)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        with pytest.raises(StoreFull):
-            write(files, max_bytes=nbytes)
+        for name in (NAME, zoe):
+            with pytest.raises(StoreFull):
+                write(files, name, max_bytes=nbytes)
     assert kept(tmp_path) == {zoe.file}
     assert write(files, max_bytes=nbytes)
     assert kept(tmp_path) == {NAME.file}
@@ -165,3 +166,16 @@ def test_a_version_has_one_snapshot_and_all_of_them_so_many_bytes(files: Snapsho
     with pytest.raises(StoreFull):
         files.write(zoe, FACTS, memoryview(DATA), nbytes - 1)
     assert len(kept(tmp_path)) == 2
+
+
+def test_fewer_bytes_keep_what_was_used_last(files: SnapshotFiles, tmp_path: Path) -> None:
+    zoe = SnapshotName(ZOE, NAME.digest)
+    nbytes = write(files, zoe)
+    write(files)
+    os.utime(tmp_path / "snapshots" / NAME.file, ns=(1, 1))
+    files.trim(2 * nbytes)
+    assert kept(tmp_path) == {NAME.file, zoe.file}
+    files.trim(2 * nbytes - 1)
+    assert kept(tmp_path) == {zoe.file}
+    files.trim(0)
+    assert not kept(tmp_path)

@@ -1,6 +1,7 @@
 """Snapshots of personas' prompts in a real server, by the real command line: restarts, damage, deletion."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def made(
     return folder / "store", said
 
 
-def test_a_restart_restores_and_says_the_same(flags: Any, made: Any) -> None:
+def test_a_restart_restores_and_says_the_same(flags: Any, made: Any, tmp_path: Path) -> None:
     store, said = made
     with serve(*flags, store=store) as served:
         for name in PERSONAS:
@@ -68,6 +69,9 @@ def test_a_restart_restores_and_says_the_same(flags: Any, made: Any) -> None:
         for name in PERSONAS:
             assert ask(served, name) == (said[name][0], 0)
         assert len(files(store)) == 2
+    smaller = shutil.copytree(store, tmp_path / "store")
+    with serve(*flags, "--snapshot-bytes", files(store)[0].stat().st_size, store=smaller):
+        assert len(files(smaller)) == 1
 
 
 def test_other_kernels_and_pages_find_nothing(flags: Any, made: Any) -> None:
