@@ -92,34 +92,38 @@ class StreamedAnswer:
             if "error" in payload:
                 raise Refused(500, payload["error"])
             self.usage = payload.get("usage") or self.usage
-            for told in payload["choices"]:
-                choice = self.choices.setdefault(told.get("index", 0), Choice())
-                choice.finish_reason = told["finish_reason"] or choice.finish_reason
-                choice.logprobs += _token_logprobs(told.get("logprobs") or {})
-                if text := _text(told):
+            for entry in payload["choices"]:
+                choice = self.choices.setdefault(entry.get("index", 0), Choice())
+                choice.finish_reason = entry["finish_reason"] or choice.finish_reason
+                choice.logprobs += _token_logprobs(entry.get("logprobs") or {})
+                if text := _text(entry):
                     choice.text += text
                     yield text
 
 
-def _text(told: Mapping[str, Any]) -> str:
+def _text(entry: Mapping[str, Any]) -> str:
     """Return the text of a choice or of a piece of one, from chat or plain completions."""
-    said = told.get("delta") or told.get("message")
-    return str((said.get("content") if said else told.get("text")) or "")
+    message = entry.get("delta") or entry.get("message")
+    return str((message.get("content") if message else entry.get("text")) or "")
 
 
-def _token_logprobs(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _token_logprobs(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one entry per token, from either of OpenAI's two formats."""
-    if "tokens" not in told:
-        return told.get("content") or []
-    tops = told.get("top_logprobs") or [None] * len(told["tokens"])
+    if "tokens" not in entry:
+        return entry.get("content") or []
+    tops = entry.get("top_logprobs") or [None] * len(entry["tokens"])
     return [
         {
             "token": token,
             "logprob": logprob,
             "top_logprobs": [{"token": other, "logprob": of_other} for other, of_other in (top or {}).items()],
         }
-        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=True)
+        for token, logprob, top in zip(entry["tokens"], entry["token_logprobs"], tops, strict=True)
     ]
+
+
+def _path_of(reference: str, suffix: str = "") -> str:
+    return f"/v1/adapters/{quote(reference, safe='')}{suffix}"
 
 
 def _of(replica: str | None) -> dict[str, str]:
@@ -186,26 +190,26 @@ class Client:
         return adapters
 
     def adapter(self, adapter_id: str) -> dict[str, Any]:
-        return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}")
+        return self._json("GET", _path_of(adapter_id))
 
     def stats(self, adapter_id: str) -> dict[str, Any]:
-        return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}/stats")
+        return self._json("GET", _path_of(adapter_id, "/stats"))
 
     def delete(self, reference: str, *, force: bool = False, wait_s: float = 0.0) -> dict[str, Any]:
         """Delete an id or a version; with `force` also its aliases, aborting its requests. Waits up to `wait_s` for
         running ones.
         """
         params = {**({"force": "true"} if force else {}), **({"wait": f"{wait_s:g}"} if wait_s else {})}
-        return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}", params=params)
+        return self._json("DELETE", _path_of(reference), params=params)
 
     def change(self, adapter_id: str, body: Mapping[str, Any], *, etag: str | None = None) -> dict[str, Any]:
         """Change an adapter; with `etag`, only if its state is still the one with this tag."""
         headers = {} if etag is None else {"if-match": f'"{etag}"'}
-        return self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=dict(body), headers=headers)
+        return self._json("PATCH", _path_of(adapter_id), json=dict(body), headers=headers)
 
     def defaults(self, reference: str) -> dict[str, Any]:
         """Return the defaults of a version, if the key may read them."""
-        return self._json("GET", f"/v1/adapters/{quote(reference, safe='')}/defaults")
+        return self._json("GET", _path_of(reference, "/defaults"))
 
     def find_defaults(self, reference: str) -> dict[str, Any] | None:
         """Return the defaults of a version; None if there is no such version, or it has none."""
@@ -221,7 +225,7 @@ class Client:
         """Make a version with other defaults and the same weights; `new`: an id that does not exist becomes a persona
         of the base.
         """
-        path = f"/v1/adapters/{quote(reference, safe='')}/defaults"
+        path = _path_of(reference, "/defaults")
         try:
             return self._json("PUT", path, json=dict(defaults))
         except Refused as error:
@@ -232,7 +236,7 @@ class Client:
 
     def make_snapshot(self, reference: str) -> dict[str, Any]:
         """Keep the keys and values of a persona's prompt on the server's disk."""
-        return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:snapshot")
+        return self._json("POST", _path_of(reference, ":snapshot"))
 
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
         """Load an adapter into the pool; returns when it is resident, or at the deadline (None: the server's
@@ -240,11 +244,11 @@ class Client:
         """
         body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
         timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
-        return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:warm", json=body, timeout=timeout)
+        return self._json("POST", _path_of(reference, ":warm"), json=body, timeout=timeout)
 
     def verify(self, reference: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Compare an adapter with PEFT: yields `{"progress": [what, share]}` repeatedly, and the verdict at the end."""
-        path = f"/v1/adapters/{quote(reference, safe='')}:verify"
+        path = _path_of(reference, ":verify")
         timeout = httpx2.Timeout(ANSWER_S + body.get("timeout_s", 0.0), connect=CONNECT_S)
         request = self._http.build_request("POST", path, json={**body, "stream": True}, timeout=timeout)
         with _reaching(self.url):
@@ -259,12 +263,12 @@ class Client:
 
     def pin(self, reference: str, *, pinned: bool) -> dict[str, Any]:
         """Pin an adapter to the pool, or unpin it."""
-        return self._json("PATCH", f"/v1/adapters/{quote(reference, safe='')}", json={"pinned": pinned})
+        return self._json("PATCH", _path_of(reference), json={"pinned": pinned})
 
     def limit(self, adapter_id: str, limits: Mapping[str, float]) -> dict[str, float]:
         """Replace the limits of an id, or remove them if there are none. Returns the new limits."""
         body = {"limits": dict(limits)}
-        done: dict[str, float] = self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=body)["limits"]
+        done: dict[str, float] = self._json("PATCH", _path_of(adapter_id), json=body)["limits"]
         return done
 
     def pool(self, replica: str | None = None) -> dict[str, Any]:

@@ -28,6 +28,11 @@ ERROR_CAUSE = "lorasrv.error_cause"
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
+BROKEN_OFF = "generation_failed"
+"""Code of an answer that ended early."""
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
+_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "window", "select"})
+"""Names that pydantic gives to branches of a union, in the location of a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +287,10 @@ def _describe_validation(error: RequestValidationError) -> Failure:
     for problem in error.errors():
         problems.setdefault(field_name(location_of(problem)), []).append(problem_text(problem))
     # A field of several types has a problem with each.
-    told = [f"{name}: {', or '.join(texts)}" if name else "; ".join(texts) for name, texts in problems.items()]
-    shown = told[:MAX_SHOWN_PROBLEMS]
-    if len(told) > MAX_SHOWN_PROBLEMS:
-        shown.append(f"and {len(told) - MAX_SHOWN_PROBLEMS} more")
+    lines = [f"{name}: {', or '.join(texts)}" if name else "; ".join(texts) for name, texts in problems.items()]
+    shown = lines[:MAX_SHOWN_PROBLEMS]
+    if len(lines) > MAX_SHOWN_PROBLEMS:
+        shown.append(f"and {len(lines) - MAX_SHOWN_PROBLEMS} more")
     code = "invalid_value"
     return Failure(400, error_body("; ".join(shown), INVALID, next(iter(problems)) or None, code), {}, code)
 
@@ -322,11 +327,6 @@ def field_name(location: tuple[int | str, ...]) -> str:
         elif part.isidentifier() and part not in _BRANCHES and not part[0].isupper():
             name += f".{part}" if name else part
     return name
-
-
-_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "window", "select"})
-TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
-BROKEN_OFF = "generation_failed"
 
 
 def describe_at(path: str, error: Exception) -> Failure:

@@ -1,25 +1,19 @@
-"""Run a serving process: address, store, model, HTTP, ordered so that errors appear as early as possible.
-
-`serve --profile FILE` writes at the end, as JSON, how the server's time was spent.
-"""
+"""Run a serving process: address, store, model, HTTP, ordered so that errors appear as early as possible."""
 
 import asyncio
 import gc
-import json
-import logging
 import os
 import secrets
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.registry.feed import is_followed
@@ -30,6 +24,7 @@ from api.auth.key_store import has_keys
 from api.config.device_defaults import fitted
 from api.config.lora_modules import register_modules
 from api.config.settings import ServerSettings
+from api.observability.profile import check_profile_path, profile_written
 from api.replication.follower import Follower, first_page
 from api.replication.page_client import PageClient
 from api.replication.registry_client import HttpOrigin, RegistryClient
@@ -49,75 +44,13 @@ if TYPE_CHECKING:
     from api.batches.manager import BatchManager
     from api.serving.services import Services
     from lorasrv.engine.async_engine import AsyncEngine
-    from lorasrv.metrics.step_stats import StepProfile
     from lorasrv.metrics.trace_recorder import TraceRecorder
-
-logger = logging.getLogger(__name__)
-ENGINE, LOOP = "engine", "event loop"
-BACKGROUND_DELAY_S = 30.0
-"""Time from the start of the engine, which measures threads then, until kernels are compiled that few models need."""
-
-
-def check_profile_path(path: Path | None) -> None:
-    """Check that the file can be written, before a model is loaded.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    if path is None:
-        return
-    try:
-        with path.expanduser().open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--profile {path} cannot be written: {error.strerror or error}") from None
-
-
-@contextmanager
-def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]:
-    """Write the file at the end of the block, which runs the event loop in this thread."""
-    if path is None:
-        yield
-        return
-    assert threading.current_thread() is threading.main_thread()
-    begun, loop_s = time.monotonic(), time.thread_time()
-    try:
-        yield
-    finally:
-        whole = describe(profile, time.monotonic() - begun, time.thread_time() - loop_s)
-        try:
-            path.expanduser().write_text(json.dumps(whole, indent=1) + "\n")
-        except OSError as error:
-            logger.error("--profile %s could not be written: %s", path, error.strerror or error)
-
-
-def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:
-    """Return seconds by part and thread; kernels' are those that the engine's thread has spent on them.
-
-    Of the event loop's thread, `outputs` is the time that tokens take to become text and to be written to streams,
-    `http` the rest of its CPU time.
-    """
-    seconds = profile.seconds()
-    loop = {"outputs": seconds.pop("outputs", 0.0)}
-    loop["http"] = max(0.0, loop_s - loop["outputs"])
-    steps = max(1, profile.steps)
-    return {
-        "wall_s": round(wall_s, 3),
-        "steps": profile.steps,
-        "rows": profile.rows,
-        "steps_ahead": profile.gaps,
-        "ms_between_passes": round(1e3 * profile.gap_s / profile.gaps, 3) if profile.gaps else None,
-        "seconds": {
-            ENGINE: {part: round(spent, 4) for part, spent in seconds.items()},
-            LOOP: {part: round(spent, 4) for part, spent in loop.items()},
-        },
-        "ms_a_step": {part: round(1e3 * spent / steps, 3) for part, spent in (seconds | loop).items()},
-    }
-
 
 WAITING = "waiting for the registry"
 Progress = Callable[[str, float], None]
 """Called with the current activity and the share of it that is done, from 0 to 1."""
+BACKGROUND_DELAY_S = 30.0
+"""Time from the start of the engine, which measures threads then, until kernels are compiled that few models need."""
 
 
 class CannotStart(Exception):
@@ -281,7 +214,7 @@ def serve_on(
         check_profile_path(settings.profile)
         observers = _open_recorder(settings, opened)
         origin = _origin(settings)
-        store = opened.enter_context(_open_store(settings, origin))
+        store = opened.enter_context(open_store(settings, origin))
         if origin is not None:
             progress("following the registry", 0.0)
             first_page(store, RegistryClient(origin, settings.read_registry_key()))
@@ -359,15 +292,14 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRe
         raise ConfigError(f"--record-trace {settings.record_trace} cannot be written: {why}") from None
 
 
-def open_store(settings: ServerSettings) -> "AdapterStore":
-    """Open the store as the server does, for commands with an engine in their process.
+def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "AdapterStore":
+    """Open the store, with the shapes of the base; also for commands with an engine in their process.
+
+    Args:
+        origin: the registry to follow; None: the store is this server's own.
 
     Raises: ModelError, AdapterError.
     """
-    return _open_store(settings)
-
-
-def _open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "AdapterStore":
     from adapter_store.store import AdapterStore
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import checkpoint_name

@@ -89,8 +89,7 @@ class KvPolicy(ABC):
 
     @abstractmethod
     def salt(self, place: int) -> bytes:
-        """Return what tells the page at `place` of a table from one whose tokens see everything; nothing if its own
-        do."""
+        """Return the salt of the page at `place` of a table; empty if its tokens see all before them."""
 
     def next_check(self, num_prompt_tokens: int, num_computed: int) -> int:
         """Return how many tokens are computed when pages are selected next; until then no others are."""
@@ -105,7 +104,7 @@ class KvPolicy(ABC):
         return 0
 
     def select(self, masses: Sequence[float], num_computed: int, holes: Collection[int]) -> list[int]:
-        """Return the places of the pages to drop when so many tokens are computed.
+        """Return the places of the pages to drop when `num_computed` tokens are computed.
 
         Args:
             masses: attention that each place's page has got.
@@ -218,5 +217,5 @@ class SelectPolicy(KvPolicy):
         return sorted(kept, key=lambda place: (masses[place], place))[:surplus]
 
     def _num_surplus(self, num_computed: int, num_holes: int) -> int:
-        """Return how many pages too many so many tokens have."""
+        """Return by how many pages `num_computed` tokens exceed the budget."""
         return -(-num_computed // self.page_size) - num_holes - self.budget // self.page_size

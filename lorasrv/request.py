@@ -74,9 +74,6 @@ class TokenConstraint(Protocol):
         """Return the state before the first token of an answer."""
 
 
-MAX_CHOICES = 8
-
-
 class RequestStatus(IntEnum):
     """Enumerate the states of a request, ordered so that "finished" is a comparison."""
 

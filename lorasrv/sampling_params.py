@@ -36,6 +36,8 @@ class Watermark:
 
 
 MAX_COUNT = 2**31 - 1
+MAX_CHOICES = 8
+"""Most answers to one prompt (`n`, `best_of`)."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20

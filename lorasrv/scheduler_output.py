@@ -307,8 +307,11 @@ class ScheduledRequest:
         return replace(self, token_ids=self.token_ids[: self.num_known_tokens], drafts=NO_DRAFTS)
 
     def moves_along(self, path: Sequence[int]) -> SlotMoves:
-        """Return what brings the draft tokens of a path, from a child of the last known token down, to the slots behind
-        the known tokens; `path` holds their indices."""
+        """Return the moves that bring the draft tokens of a path to the slots behind the known tokens.
+
+        Args:
+            path: their indices, from a child of the last known token down.
+        """
         first = self.start + self.num_known_tokens
         moves = [(first + index, first + depth) for depth, index in enumerate(path) if index != depth]
         sources, targets = zip(*moves, strict=True) if moves else ((), ())

@@ -30,7 +30,7 @@ _BACKENDS = {
 }
 KERNELS = tuple(_BACKENDS)
 NO_TOKEN = -1
-"""Stands for the token of a row whose logits are no numbers."""
+"""Stands for the token of a row whose logits are not finite."""
 logger = logging.getLogger(__name__)
 
 

@@ -99,13 +99,13 @@ def read_own_header(file: BinaryIO) -> SafetensorsHeader:
 
 def _of_heads(problem: Problem) -> Problem:
     """Return what a problem of an adapter's file is in a file of heads."""
-    told = {
+    messages = {
         "no_tensors": "holds no tensors, so no heads",
         "not_safetensors": "is no safetensors file; save the heads as one",
     }
     if problem.field != FILE:
         return problem
-    return replace(problem, field=HEADS_NAME, message=told.get(problem.code, problem.message))
+    return replace(problem, field=HEADS_NAME, message=messages.get(problem.code, problem.message))
 
 
 def join_heads(weights: BinaryIO, heads: BinaryIO, target: Path) -> None:

@@ -282,7 +282,7 @@ def _import_blobs(
     done, total = 0, sum(awaited.values())
     progress(done, total)
 
-    def told(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def counted(chunks: Iterator[bytes]) -> Iterator[bytes]:
         nonlocal done
         for chunk in chunks:
             yield chunk
@@ -297,7 +297,7 @@ def _import_blobs(
                 f"member {show(name)} of the archive is not announced by its manifest, or appears twice"
             )
         del awaited[digest]
-        chunks = told(reader.data(num_bytes))
+        chunks = counted(reader.data(num_bytes))
         if digest not in wanted:
             deque(chunks, maxlen=0)
             continue

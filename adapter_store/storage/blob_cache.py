@@ -224,7 +224,7 @@ class BlobCache(BlobDirectory):
             return found
 
     def _missing_bytes(self, length: int) -> int:
-        """Return the bytes that the disk lacks for so many more beside those that are on their way."""
+        """Return the bytes that the disk lacks for `length` more, beside the downloads under way."""
         with disk_errors("looking for the disk's room"):
             free = shutil.disk_usage(self._blobs).free
         coming = sum(one.length - one.received for one in self._coming.values())
@@ -232,7 +232,7 @@ class BlobCache(BlobDirectory):
 
 
 def _oldest(files: Sequence[BlobFile], num_bytes: int, kept: Collection[str]) -> tuple[list[str], int]:
-    """Return as many of the first files as have these bytes, without those that are kept, and the bytes they have."""
+    """Return the first files, but for `kept`, that have `num_bytes` together, and how many bytes they have."""
     names, found = [], 0
     for file in files:
         if found < num_bytes and file.name not in kept:

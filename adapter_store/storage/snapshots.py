@@ -224,7 +224,7 @@ def _head(facts: Facts, digests: Sequence[str]) -> bytes:
 
 
 def _of_pieces(compute: Callable[[int, memoryview], str], data: memoryview) -> list[str]:
-    """Return what `compute` returns of the place and the bytes of each piece, several at a time."""
+    """Call `compute` with the place and the bytes of each piece, several in parallel; return the results in order."""
     places = range(0, data.nbytes, PIECE_BYTES)
     with ThreadPoolExecutor(min(MAX_THREADS, -(-(os.cpu_count() or 1) // 2))) as threads:
         return list(threads.map(compute, places, (data[at : at + PIECE_BYTES] for at in places)))

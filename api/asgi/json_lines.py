@@ -9,6 +9,8 @@ import json
 import re
 from typing import Any
 
+Json = dict[str, Any]
+"""A JSON object."""
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _encode_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 

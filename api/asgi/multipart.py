@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.concurrency import run_in_threadpool
 
+from api.asgi.uploads import announced_length, read_pieces
 from api.errors import ApiError
 
 FILE_FIELD = "file"
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 1024
 MAX_HEADERS = 8
-FEED_BYTES = 1 << 20
 Write = Callable[[bytes], object]
 
 
@@ -36,15 +35,10 @@ def check_form_headers(request: Request) -> int:
     Raises:
         ApiError: 415, not a multipart form; 411, no length is announced.
     """
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type")
     kind, _ = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data":
         raise ApiError(415, "content-type must be multipart/form-data", code="unsupported_media_type")
-    length = request.headers.get("content-length", "")
-    if not (length.isascii() and length.isdigit() and len(length) <= 18):
-        raise ApiError(411, "Content-Length is required: how many bytes the form has", code="length_required")
-    return int(length)
+    return announced_length(request)
 
 
 async def receive_form(request: Request, write: Write) -> Form:
@@ -56,13 +50,7 @@ async def receive_form(request: Request, write: Write) -> Form:
     """
     _, options = parse_options_header(request.headers.get("content-type"))
     reader = _Reader(options.get(b"boundary", b""), write)
-    pending = bytearray()
-    async for chunk in request.stream():
-        pending += chunk
-        if len(pending) >= FEED_BYTES:
-            await run_in_threadpool(reader.feed, bytes(pending))
-            pending.clear()
-    await run_in_threadpool(reader.feed, bytes(pending))
+    await read_pieces(request, reader.feed)
     return reader.end()
 
 

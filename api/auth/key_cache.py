@@ -153,8 +153,8 @@ class KeyCache:
 
     def _write(self, used_s: Mapping[str, float]) -> None:
         try:
-            with closing(KeyStore(self._root)) as book:
-                book.note_uses(used_s)
+            with closing(KeyStore(self._root)) as key_store:
+                key_store.note_uses(used_s)
         except AdapterError as error:
             _LOG.warning("cannot write when keys were last used: %s", error)
 

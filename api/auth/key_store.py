@@ -77,8 +77,8 @@ def has_keys(root: Path) -> bool:
     """
     if not (root / FILE).exists():
         return False
-    with contextlib.closing(KeyStore(root)) as book:
-        return bool(book.all())
+    with contextlib.closing(KeyStore(root)) as key_store:
+        return bool(key_store.all())
 
 
 class KeyStore:
@@ -144,7 +144,7 @@ class KeyStore:
             return number
 
     def num_changes(self) -> int:
-        """Return how many changes there have been to keys and secrets; when keys were used is none."""
+        """Return the number of changes to keys and secrets so far; noting that a key was used is not one."""
         with _errors():
             return int(self._db.execute("SELECT number FROM changes").fetchone()[0])
 

@@ -91,7 +91,7 @@ class KeyAccount:
         return bucket
 
     def check(self, limits: KeyLimits, prompts: int, answers: int, now_s: float) -> None:
-        """Check that so many prompts and answers fit the limits.
+        """Check that `prompts` prompts and `answers` answers fit the limits.
 
         Raises:
             LimitExceeded: not now.
@@ -112,7 +112,7 @@ class KeyAccount:
                 _refuse(max(USUAL_ANSWER_S, ends_s - now_s), f"{most} concurrent answers (max_concurrent)")
 
     def check_requests(self, number: int) -> None:
-        """Check that so many requests fit the rate.
+        """Check that `number` requests fit the rate.
 
         Raises: LimitExceeded.
         """
@@ -153,7 +153,7 @@ class Reservation:
             self.account.tokens.take(num_tokens)
 
     def end(self, count: int = 1, *, refused: bool = False, warmed: bool = False) -> None:
-        """Record that so many answers have ended, and refund the request if it was refused before any output.
+        """Record that `count` answers have ended, and refund the request if it was refused before any output.
 
         Args:
             count: number of ended answers.

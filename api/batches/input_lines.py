@@ -117,16 +117,16 @@ def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
     ordered = np.sort(found.keys)
     repeated = set(ordered[1:][ordered[1:] == ordered[:-1]][:MAX_SHOWN_PROBLEMS].tolist())
     first: dict[int, int] = {}
-    told: list[MalformedLine] = []
+    repeats: list[MalformedLine] = []
     for line in read_lines(path) if repeated else ():
         key = line_key(line.custom_id, line.number)
-        if key not in repeated or len(told) == MAX_SHOWN_PROBLEMS:
+        if key not in repeated or len(repeats) == MAX_SHOWN_PROBLEMS:
             continue
         if key in first:
             why = f"custom_id {_show(line.custom_id)} is also that of line {first[key]}"
-            told.append(MalformedLine(line.number, line.custom_id, why, "custom_id", "duplicate_custom_id"))
+            repeats.append(MalformedLine(line.number, line.custom_id, why, "custom_id", "duplicate_custom_id"))
         first.setdefault(key, line.number)
-    return told
+    return repeats
 
 
 def pending_lines(

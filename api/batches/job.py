@@ -157,11 +157,11 @@ def _checked(source: Path) -> Scan:
     if not lines.total:
         raise JobRefused(f"{source} has no lines")
     if repeated := duplicates(source, lines):
-        raise JobRefused("custom_ids must differ; nothing was sent", list(map(_told, repeated)))
+        raise JobRefused("custom_ids must differ; nothing was sent", list(map(_problem_text, repeated)))
     return lines
 
 
-def _told(one: MalformedLine) -> str:
+def _problem_text(one: MalformedLine) -> str:
     return f"line {one.number}: {one.message}"
 
 

@@ -259,8 +259,8 @@ class BatchManager:
         try:
             async with self._looking:
                 found = await in_thread(scan, path, record.endpoint, self.bounds.max_lines)
-                told = found.problems or await in_thread(duplicates, path, found)
-            problems = [problem(one.message, one.code, one.number, one.param) for one in told]
+                malformed = found.problems or await in_thread(duplicates, path, found)
+            problems = [problem(one.message, one.code, one.number, one.param) for one in malformed]
             if (more := found.num_malformed - len(found.problems)) > 0:
                 problems.append(problem(f"and {more} more lines are malformed", "invalid_line"))
             total = found.total

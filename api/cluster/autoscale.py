@@ -24,7 +24,7 @@ class BacklogPolicy:
         self._target_s = target_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return how many, and nothing to remember; as many as there are to be before replicas have told anything."""
+        """Return the number of replicas, unchanged before the first report, and an empty state: Ray keeps one."""
         by_name = context.aggregated_metrics or {}
         known = set.intersection(*(set(by_name.get(name, {})) for name in FIGURES))
         loads = [ReplicaLoad(**{name: by_name[name][one] for name in FIGURES}) for one in known]

@@ -42,7 +42,7 @@ from lorasrv.errors import LorasrvError, NoReplicaReady
 from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
 SUSPECT_S = 1.0
-"""So long a replica that did not answer comes last."""
+"""Time for which a replica that did not answer comes last."""
 MAX_KEPT_BYTES = 256 << 20
 """Bodies that are kept to resume their streams; further ones are not resumed."""
 
@@ -128,7 +128,7 @@ class Edge:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             check_framing(scope["headers"])
-            if scope["method"] in ("GET", "HEAD") and await self._answered_here(scope, receive, send):
+            if scope["method"] in ("GET", "HEAD") and await self._answer_here(scope, receive, send):
                 return
             if destination(scope["method"], scope["path"]) is Destination.REPLICA:
                 await self._ask_replicas(scope, receive, send)
@@ -190,7 +190,7 @@ class Edge:
         finally:
             reply.close()
 
-    async def _answered_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _answer_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what is asked of the edge itself, or of a replica that the query names; return whether it was."""
         path, query = scope["path"], scope.get("query_string", b"")
         replica = named_replica(self._chooser, path, query)

@@ -23,10 +23,9 @@ from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
 MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
-"""Answers of up to so many bytes are read as a whole before their first byte goes on: until then another replica may
-begin again."""
+"""Longest answer that is read as a whole before its first byte goes on: until then another replica may begin again."""
 MOVE_S = 5.0
-"""So long a stream of a draining replica waits until another goes on with it; then it stays where it is."""
+"""Longest time that a stream of a draining replica waits for another to go on with it; then it stays where it is."""
 _USAGE = re.compile(rb'"(?:completion|output)_tokens":(\d+)')
 """The last one is of the answer: what stands before may be repeated from the request."""
 _HIDDEN = frozenset({RESUME})
@@ -124,7 +123,7 @@ class Exchange:
                     if self._tried:
                         self._stats.retries += 1
                     self._tried.add(replica.id)
-                    if await self._answered_by(replica):
+                    if await self._answer_from(replica):
                         return
             except NoReplicaReady as error:
                 self._why = self._why or error
@@ -132,36 +131,36 @@ class Exchange:
             self._num_failed += 1
         await self._give_up()
 
-    async def _answered_by(self, replica: ReplicaAddress) -> bool:
-        """Return whether the client has its answer; if not, another replica may be asked."""
+    async def _answer_from(self, replica: ReplicaAddress) -> bool:
+        """Ask a replica and pass its answer on; return whether the client has it, or another may be asked."""
         with self._peers.named(replica, self._replicas.suspects()) as peer:
-            reply = await self._asked(replica, peer)
-        return reply is not None and await self._copied(replica, reply)
+            reply = await self._ask(replica, peer)
+        return reply is not None and await self._pass_on(replica, reply)
 
-    async def _asked(self, replica: ReplicaAddress, peer: PeerHeaders) -> UpstreamReply | None:
-        """Return the head of a replica's answer; None if it gives none."""
+    async def _ask(self, replica: ReplicaAddress, peer: PeerHeaders) -> UpstreamReply | None:
+        """Send the request to a replica; return the head of its answer, None if it gives none."""
         self._stats.sent[replica.id] += 1
         try:
             return await self._upstreams.ask(replica.url, self._next_request(peer))
         except Unreachable as error:
-            self._failed(replica, NoReplicaReady(str(error), retry_after_s=RETRY_AFTER_S))
+            self._note_failure(replica, NoReplicaReady(str(error), retry_after_s=RETRY_AFTER_S))
         except Broken as error:
-            self._failed(replica, _lost(error))
+            self._note_failure(replica, _lost(error))
         return None
 
-    async def _copied(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
+    async def _pass_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
         """Pass on what a replica answers, and close it; return whether the client has all of its answer."""
         try:
             return await (self._go_on(replica, reply) if self._has_begun else self._begin(replica, reply))
         except Broken as error:
-            self._failed(replica, _lost(error))
+            self._note_failure(replica, _lost(error))
             if self._has_begun:
                 self._prepare_resuming(replica)
             return False
         finally:
             reply.close()
 
-    def _failed(self, replica: ReplicaAddress, why: LorasrvError) -> None:
+    def _note_failure(self, replica: ReplicaAddress, why: LorasrvError) -> None:
         self._stats.failed[replica.id] += 1
         self._replicas.suspect(replica)
         self._why = why
@@ -263,7 +262,7 @@ class Exchange:
             async with self._replicas.choose(self._peers.answer, others) as replica:
                 # This stream is not read meanwhile.
                 async with asyncio.timeout(MOVE_S):
-                    gone_on = await self._asked(replica, taken_from(draining))
+                    gone_on = await self._ask(replica, taken_from(draining))
                 if gone_on is None:
                     return None
                 if not _is_stream(gone_on):
@@ -272,7 +271,7 @@ class Exchange:
                 reply.close()
                 self._tried.add(replica.id)
                 self._stats.moved += 1
-                return await self._copied(replica, gone_on)
+                return await self._pass_on(replica, gone_on)
         except (NoReplicaReady, TimeoutError):
             return None
 
@@ -324,7 +323,7 @@ class Exchange:
     async def _end_with(self, why: LorasrvError) -> None:
         """End a stream with the events of an error."""
         assert self._copy is not None
-        await self._send_chunk(_failed(self._path, why, self._copy.num_events))
+        await self._send_chunk(_error_events(self._path, why, self._copy.num_events))
         await self._end()
 
 
@@ -332,8 +331,12 @@ def _is_stream(reply: UpstreamReply) -> bool:
     return reply.status == 200 and reply.header(b"content-type").startswith(b"text/event-stream")
 
 
-def _failed(path: str, why: LorasrvError, num_events: int) -> bytes:
-    """Return the last events of a stream that cannot go on, in the form of its route, behind so many others."""
+def _error_events(path: str, why: LorasrvError, num_events: int) -> bytes:
+    """Return the events of an error that ends a stream, in the form of its route.
+
+    Args:
+        num_events: events that the client has; the next one's number, where events have numbers.
+    """
     body = describe_at(path, why).body
     if path == RESPONSES_PATH:
         # "error" is what openai-python raises by, "type" what others read.

@@ -97,7 +97,7 @@ class HostedServer:
         return not self._ended and is_followed and not services.draining.is_on and services.ready_problem is None
 
     def ready(self) -> Ready:
-        """Return what the server said when it had started."""
+        """Return the description that the server gave when it had started."""
         return self.running.ready
 
     def close(self) -> None:

@@ -83,8 +83,8 @@ class EventStreamCopy:
 
     def state(self) -> bytes:
         """Return what the next replica must know."""
-        told = {"token_ids": self._tokens.tolist(), "num_events": self._num_events}
-        return json.dumps({**json.loads(self._offer), **told}).encode()
+        progress = {"token_ids": self._tokens.tolist(), "num_events": self._num_events}
+        return json.dumps({**json.loads(self._offer), **progress}).encode()
 
     def _whole(self, held: bytes) -> bytes:
         end = held.rfind(_END) + len(_END)

@@ -72,7 +72,7 @@ def request_logger(keeps_text: bool = False) -> Callable[[RequestInfo], None]:
 
 def facts(seen: RequestInfo) -> dict[str, Any]:
     """Return the log fields of a request: client, model, counts, times (ms) and result."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "method": seen.method,
         **_place(seen),
         "status": seen.status,
@@ -81,17 +81,17 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
     }
     for name in ("id", "version", "digest"):
         if f"x-adapter-{name}" in seen.headers:
-            told[f"adapter_{name}"] = seen.headers[f"x-adapter-{name}"]
+            fields[f"adapter_{name}"] = seen.headers[f"x-adapter-{name}"]
     if seen.answers:
-        told |= _of_answers(seen)
+        fields |= _of_answers(seen)
     if seen.error_code:
         # The engine's own reason, where it has accepted the request, says more.
-        told.setdefault("why", seen.error_code)
+        fields.setdefault("why", seen.error_code)
     if seen.error_cause:
-        told["cause"] = seen.error_cause
+        fields["cause"] = seen.error_cause
     if seen.broken:
-        told["broken"] = True
-    return told
+        fields["broken"] = True
+    return fields
 
 
 def _place(seen: RequestInfo) -> dict[str, str]:
@@ -104,7 +104,7 @@ def _place(seen: RequestInfo) -> dict[str, str]:
 def _of_answers(seen: RequestInfo) -> dict[str, Any]:
     """Combine all choices: a prompt counts once, times are the longest."""
     answers, prompts = seen.answers, seen.prompts
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_tokens": sum(answer.prompt_tokens for answer in prompts),
         "cached_tokens": sum(answer.cached_tokens for answer in prompts),
         "completion_tokens": sum(answer.generated_tokens for answer in answers),
@@ -115,18 +115,18 @@ def _of_answers(seen: RequestInfo) -> dict[str, Any]:
         "finish_reason": ",".join(dict.fromkeys(answer.reason.value for answer in answers)),
     }
     first = answers[0]
-    told["engine_request_id"] = first.request_id
+    fields["engine_request_id"] = first.request_id
     if first.adapter_id:
-        told["adapter_id"] = first.adapter_id
+        fields["adapter_id"] = first.adapter_id
     if first.adapter_key is not None:
-        told["adapter_digest"] = f"sha256:{first.adapter_key}"
+        fields["adapter_digest"] = f"sha256:{first.adapter_key}"
     if first.tier is not None:
-        told["adapter_tier"] = first.tier.value
+        fields["adapter_tier"] = first.tier.value
     if any(answer.fell_back for answer in answers):
-        told["fallback"] = "base"
+        fields["fallback"] = "base"
     if why := ",".join(dict.fromkeys(answer.why for answer in answers if answer.why)):
-        told["why"] = why
-    return told
+        fields["why"] = why
+    return fields
 
 
 def _texts(seen: RequestInfo) -> dict[str, str]:

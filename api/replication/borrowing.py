@@ -85,11 +85,11 @@ class Borrowed:
         self.rate, self.capacity = rate, capacity
 
     def note_answers(self, number: int) -> None:
-        """Note that so many answers are about to begin."""
+        """Note that `number` answers are about to begin."""
         self._used = max(self._used, len(self._begun) + number)
 
     def may_get(self, amount: int) -> bool:
-        """Return whether the registry may lend so much, by what it has said last."""
+        """Return whether the registry may lend `amount`, by its last answer."""
         return self.level >= amount or self._open_loans.clock() - self._told_s >= RENEW_S
 
     def open(self) -> None:

@@ -53,9 +53,9 @@ def take_over(root: Path, keys: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         StoreUnusable, StoreFull: they are malformed, or the disk refused; nothing changed.
     """
-    with closing(KeyStore(root)) as book:
+    with closing(KeyStore(root)) as key_store:
         try:
-            book.replace_all(keys)
+            key_store.replace_all(keys)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreUnusable(f"the registry's keys are not what this version writes: {error!r}") from None
-        return tag_of(book.exported())
+        return tag_of(key_store.exported())

@@ -60,7 +60,7 @@ class _LendingAccount(KeyAccount):
 
 
 @dataclass(slots=True)
-class _Book:
+class _FollowerLoans:
     """Hold the loans of a follower."""
 
     # Of the latest question.
@@ -84,7 +84,7 @@ class LendingLimiter(RateLimiter):
         super().__init__(clock, on_refused)
         self._leases = leases
         self._since_s = -math.inf if leases.are_all_known else clock()
-        self._books: dict[str, _Book] = {}
+        self._followers: dict[str, _FollowerLoans] = {}
         # Whether there are or were any.
         self._has_followers = not leases.are_all_known
 
@@ -99,15 +99,15 @@ class LendingLimiter(RateLimiter):
         """
         self._has_followers = True
         self._end_loans()
-        before = self._books.get(replica, _Book(0, {}))
+        before = self._followers.get(replica, _FollowerLoans(0, {}))
         if question.number <= before.number:
             # A later one came first: this one knows less, and its answer is not waited for.
             return {"number": question.number, "loans": []}
-        book = self._books[replica] = _Book(question.number, {})
+        follower = self._followers[replica] = _FollowerLoans(question.number, {})
         answers = []
         for report in question.loans:
             name = report.key, report.kind
-            loan = book.loans[name] = Loan(report.number, report.granted, report.spent, report.returned)
+            loan = follower.loans[name] = Loan(report.number, report.granted, report.spent, report.returned)
             old = before.loans.get(name, loan)
             # What the last answer granted is back, too, if it did not arrive: it never will, as a later question came.
             back = loan.returned - old.returned + old.granted - loan.granted if old.number == loan.number else 0
@@ -120,7 +120,7 @@ class LendingLimiter(RateLimiter):
         kind, bucket = report.kind, account.bucket(report.kind)
         if bucket is not None:
             bucket.give_back(back)
-        target = min(most, max(report.wanted, int(RESERVE * most / len(self._books)))) if report.wanted else 0
+        target = min(most, max(report.wanted, int(RESERVE * most / len(self._followers)))) if report.wanted else 0
         # What is owed is paid whatever there is, as it was used.
         owed = max(0, -loan.held)
         free = account.free(kind) - owed
@@ -146,9 +146,9 @@ class LendingLimiter(RateLimiter):
     def _end_loans(self) -> None:
         """Forget the loans of followers whose leases are over."""
         alive = self._leases.replicas()
-        self._books = {replica: book for replica, book in self._books.items() if replica in alive}
+        self._followers = {replica: loans for replica, loans in self._followers.items() if replica in alive}
 
     def _lent(self, key: str, kind: Kind) -> int:
         """Return the permits in the hands of followers."""
-        loans = (book.loans.get((key, kind)) for book in self._books.values())
+        loans = (follower.loans.get((key, kind)) for follower in self._followers.values())
         return sum(loan.held for loan in loans if loan is not None)

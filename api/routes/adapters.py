@@ -14,10 +14,10 @@ from adapter_store.errors import AdapterNotFound
 from adapter_store.formats.peft_dir import MAX_TOKENIZER_BYTES
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey, AdapterRef, AddedToken
-from adapter_store.storage.blobs import BlobUpload
 from api.asgi.json_body import JsonRoute
 from api.asgi.query import IfMatch, Limit, etag_header, listing, page
 from api.asgi.sse import run_until_disconnect
+from api.asgi.uploads import announced_length, read_pieces
 from api.auth.principal import Caller, Scope
 from api.errors import ApiError
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
@@ -32,8 +32,6 @@ from lorasrv.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 
-# A hop to a worker thread costs about 50 us: too much for every 64 KiB from the socket.
-WRITE_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
 
@@ -44,10 +42,10 @@ async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse
 
     Returns 200 if the weights existed, but only to callers that can read an id with them or have sent them before.
     """
-    length = _content_length(request)
+    length = announced_length(request)
     upload, known = await run_in_threadpool(view.open_blob, digest, length)
     try:
-        await _receive(request, upload)
+        await read_pieces(request, upload.write)
         await run_in_threadpool(upload.commit)
     except BaseException:
         # The client may have disconnected: the abort must not block the event loop.
@@ -335,7 +333,7 @@ async def delete_adapter(
     in_flight = services.engine.in_flight
     ended = in_flight.abort_adapter(gone.adapter_id, gone.versions) if is_forced else 0
     everywhere = services.registry.leases.everywhere(services.store.feed.revision) if wait == "all" else None
-    told = {} if everywhere is None else {"followers": await run_until_disconnect(request.receive, everywhere)}
+    waited_for = {} if everywhere is None else {"followers": await run_until_disconnect(request.receive, everywhere)}
     wait_s = 0.0 if wait == "all" else wait
     running = await run_until_disconnect(
         request.receive, in_flight.until_unused(gone.adapter_id, gone.versions, wait_s)
@@ -348,7 +346,7 @@ async def delete_adapter(
         "aliases_removed": list(gone.aliases),
         "requests_ended": ended,
         "requests_running": running,
-        **told,
+        **waited_for,
     }
     return JSONResponse(answer, 202 if wait != "all" and (running or not wait) else 200)
 
@@ -375,22 +373,3 @@ async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None
     left = {version.key for version in record.versions} if record is not None else set()
     await services.ledger.forget(gone.adapter_id, {*gone.contents, None} - left)
     await services.forget_deleted([gone.adapter_id], gone.unnamed)
-
-
-async def _receive(request: Request, upload: BlobUpload) -> None:
-    pending = bytearray()
-    async for chunk in request.stream():
-        pending += chunk
-        if len(pending) >= WRITE_BYTES:
-            await run_in_threadpool(upload.write, bytes(pending))
-            pending.clear()
-    await run_in_threadpool(upload.write, bytes(pending))
-
-
-def _content_length(request: Request) -> int:
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type")
-    text = request.headers.get("content-length", "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise ApiError(411, "Content-Length is required: how many bytes the file has", code="length_required")
-    return int(text)

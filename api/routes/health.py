@@ -14,8 +14,7 @@ from api.observability.metrics.registry import as_text, collected
 from api.serving.services import ServicesDep
 from lorasrv import __version__
 from lorasrv.models.spec import operations
-from lorasrv.request import MAX_CHOICES
-from lorasrv.sampling_params import MAX_STOP_STRINGS
+from lorasrv.sampling_params import MAX_CHOICES, MAX_STOP_STRINGS
 
 router = APIRouter()
 

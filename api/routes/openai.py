@@ -9,7 +9,7 @@ from api.auth.principal import CallerDep
 from api.schemas.openai import ChatBody, CompletionBody
 from api.schemas.responses import ResponsesBody
 from api.serving.generation import generate_openai, respond
-from api.serving.responses import generate_response
+from api.serving.responses_api import generate_response
 from api.serving.services import ServicesDep
 
 router = APIRouter(route_class=JsonRoute)

@@ -84,7 +84,15 @@ async def _plan(
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
     # As in TGI, an answer goes on with its prompt's text, and has the stop sequence that ended it.
     text = TextOptions(strip_start=bool(parameters.apply_chat_template), keep_stop=True)
-    return GenerationPlan(writer, figures.answer_id, [prompt], sampling, parameters.num_choices, grammar, text)
+    return GenerationPlan(
+        writer=writer,
+        request_id=figures.answer_id,
+        prompts=[prompt],
+        sampling=sampling,
+        width=parameters.num_choices,
+        grammar=grammar,
+        text=text,
+    )
 
 
 def _tokenizer(target: ResolvedModel, services: Services) -> Tokenizer:

@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.asgi.json_body import JsonRoute
 from api.schemas.tokenize import DetokenizeBody, TokenizeBody
-from api.serving.chat import check_tellable
+from api.serving.chat import check_tools_supported
 from api.serving.model_resolver import resolve_target
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
@@ -77,11 +77,11 @@ def _ids(body: TokenizeBody, services: Services, tokenizer: Tokenizer) -> list[i
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if template is None:
         raise InvalidRequest("this base has no chat template; send prompt", param="messages")
-    told = body.messages or []
-    check_tellable(told, template)
-    plain = [message.plain() for message in told]
+    messages = body.messages or []
+    check_tools_supported(messages, template)
+    plain = [message.plain() for message in messages]
     try:
-        return template.encode(plain, tokenizer, check=check, **body.prompt_end(told[-1]))
+        return template.encode(plain, tokenizer, check=check, **body.prompt_end(messages[-1]))
     except ContextLengthExceeded as error:
         raise error.renamed({"prompt": "messages"}) from None
 

@@ -62,8 +62,8 @@ async def verify_adapter(
         return verdict
 
     if body.stream:
-        told = _Told(verify)
-        return EventStream(told.events(), told.close, {})
+        stream = _VerifyStream(verify)
+        return EventStream(stream.events(), stream.close, {})
     return JSONResponse(await run_until_disconnect(request.receive, verify(lambda _: None)))
 
 
@@ -117,7 +117,7 @@ def _encode(services: Services, text: str) -> list[int]:
     return template.encode([{"role": "user", "content": text}], tokenizer)
 
 
-class _Told:
+class _VerifyStream:
     """Stream a verification as events: progress, then the verdict or the error."""
 
     def __init__(self, verify: Verify) -> None:

@@ -15,11 +15,11 @@ from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
 from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import MAX_CHOICES
 from lorasrv.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
+    MAX_CHOICES,
     MAX_LOGPROBS,
     BeamOptions,
     SamplingParams,

@@ -10,9 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from api.asgi.json_lines import Json
 from api.errors import TGI_PATHS
 
-Json = dict[str, Any]
 _TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _ERROR = {

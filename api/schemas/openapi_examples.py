@@ -5,6 +5,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from api.asgi.json_lines import Json
 from api.schemas.openapi import Example
 from api.schemas.responses import REPEATED
 
@@ -44,7 +45,6 @@ STATS_EXAMPLES = {
         parameters={"adapter_id": "mia"},
     ),
 }
-Json = dict[str, Any]
 _BASE = "smollm2-135m"
 _CREATED = 1795323933
 _TEXT = "text/plain; charset=utf-8"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from api.asgi.json_lines import Json
 from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields
 from api.schemas.request_fields import RequestFields
@@ -15,7 +16,6 @@ from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import MAX_LOGPROBS
 
-Json = dict[str, Any]
 MAX_METADATA = 16
 MAX_INCLUDED = 16
 LOGPROBS = "message.output_text.logprobs"

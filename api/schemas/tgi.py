@@ -14,8 +14,7 @@ from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import ResponseFormat
 from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import MAX_CHOICES
-from lorasrv.sampling_params import SamplingParams
+from lorasrv.sampling_params import MAX_CHOICES, SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
 
 MAX_TOP_TOKENS = 20

@@ -56,7 +56,7 @@ def plan_chat(
         )
     grammar, tools = body.grammar(), body.offered_tools()
     variables = template.checked_variables(body.chat_template_kwargs or {})
-    check_tellable(body.messages, template, 0 if persona is None else persona.num_added)
+    check_tools_supported(body.messages, template, 0 if persona is None else persona.num_added)
     if body.uses_tools:
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
@@ -95,7 +95,7 @@ def check_beside_tools(grammar: Grammar, form: ToolFormat) -> None:
         )
 
 
-def check_tellable(messages: Sequence[Message], template: "ChatTemplate", num_added: int = 0) -> None:
+def check_tools_supported(messages: Sequence[Message], template: "ChatTemplate", num_added: int = 0) -> None:
     """Check that the template supports tools if messages need it.
 
     Args:

@@ -43,11 +43,11 @@ class Writer(Protocol):
 
     @property
     def answer_id(self) -> str:
-        """Return what names the answer."""
+        """Return the answer's id."""
 
     @property
     def created_s(self) -> int:
-        """Return the Unix time that the answer tells."""
+        """Return the answer's Unix time of creation."""
 
     @property
     def is_resumable(self) -> bool:
@@ -60,7 +60,7 @@ class Writer(Protocol):
         """Return the whole response and its headers, and close the choices."""
 
     def event_writer(self, choices: ChoiceStream) -> EventWriter:
-        """Return what writes the events of a stream."""
+        """Return the writer of a stream's events."""
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
         """Return the headers of a stream that has begun."""
@@ -249,7 +249,17 @@ async def _plan_completion(
 ) -> GenerationPlan:
     grammar = await run_in_threadpool(body.grammar)
     text = body.text_options(strip_start=False)
-    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), "cmpl-", grammar, text)
+    return await _plan(
+        body,
+        target,
+        services,
+        caller,
+        prompts=body.prompts,
+        protocol_format=CompletionFormat(),
+        id_prefix="cmpl-",
+        grammar=grammar,
+        text=text,
+    )
 
 
 async def plan_conversation(
@@ -273,19 +283,18 @@ async def plan_conversation(
         texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
     )
     text = body.text_options(plan.shown_token_ids, strip_start=not body.continue_final_message)
-    form, grammar, dropped = plan.protocol_format, plan.grammar, plan.dropped_turns
     return await _plan(
         body,
         target,
         services,
         caller,
-        [plan.prompt],
-        form,
-        id_prefix,
-        grammar,
-        text,
-        dropped,
-        write and partial(write, form),
+        prompts=[plan.prompt],
+        protocol_format=plan.protocol_format,
+        id_prefix=id_prefix,
+        grammar=plan.grammar,
+        text=text,
+        dropped_turns=plan.dropped_turns,
+        write=write and partial(write, plan.protocol_format),
     )
 
 
@@ -300,6 +309,7 @@ async def _plan(
     target: ResolvedModel,
     services: Services,
     caller: Caller,
+    *,
     prompts: Sequence[Prompt],
     protocol_format: ProtocolFormat,
     id_prefix: str,
@@ -336,15 +346,15 @@ async def _plan(
         else None,
     )
     return GenerationPlan(
-        builder if write is None else write(builder),
-        builder.answer_id,
-        prompts,
-        sampling,
-        body.num_tried,
-        grammar,
-        text,
+        writer=builder if write is None else write(builder),
+        request_id=builder.answer_id,
+        prompts=prompts,
+        sampling=sampling,
+        width=body.num_tried,
+        grammar=grammar,
+        text=text,
         # Beams search for an answer, and none is wanted.
-        None if sampling.prompt_only else body.beams,
+        beams=None if sampling.prompt_only else body.beams,
     )
 
 

@@ -7,14 +7,14 @@ of a removed stop string are not sent. With `echo`, the prompt is returned with 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from api.asgi.json_lines import Json
 from lorasrv.outputs import RequestOutput, TokenLogprobs
 from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer, token_id_bytes
 from lorasrv.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 LEAST = -9999.0
 """OpenAI's value for zero probability, as JSON has no infinity."""
 

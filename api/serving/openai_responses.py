@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 
-from api.asgi.json_lines import compact_line
+from api.asgi.json_lines import Json, compact_line
 from api.asgi.resumption import Resumption
 from api.asgi.sse import DONE, event, event_of
 from api.errors import describe
@@ -28,7 +28,6 @@ from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
 from lorasrv.text.tool_parsers.base import Part, ToolCall, ToolReader
 from lorasrv.text.tool_parsers.formats import ToolFormat
 
-Json = dict[str, Any]
 SYSTEM_FINGERPRINT = f"lorasrv-{__version__}"
 
 
@@ -258,14 +257,14 @@ class ResponseBuilder:
             **_kv(choices),
         }
         sent = sum(first.timing.num_peer_tokens for first in choices.first_outputs())
-        told = {
+        optional = {
             # Prompt tokens whose keys and values another replica has sent.
             "kv_transfer": {"tokens": sent} if timing.has_peer else None,
             "adapters": self.target.usage(),
             "dropped_turns": self.dropped_turns,
             "persona": persona and persona.usage(),
         }
-        return figures | {name: fact for name, fact in told.items() if fact is not None}
+        return figures | {name: fact for name, fact in optional.items() if fact is not None}
 
     def choice(
         self,

@@ -11,11 +11,11 @@ from typing import Any
 
 Plain = dict[str, Any]
 BLOCKS = 4
-"""So many blocks are a context."""
+"""Blocks of a context."""
 MAX_CONTEXTS = 16
 """A conversation of more contexts is refused, as counting it would take seconds."""
 ANSWER_SHARE = 8
-"""One part in so many of the context is left to an answer without a limit."""
+"""The context divided by this is left to an answer without a limit."""
 _NEXT: list[Plain] = [{"role": "user", "content": "."}]
 """Behind a turn that is measured, so that the template takes it for an earlier one."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
 CONTEXT_SHARE = 4
-"""A persona's prompt may take one part in so many of the context."""
+"""A persona's prompt may take the context divided by this."""
 _DATE = re.compile(r"\b(?:19|20)\d\d-\d\d?-\d\d?\b|\b\d\d?\.\d\d?\.(?:19|20)\d\d\b")
 
 

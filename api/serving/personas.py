@@ -21,6 +21,7 @@ from adapter_store.composition import Component
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
+from api.asgi.json_lines import Json
 from api.errors import ApiError
 from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import LIMIT_NAMES, ChatBody, GenerationBody, SamplingFields, bias_of_tokens
@@ -34,7 +35,6 @@ from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_CACHED = 256
-Json = dict[str, Any]
 _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
@@ -288,7 +288,7 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
         shown = body.model_copy(update=update)
         variables = [shown.tools if shown.uses_tools else None, shown.chat_template_kwargs]
         has_own = any(name in update for name in _IN_TEMPLATE)
-        applied = _told(stored, body.messages, body.user, variables, has_own, may_read)
+        applied = _with_persona(stored, body.messages, body.user, variables, has_own, may_read)
         says_none = all(getattr(body, name) is None for name in _IN_TEMPLATE)
         applied = replace(applied, is_whole=applied.is_whole and says_none)
         if shown.continue_final_message and defaults.examples and all(map(_is_system, body.messages)):
@@ -315,7 +315,7 @@ def _apply_to_parameters(
     update = _tgi_sampling(parameters, defaults) | form
     if turn is not None:
         variables = defaults.chat_template_kwargs or {}
-        applied = _told(stored, [message("user", turn)], None, [variables], bool(variables), may_read)
+        applied = _with_persona(stored, [message("user", turn)], None, [variables], bool(variables), may_read)
         _check_shows_nothing(parameters, applied)
     tokens: Json = {
         "stop_token_ids": tuple(defaults.stop_token_ids or ()),
@@ -422,7 +422,7 @@ def _tgi_form(parameters: Parameters, defaults: Defaults) -> Json:
     return {} if is_said or defaults.response_format is None else {"response_format": defaults.response_format}
 
 
-def _told(
+def _with_persona(
     stored: StoredPersona,
     given: Sequence[Message],
     user: str | None,
@@ -447,14 +447,14 @@ def _told(
     if own_system and system is not None and system.mode == "default":
         system = None
     leading = list(takewhile(_is_system, given))
-    told, rest, applied = list(leading), given[len(leading) :], []
+    fixed, rest, applied = list(leading), given[len(leading) :], []
     if system is not None:
         texts = [defaults.filled(system.text, ref.adapter_id, user), *(m.plain()["content"] for m in leading)]
         # One message, as many templates take no second.
-        told = [message("system", "\n\n".join(texts))]
+        fixed = [message("system", "\n\n".join(texts))]
         applied.append("system")
     for dialogue in defaults.examples or ():
-        told += [message(turn.role, defaults.filled(turn.content, ref.adapter_id, user)) for turn in dialogue]
+        fixed += [message(turn.role, defaults.filled(turn.content, ref.adapter_id, user)) for turn in dialogue]
     if defaults.examples:
         applied.append("examples")
     if not applied and not has_own:
@@ -464,14 +464,14 @@ def _told(
     key = hashlib.sha256(facts.encode()).hexdigest()
     if not applied:
         return AppliedPersona(ref, (), key, not may_read, is_whole=not own_system)
-    messages = (*told, *rest)
+    messages = (*fixed, *rest)
     return AppliedPersona(
         ref,
         tuple(applied),
         key,
         not may_read,
         messages,
-        len(told),
+        len(fixed),
         len(messages) - len(given),
         is_whole=not own_system,
     )

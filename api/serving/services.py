@@ -37,8 +37,14 @@ from lorasrv.offline.verify.verifier import Verifier
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
+T = TypeVar("T")
 PROBE_TIMEOUT_S = 2.0
 PROBE_SHARED_S = 1.0
+LONG_CHARS = 64 << 10
+"""Texts of more characters in all are processed one request at a time."""
+MAX_LONG_TEXTS = 256
+STALLED_AFTER_S = 60.0
+"""Without a watchdog, an engine that stalls for so long counts as dead."""
 
 
 class StoreProbe:
@@ -77,13 +83,6 @@ class StoreProbe:
             return await loop.run_in_executor(self._thread, lambda: self._store.is_writable)
         finally:
             self._stale_s = loop.time() + self._shared_s
-
-
-T = TypeVar("T")
-LONG_CHARS = 64 << 10
-MAX_LONG_TEXTS = 256
-STALLED_AFTER_S = 60.0
-"""Without a watchdog, an engine that stalls for so long counts as dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +133,23 @@ class Services:
             batch_invariant=engine.is_batch_invariant,
         )
         return cls(
-            engine,
-            store,
-            settings,
-            limits,
-            verifier,
-            started_s,
-            draining,
-            no_cuts(),
-            AdmissionController(engine, limiter),
-            StoreProbe(store),
-            Ledger(engine, store, store.root, sends=follower is not None),
-            ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
-            personas,
-            FixedPrefixes(engine, personas),
-            FairLock("long texts", MAX_LONG_TEXTS),
-            registry,
-            follower,
+            engine=engine,
+            store=store,
+            settings=settings,
+            limits=limits,
+            verifier=verifier,
+            started_s=started_s,
+            draining=draining,
+            connections_cut=no_cuts(),
+            admission=AdmissionController(engine, limiter),
+            store_probe=StoreProbe(store),
+            ledger=Ledger(engine, store, store.root, sends=follower is not None),
+            views=ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
+            personas=personas,
+            prefixes=FixedPrefixes(engine, personas),
+            long_texts=FairLock("long texts", MAX_LONG_TEXTS),
+            registry=registry,
+            follower=follower,
         )
 
     async def in_thread(self, texts: object, work: Callable[[], T], caller: Caller) -> T:

@@ -8,10 +8,10 @@ tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/sr
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi.json_lines import Json
 from api.asgi.resumption import Resumption
 from api.asgi.sse import event
 from api.errors import BROKEN_OFF, ApiError, describe_tgi
@@ -24,7 +24,6 @@ from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 LORAX_HEADERS = (
     "x-prompt-tokens",
     "x-generated-tokens",
@@ -104,7 +103,7 @@ class TgiResponseBuilder:
 
     @property
     def answer_id(self) -> str:
-        """Return what names the answer."""
+        """Return the answer's id."""
         return self.figures.answer_id
 
     @property

@@ -184,7 +184,7 @@ class Backend:
             Route("/talk", self.talk, methods=["POST"]),
             Route("/memory", self.memory, methods=["GET", "DELETE"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={Refused: _told, httpx2.TransportError: _no_server})
+        self.app = Starlette(routes=routes, exception_handlers={Refused: _refusal, httpx2.TransportError: _no_server})
 
     async def page(self, _: Request) -> Response:
         return FileResponse(HERE / "page.html")
@@ -248,7 +248,7 @@ async def _after(first: str, rest: AsyncGenerator[str]) -> AsyncIterator[str]:
             yield piece
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
 

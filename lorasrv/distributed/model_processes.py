@@ -52,7 +52,7 @@ class ModelProcesses(Protocol):
         """Return why no request has a `kv_policy`; None if it may."""
 
     def part(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return what this process loads of a checkpoint."""
+        """Return the part of a checkpoint that this process loads."""
 
     def wait_loaded(self, progress: Progress) -> LoadedRanks:
         """Wait until the other processes have their weights.
@@ -62,7 +62,7 @@ class ModelProcesses(Protocol):
         """
 
     def adapters(self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype) -> HostAdapterStore:
-        """Return what reads adapters for all processes."""
+        """Return the adapters' source of all processes."""
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> Exchange:
         """Have the other processes make their pools like this one's, and return what reaches them.
@@ -72,7 +72,7 @@ class ModelProcesses(Protocol):
         """
 
     def executor(self, runner: ModelRunner) -> Executor:
-        """Return what computes steps in all processes, after `open`. It ends the others with itself."""
+        """Return the executor over all processes, after `open`. Closing it ends the others."""
 
     def close(self) -> None:
         """End the other processes."""

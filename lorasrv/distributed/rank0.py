@@ -55,13 +55,13 @@ class RankLauncher(Protocol):
 
     @property
     def meeting(self) -> str:
-        """Return what tells the ranks where to meet."""
+        """Return the path at which the ranks meet."""
 
     def forget_meeting(self) -> None:
-        """Free what told the ranks where to meet: they have met."""
+        """Free what the meeting took, once all ranks have met."""
 
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
-        """Return what watches the ranks."""
+        """Return the monitor of the ranks' pulses."""
 
     def stop(self) -> None:
         """Wait until the ranks have ended, and free what starting them took."""
@@ -143,7 +143,7 @@ class ProcessLauncher:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRanks:
-    """Hold what ranks 1 and on have loaded; nothing, where there are none."""
+    """Hold what the ranks from 1 on have loaded; empty where there is only rank 0."""
 
     weight_bytes: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
@@ -274,7 +274,7 @@ class Ranks:
 
 
 def in_thread(make: Callable[[], T]) -> "Future[T]":
-    """Return what is made in a thread that nobody has to wait for: torch waits minutes for a rank that has ended."""
+    """Call `make` in a daemon thread, which need not be joined: torch waits minutes for a rank that has ended."""
     made: Future[T] = Future()
 
     def run() -> None:

@@ -65,7 +65,7 @@ class OrdersDone:
             return self._has_ended
 
     def wait_for(self, count: int) -> bool:
-        """Wait until so many are done; return whether they are, and not given up."""
+        """Wait until `count` orders are done; return False if they never will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._count >= count or self._has_ended)
             return self._count >= count

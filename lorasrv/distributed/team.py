@@ -191,7 +191,7 @@ class Team:
 
     @property
     def monitor(self) -> PulseMonitor:
-        """Return what watches the ranks."""
+        """Return the monitor of the ranks' pulses."""
         return self._monitor
 
     def why_lost(self, error: Exception) -> str:
@@ -296,5 +296,5 @@ def _check(replies: Sequence[Frame]) -> None:
 
 
 def failure(error: Exception, kind: str = "config") -> Frame:
-    """Return what tells rank 0 that an order failed."""
+    """Build the frame that reports a failed order to rank 0."""
     return Frame(FAILED, {"error": kind, "message": str(error) or type(error).__name__})

@@ -46,7 +46,7 @@ class TorchComm(Comm):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         timeout = timedelta(seconds=TIMEOUT_S)
         _wait_for_all(rank, num_ranks, meeting)
-        with _told():
+        with _as_rank_lost():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=FileStore(str(meeting), num_ranks),
@@ -62,12 +62,12 @@ class TorchComm(Comm):
         return self._device.type == "cuda"
 
     def send(self, tensor: Tensor, to: int) -> None:
-        with _told():
+        with _as_rank_lost():
             dist.send(tensor.contiguous(), to)
 
     def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        with _told():
+        with _as_rank_lost():
             dist.recv(tensor, source)
         return tensor
 
@@ -77,7 +77,7 @@ class TorchComm(Comm):
         own = part.new_empty(max(sizes))
         own[: part.numel()] = part.reshape(-1)
         parts = [torch.empty_like(own) for _ in peers]
-        with _told():
+        with _as_rank_lost():
             dist.all_gather(parts, own, group=self._groups[peers])
         return [got[:size].view(tuple(shape)) for got, size, shape in zip(parts, sizes, shapes, strict=True)]
 
@@ -108,7 +108,7 @@ def _wait_for_all(rank: int, num_ranks: int, meeting: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _as_rank_lost() -> Iterator[None]:
     """Turn the errors of a transport into `RankLost`."""
     try:
         yield

@@ -104,9 +104,8 @@ class AsyncEngine:
         self._loader: ThreadedLoader | None = None
         if model.parts.source is not None:
             write = model.parts.executor.write_adapter
-            wake = lambda: self._inbox.put(Wake())  # noqa: E731
             source = model.parts.source
-            self._loader = ThreadedLoader(source, write, wake, options.load_timeout_s, source.place)
+            self._loader = ThreadedLoader(source, write, self._wake, options.load_timeout_s, source.place)
         self._executor = model.parts.executor
         self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
         memory = model.parts.memory
@@ -156,17 +155,20 @@ class AsyncEngine:
         self, model: BuiltModel, options: SchedulerOptions, fetch: FetchPages | None
     ) -> SnapshotLoader:
         executor, block_bytes = model.parts.executor, model.parts.memory.layout.block_bytes
-        wake = lambda: self._inbox.put(Wake())  # noqa: E731
         return SnapshotLoader(
             model.snapshots,
             block_bytes,
             model.max_snapshot_bytes,
             executor.read_pages,
             executor.write_pages,
-            wake,
+            self._wake,
             options.load_timeout_s,
             fetch,
         )
+
+    def _wake(self) -> None:
+        """Wake the engine thread: a load has ended. For any thread."""
+        self._inbox.put(Wake())
 
     @property
     def silence(self) -> str | None:

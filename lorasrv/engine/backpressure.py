@@ -98,7 +98,7 @@ class QueueLimiter(RequestObserver):
         return num_queued(sent, waiting, engine.requests_running, self._request_slots)
 
     def check(self, num_requests: int = 1, num_tokens: int = 1, principal: str = ANONYMOUS) -> None:
-        """Check that so many more requests may queue. An empty queue accepts any number.
+        """Check that more requests may queue. An empty queue accepts any number.
 
         Raises:
             EngineOverloaded: the queue is full; says when a place should be free.

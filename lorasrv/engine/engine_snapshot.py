@@ -22,7 +22,7 @@ class CoreCounters:
 
 
 def describe_engine(parts: EngineParts, own: CoreCounters) -> EngineStats:
-    """Return what is published after a step. For the engine's thread."""
+    """Return the statistics that are published after a step. For the engine's thread."""
     scheduler = parts.scheduler
     memory, counters, predictor = parts.memory, scheduler.counters, scheduler.predictor
     fragmentation = memory.adapter_pool.fragmentation

@@ -132,14 +132,14 @@ def _build(
     is_batch_invariant = of_kernels and not drafting.draft_trees
     source = model.tokenizer_source
     return BuiltModel(
-        parts,
-        inputs,
-        spec,
-        loaded.served,
-        model.tokenizer,
-        own_tokenizers,
-        ChatTemplate.from_source(source) if source.chat_template else None,
-        is_batch_invariant,
+        parts=parts,
+        input_processor=inputs,
+        spec=spec,
+        weights=loaded.served,
+        tokenizer=model.tokenizer,
+        own_tokenizers=own_tokenizers,
+        chat_template=ChatTemplate.from_source(source) if source.chat_template else None,
+        is_batch_invariant=is_batch_invariant,
         fingerprint=same_tokens(identity) if is_batch_invariant else "",
         snapshots=snapshots,
         max_snapshot_bytes=config.memory.snapshot_bytes,
@@ -147,7 +147,7 @@ def _build(
 
 
 def _layout(model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool_bytes: int) -> PoolLayout:
-    """Return the pages of a pool of so many bytes, those in the pools of the draft model and other ranks included."""
+    """Return the layout of a pool of `pool_bytes`, those in the pools of the draft model and other ranks included."""
 
     def page_bytes(num_kv_heads: int, head_dim: int) -> int:
         return model.kv_format.page_bytes(num_kv_heads, head_dim, PAGE_SIZE_TOKENS)
@@ -194,7 +194,7 @@ def _inputs(
     own_tokenizers: OwnTokenizers | None,
     drafters: frozenset[str],
 ) -> InputProcessor:
-    """Return what makes requests for an engine of these parts, whose drafters have these names."""
+    """Return the input processor of an engine of these parts, whose drafters have these names."""
     config = model.config
     return InputProcessor(
         parts.memory,
@@ -217,7 +217,7 @@ def _inputs(
 
 
 def _draft_heads(model: CheckedModel, models: Sequence[str], adapters: HostAdapterStore | None) -> DraftHeads | None:
-    """Return what finds the heads that draft; None if none do."""
+    """Return the Medusa heads of base and adapters; None if none draft."""
     if "medusa" not in models:
         return None
     activation, max_bytes = model.limits.activation, model.config.speculation.draft_head_bytes
@@ -229,7 +229,7 @@ def _draft_heads(model: CheckedModel, models: Sequence[str], adapters: HostAdapt
 def _runner(
     model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool: DevicePool, heads: DraftHeads | None
 ) -> ModelRunner:
-    """Return what computes this process's part of every step; the other processes make their pools."""
+    """Return the runner of this process's part of every step; the other processes make their pools."""
     draft = None
     if loaded.draft is not None:
         draft_pool = DevicePool(loaded.draft.spec, pool.num_pages, pool.page_size, model.kv_format, model.device)

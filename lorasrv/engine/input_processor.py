@@ -263,7 +263,7 @@ class InputProcessor:
         return self._source
 
     def _stored(self, adapter: AdapterKey | None) -> "_StoredAdapter":
-        """Return what the store knows of an adapter, or a sum of several. May read headers of files.
+        """Return what a request needs to know of an adapter, or of a sum of several. May read headers of files.
 
         Raises:
             InvalidRequest, AdapterError: as `layout`.
@@ -278,7 +278,7 @@ class InputProcessor:
         return _StoredAdapter(hold, terms, source.vocab_size(adapter), source.num_draft_heads(adapter))
 
     def _words(self, adapter: AdapterKey | None, size: int) -> "_Words":
-        """Return what a request's tokens are: `size` of them, 0 if as many as the base has. May build a tokenizer."""
+        """Return a request's vocabulary of `size` tokens, 0: as many as the base has. May build a tokenizer."""
         own = self._own_tokenizers.of(adapter) if self._own_tokenizers is not None else None
         return _Words(own or self._tokenizer, size or self._vocab_size, is_own=own is not None or size > 0)
 

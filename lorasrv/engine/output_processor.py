@@ -107,7 +107,7 @@ class OutputProcessor:
     def _cut(
         self, output: EngineOutput, num_tokens: int, texts: Sequence[str], offsets: Sequence[int], stop: str
     ) -> RequestOutput:
-        """Return the end of an answer that a stop string has ended behind so many of an output's tokens."""
+        """Return the last output of an answer that a stop string has ended within `num_tokens` tokens of this one."""
         if num_tokens < len(output.new_token_ids):
             kept = output.new_token_ids[:num_tokens]
             output = replace(output, new_token_ids=kept, logprobs=output.logprobs[:num_tokens], error=None)

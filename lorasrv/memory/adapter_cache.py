@@ -227,7 +227,7 @@ class AdapterCache:
         assert not any(a.pins for a in evictable.values()), "a pinned adapter is evictable"
 
     def need(self, key: AdapterKey) -> Need:
-        """Return what needs an adapter that has pages."""
+        """Return the strongest need for an adapter that has pages."""
         return self._adapters[key].need
 
     def _offer(self, key: AdapterKey, adapter: _CachedAdapter) -> None:

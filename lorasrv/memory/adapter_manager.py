@@ -262,7 +262,7 @@ class AdapterManager:
             self._note_need(key)
 
     def need(self, key: AdapterKey) -> Need:
-        """Return what needs the adapter."""
+        """Return the strongest need for the adapter."""
         if self.is_pinned(key):
             return Need.PINNED
         return Need.WANTED if key in self._requests or key in self._reservations else Need.NOTHING

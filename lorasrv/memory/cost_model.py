@@ -238,7 +238,7 @@ class CostModel:
         return nbytes * (self.copy.seconds + (0.0 if on_host else self.load.seconds))
 
     def recompute_s(self, num_tokens: int) -> float:
-        """Estimate the seconds to compute so many tokens again."""
+        """Estimate the seconds to compute tokens again."""
         return num_tokens * self.token.seconds
 
     def restore_s(self, nbytes: int) -> float:

@@ -180,7 +180,7 @@ class Evictor:
         return self._make_room(self._pool, pages, level, spared, self._kv_floor())
 
     def can_make_room(self, pages: int, level: EvictionLevel, spared: Spared) -> bool:
-        """Return whether `make_room` would free so many. Evicts nothing."""
+        """Return whether `make_room` would succeed. Evicts nothing."""
         if self._pool.num_free >= pages:
             return True
         return self._available_pages(self._pool, level, spared, self._kv_floor()) >= pages

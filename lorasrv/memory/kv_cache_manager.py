@@ -2,8 +2,8 @@
 
 A page may be in several tables: of requests with the same beginning (`PrefixCache`), or of the choices of one request
 (`fork`). A request that writes into a page that other tables hold gets a copy first. Pages that a policy drops leave a
-hole, so that the others keep their places. `SwapSpace` counts the KV pages of
-preempted requests in host memory, and decides when swapping costs less than recomputing.
+hole, so that the others keep their places. `SwapSpace` counts the KV pages of preempted requests in host memory, and
+decides when swapping costs less than recomputing.
 """
 
 from array import array
@@ -328,7 +328,7 @@ class KVCacheManager:
 
 
 def _real(pages: Sequence[int]) -> Sequence[int]:
-    """Return the pages that are none of the holes."""
+    """Return the pages without the holes."""
     return [page for page in pages if page != HOLE] if HOLE in pages else pages
 
 
@@ -354,7 +354,7 @@ class SwapSpace:
         return sum(self._pages.values()) * self._block_bytes
 
     def should_swap(self, num_pages: int, num_tokens: int) -> bool:
-        """Return whether to swap out so many pages instead of computing their `num_tokens` tokens again."""
+        """Return whether to swap `num_pages` pages out, rather than compute their `num_tokens` tokens again."""
         if not 0 < num_pages <= self._num_free or self._mode == "recompute":
             return False
         cost = self._costs.swap_s(num_pages * self._block_bytes)

@@ -122,27 +122,23 @@ class MemoryManager:
         adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock, is_on_host)
         floor = int((ADAPTER_FLOOR if adapter_floor is None else adapter_floor) * layout.num_pages)
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
-        swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
-        block = layout.block_bytes
-        kept = options.snapshot_bytes
+        block, kept = layout.block_bytes, options.snapshot_bytes
         snapshots = SnapshotManager(facts, stored, kv, prefixes, adapter_manager, evictor, costs, block, kept)
-        exchange = PageExchange(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock)
-        ahead = PagesAhead(kv_pool, layout.page_bytes, layout.num_slabs, block)
         return cls(
-            layout,
-            kv_pool,
-            adapter_pool,
-            prefixes,
-            kv,
-            adapters,
-            adapter_manager,
-            evictor,
-            swap,
-            snapshots,
-            exchange,
-            ahead,
-            costs,
-            clock,
+            layout=layout,
+            kv_pool=kv_pool,
+            adapter_pool=adapter_pool,
+            prefixes=prefixes,
+            kv=kv,
+            adapters=adapters,
+            adapter_manager=adapter_manager,
+            evictor=evictor,
+            swap=SwapSpace(preemption, options.swap_bytes, block, costs),
+            snapshots=snapshots,
+            exchange=PageExchange(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock),
+            ahead=PagesAhead(kv_pool, layout.page_bytes, layout.num_slabs, block),
+            costs=costs,
+            clock=clock,
         )
 
     @property

@@ -337,7 +337,7 @@ class SnapshotManager:
         return len(self._arriving) < MAX_ARRIVING and not (self._arriving and num_bytes > MAX_ARRIVING_BYTES)
 
     def _pays(self, num_pages: int, prefix: Prefix, ahead: int = 0) -> bool:
-        """Return whether restoring a snapshot is faster than computing so many of its pages.
+        """Return whether restoring a snapshot is faster than computing `num_pages` of its pages.
 
         Args:
             ahead: bytes that are read before it.

@@ -1,4 +1,4 @@
-"""What happens to requests, told to whatever keeps a record of them: statistics, traces, queue bounds. No torch.
+"""Observers of requests, for all that keeps records of them: statistics, traces, queue bounds. No torch.
 
 Everything in here belongs to the event loop's thread. For each request that was accepted `on_finished` comes exactly
 once, after its last `on_output`, however it ends.
@@ -27,7 +27,7 @@ class RequestObserver:
         """
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
-        """Note what the client is told, which may be the last of it."""
+        """Note an output that the client gets; the last one is finished."""
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         """Forget a request. Ids that are not known are ignored.
@@ -41,7 +41,7 @@ class RequestObserver:
 
 
 class RequestObservers(RequestObserver):
-    """Tell several observers in turn. One that fails costs no client its answer, and the others are told as well."""
+    """Pass each event on to several observers. If one fails, the others still get it, and so does the client."""
 
     def __init__(self, observers: Sequence[RequestObserver]) -> None:
         self._observers = tuple(observers)

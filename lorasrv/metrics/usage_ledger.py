@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 FILE_NAME = "ledger.db"
 WRITE_EVERY_S = 5.0
 IDLE_WRITES = 12
-"""While there are no requests, only residency changes; writing it every so many turns is enough."""
+"""Turns between two writes while there are no requests: then only residency changes."""
 MAX_ASKING_S = 2.0
 """A step may take longer, or hang; the next sample then covers this time too."""
 MAX_UNWRITTEN = 16384

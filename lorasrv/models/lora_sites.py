@@ -43,7 +43,7 @@ HEAD_ROWS, EMBEDDING_ROWS = range(2)
 BLOCK_ROWS, LEAST_ROWS = MAX_SLICES * MAX_RANK, PANEL_RANKS
 """Most and least own rows of a block, but for the last: as many as a site has ranks, and a panel."""
 BLOCK_TOKENS = 64
-"""Blocks have a multiple of so many tokens, so that they begin on cache lines of logits."""
+"""Blocks are multiples of this many tokens, so that they begin on cache lines of logits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def choose_tokens(
     drawn_from: DrawnFrom = lambda share, at: None,
     likeliest: Tensor | None = None,
 ) -> dict[RequestId, tuple[int, ...]]:
-    """Choose the next tokens of each share; a share whose first row is no numbers has none.
+    """Choose the next tokens of each share; a share whose first row is not finite has none.
 
     Args:
         logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
@@ -62,7 +62,7 @@ def choose_tokens(
 
 
 def probed_tokens(likeliest: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
-    """Return the likeliest token behind each probe, of the shares whose probes' logits are all numbers.
+    """Return the likeliest token behind each probe, of the shares whose probes' logits are all finite.
 
     Args:
         likeliest: [at least S] int64, as of `choose_tokens`.

@@ -196,18 +196,7 @@ class Scheduler:
         Returns: the step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
-        self._allocator.record_moves()  # of a step whose planning failed
-        # First what ends: others wait for what it gives back, and nothing would bring another step for them.
-        self._adapter_manager.begin_step()
-        self._finish_missed()
-        self._adapter_manager.cancel_unneeded()
-        if self._beams.take_changed():
-            self._queue.lanes.relieve(BEAMS)
-            self.quotas.relieve_shared()
-        self._memory.begin_step(self.num_running)
-        restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
-        self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
-        self.quotas.begin_step()
+        self._begin_step()
         planned = self._planner.plan()
         for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
@@ -245,6 +234,21 @@ class Scheduler:
         ]
         self._in_flight.add(step.number, tokens)
         return step
+
+    def _begin_step(self) -> None:
+        """Take back what has ended, before a step is planned, and let go on what waited for it."""
+        self._allocator.record_moves()  # of a step whose planning failed
+        # First what ends: others wait for what it gives back, and nothing would bring another step for them.
+        self._adapter_manager.begin_step()
+        self._finish_missed()
+        self._adapter_manager.cancel_unneeded()
+        if self._beams.take_changed():
+            self._queue.lanes.relieve(BEAMS)
+            self.quotas.relieve_shared()
+        self._memory.begin_step(self.num_running)
+        restored = map(Blocker.of_snapshot, self._memory.snapshots.take_ended())
+        self._queue.begin_step(self._clock(), (*self.quotas.take_relieved(), *restored))
+        self.quotas.begin_step()
 
     def take_page_ops(self) -> tuple[PageOp, ...]:
         """Return the page operations of a step whose planning has failed, in order: the accounts know them as done."""
@@ -347,8 +351,8 @@ class Scheduler:
         self._in_flight.check_integrity(holders)
 
     def _bar_drafts(self, request: Request) -> None:
-        """Leave a request's last token to the next step, without drafts: the numbers of a draft token that are none
-        spoil the rows that are computed with it."""
+        """Leave a request's last token to the next step, without drafts: if those of one are not finite, its keys and
+        values spoil the rows that are computed with it."""
         self._allocator.truncate_drafts(request)
         speculation = replace(request.message.speculation, max_draft=0)
         request.message = replace(request.message, speculation=speculation)
@@ -582,7 +586,7 @@ class Scheduler:
 
 
 def _overflow(request: Request) -> tuple[str, Refusal | None]:
-    """Return what is said of a request whose logits are no numbers, and the kind of its refusal."""
+    """Return the error of a request whose logits are not finite, and the kind of its refusal."""
     found = "the model computed NaN or infinity for this request"
     if request.adapter_key is not None:
         return f"{found}; its adapter's weights are too large", None

@@ -50,7 +50,7 @@ has changed."""
 PROPOSING_SHARE = 0.01
 """Share of a step's time that may be spent on looking for drafts."""
 LONG_PROMPT_SHARE = 2
-"""A prompt that does not finish in this step takes one of so many parts of the chunk while others could be admitted."""
+"""A prompt that does not finish in this step takes the chunk divided by this while others could be admitted."""
 
 
 @dataclass(slots=True)
@@ -249,8 +249,8 @@ class StepPlanner:
         return [row for row in found if row.proposal.token_ids or row.num_asked or row.probes.token_ids]
 
     def _plain_step(self, counts: Mapping[RequestId, int]) -> PlainStep:
-        """Return what a step of so many tokens of each request yields and takes without drafts. The first draft also
-        takes the time for which the device waits because the next step is not planned ahead."""
+        """Return what a step of `counts` tokens yields and costs without drafts. The first draft costs also the time
+        for which the device waits because the next step is not planned ahead."""
         costs, chosen = self._memory.costs, [r for r in self._queue.running if r.request_id in counts]
         shape = planned_shape(chosen, counts)
         num_sampled = sum(r.num_scheduled_tokens + counts[r.request_id] == r.num_expected_tokens for r in chosen)

@@ -167,7 +167,7 @@ def is_decoding(request: Request) -> bool:
 
 
 def planned_shape(chosen: Sequence[Request], counts: Mapping[RequestId, int]) -> StepShape:
-    """Return the shape of a step that computes so many tokens of each request."""
+    """Return the shape of a step that computes `counts` tokens of each request."""
     return StepShape(
         tokens=sum(counts[request.request_id] for request in chosen),
         requests=len(chosen),

@@ -252,7 +252,7 @@ class Speculator:
         return tuple(chances)
 
     def _valid(self, request: Request, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens up to the first that is none or that the request's grammar forbids."""
+        """Return the tokens before the first that the vocabulary lacks or the request's grammar forbids."""
         size = min(self._vocab_size, request.message.vocab_size or self._vocab_size)
         bad = next((at for at, token in enumerate(tokens) if not 0 <= token < size), len(tokens))
         if request.constraint_state is not None and bad:

@@ -72,7 +72,7 @@ class OwnTokenizers:
 
 
 def _num_added(tokenizer: Tokenizer | None) -> int:
-    """Return what a tokenizer counts as in memory, in added tokens."""
+    """Return the memory that a tokenizer is charged with, in added tokens."""
     return 1 if tokenizer is None else min(MAX_KNOWN_TOKENS, 1 + len(tokenizer.added_tokens))
 
 

@@ -1,12 +1,11 @@
 """Decoder of every family: compute what a `ModelSpec` describes, rows of all requests together.
 
 The base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V
-vocabulary. Rotary tables hold cosine and sine of every position, fp32, computed as Hugging Face computes them.
+vocabulary.
 """
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,10 @@ from lorasrv.models.lora_sites import (
     site_dims,
 )
 from lorasrv.models.quantization import Linear
-from lorasrv.models.spec import RopeSpec
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
+from lorasrv.worker.rope_tables import rope_tables
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Angles, ProgramShape, SgmvPlan, Stages, StepTables
 from sgmv_kernels.ops import Ops
@@ -38,60 +37,6 @@ if TYPE_CHECKING:
     from sgmv_kernels.cpu_ops.recorded_step import PreparedPass
 
 STATE_ROWS = 64
-
-
-def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin), each [length, N / 2] fp32.
-
-    N is the number of rotated numbers of a head: `rope.dims`, or `head_dim` where that is 0.
-    """
-    dims = rope.dims or head_dim
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = (table.mul_(rope.attention_factor).to(device) for table in (angles.cos(), angles.sin()))
-    return cos, sin
-
-
-def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Divide frequencies of long wavelengths by the factor, keep short ones, and blend those between (Llama 3.1)."""
-    wavelengths = 2 * math.pi / frequencies
-    long, short = (rope.original_max_position / f for f in (rope.low_freq_factor, rope.high_freq_factor))
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    scaled = torch.where(wavelengths > long, frequencies / rope.factor, frequencies)
-    return torch.where((wavelengths <= long) & (wavelengths >= short), blended, scaled)
-
-
-def _yarn(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Divide frequencies that rotate seldom within the original context by the factor, and keep those that rotate
-    often.
-
-    A ramp blends those between. Source: YaRN (Peng et al. 2023).
-    """
-    dims = 2 * len(frequencies)
-
-    def dim_of(turns: float) -> float:
-        return dims * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
-    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return frequencies / rope.factor * (1 - kept) + frequencies * kept
-
-
-_SCALINGS: dict[str, Callable[[Tensor, RopeSpec], Tensor]] = {
-    "default": lambda frequencies, rope: frequencies,
-    "linear": lambda frequencies, rope: frequencies / rope.factor,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "factors": lambda frequencies, rope: frequencies / torch.tensor(rope.factors),
-}
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.site_indices`."""
 
@@ -116,7 +61,7 @@ def _rows_at(table: Tensor, places: Tensor) -> Tensor:
 
 
 def _widened(logits: Tensor, vocab_size: int) -> Tensor:
-    """Return logits [S, V] with at least so many columns."""
+    """Return logits [S, V] with at least `vocab_size` columns."""
     if vocab_size <= logits.shape[1]:
         return logits
     wide = logits.new_zeros((len(logits), vocab_size))
@@ -196,7 +141,7 @@ class Decoder:
         """Compute a step, and write its keys and values to the pool.
 
         Returns: logits [rows that want them, V or more] fp32, valid until the next pass. Columns from V on are tokens
-            that single adapters have beyond the base's; those that a row's adapter has not hold no numbers of it.
+            that single adapters have beyond the base's; those of other adapters are undefined.
         """
         prepared = self.prepare(batch)
         self.begin(prepared)

@@ -158,7 +158,7 @@ class DiskThreads:
             pass
 
     def _run_next(self) -> bool:
-        """Do the next read, and keep nothing of it: it holds an adapter in the store. Return False at the end."""
+        """Run the next read, and keep no reference to it: it holds an adapter in the store. Return False at the end."""
         read = self._next()
         if read is None:
             return False
@@ -218,7 +218,7 @@ class DiskThreads:
             pass
 
     def _watch_oldest(self) -> bool:
-        """Give up the oldest read when its time is over, and keep nothing of it. Return False at the end."""
+        """Give the oldest read up when its time is over, and keep no reference to it. Return False at the end."""
         with self._lock:
             self._has_begun.wait_for(lambda: self._running or self._is_closed)
             if self._is_closed:

@@ -86,7 +86,7 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
 
     Args:
         logits: [N, V] fp32, of the rows.
-    Returns: rows whose drafts go on; those whose logits are no numbers end.
+    Returns: rows whose drafts go on; those whose logits are not finite end.
     """
     shares = [row.next_share() for row in rows]
     chosen = choose_tokens(logits, shares)

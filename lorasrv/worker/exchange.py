@@ -55,14 +55,12 @@ class Exchange:
         raise AssertionError("no process computes layers before these")
 
     def whole(self, part: Tensor, place: SplitOutput) -> Tensor:
-        """Return what the next linear reads of an output, of which this process has computed a part, of its columns or
-        of its sums: [T, own] -> [T, inputs].
-        """
+        """Join the parts of an output for the next linear, by columns or by sums: [T, own] -> [T, inputs]."""
         del place
         return part
 
     def has_states(self, num_own: int) -> bool:
-        """Return whether this process gives or gets states, if it has so many rows that want logits."""
+        """Return whether this process sends or receives states, if `num_own` of its rows want logits."""
         return num_own > 0
 
     def states(self, own: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class LaunchedStep:
 
     Args:
         sampled: shares of the step.
-        tokens: [B] int64 of these shares; negative where a row's logits are no numbers.
+        tokens: [B] int64 of these shares; negative where a row's logits are not finite.
     """
 
     def __init__(self, sampled: Sequence[ScheduledRequest], tokens: Tensor) -> None:
@@ -46,7 +46,7 @@ class LaunchedStep:
             token_ids.index_copy_(0, at, self._tokens.index_select(0, row).clamp_(min=0))
 
     def wait(self) -> dict[RequestId, tuple[int, ...]]:
-        """Wait for the tokens and return them by request, without those of rows that are no numbers."""
+        """Wait for the tokens and return them by request, without those of rows that are not finite."""
         self._is_copied.synchronize()
         tokens = self._host.tolist()
         return {request: (tokens[row],) for request, row in self._row.items() if tokens[row] >= 0}

@@ -57,7 +57,7 @@ BeforePass = Callable[[], None]
 
 
 def do_nothing() -> None:
-    """Stand for a function that nobody needs."""
+    """Do nothing: the default of a hook."""
 
 
 @dataclass(frozen=True, slots=True)

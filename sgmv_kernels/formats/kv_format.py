@@ -286,7 +286,7 @@ def hadamard(x: Tensor) -> Tensor:
 def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round heads [..., D] fp32 to whole codes, `LEVELS` for the largest magnitude; returns codes and scales [...].
 
-    The scale of a head with a number that is none, or infinite, is NaN.
+    The scale of a head with a number that is not finite is NaN.
     """
     sizes = x.abs()
     largest, is_finite = sizes.amax(-1), sizes.sum(-1) < math.inf
@@ -300,8 +300,8 @@ def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round heads [..., D] fp32 to whole codes from 0 to `NIBBLE_LEVELS`; returns codes, scales and minima [...].
 
-    A number is code * scale + minimum; both are those of bfloat16. The scale of a head with a number that is none, or
-    infinite, is NaN.
+    A number is code * scale + minimum; both are those of bfloat16. The scale of a head with a number that is not
+    finite is NaN.
     """
     minima = x.amin(-1).bfloat16().float()
     scales = ((x.amax(-1) - minima) * (1 / NIBBLE_LEVELS)).bfloat16().float()

@@ -10,6 +10,7 @@ from torch import Tensor
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS
+from sgmv_kernels.torch_ops.pointwise import softcap_torch_
 
 MAX_PADDING = 2
 """Largest ratio between the numbers of pages of sequences that share one padded product."""
@@ -146,7 +147,7 @@ def _single_queries(
     grouped = q.view(b, kv.num_heads, heads // kv.num_heads, d)
     scores = (grouped @ keys).mul_(scale)
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+        softcap_torch_(scores, softcap)
     if slopes is not None:
         distance = (position - (lens - 1))[:, None, None]
         scores.add_(slopes.view(kv.num_heads, -1, 1) * distance)
@@ -209,5 +210,5 @@ def _by_hand(
     group = query.shape[1] // k.shape[1]
     scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale)
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+        softcap_torch_(scores, softcap)
     return scores.add_(bias).masked_fill_(~visible, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)

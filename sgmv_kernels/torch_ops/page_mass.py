@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan, PageMasses
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.torch_ops.pointwise import softcap_torch_
 
 
 def add_page_mass_torch_(
@@ -25,7 +26,7 @@ def add_page_mass_torch_(
             row = q[end - behind].float().view(kv.num_heads, group, -1)
             scores = (row @ keys[..., : length - behind + 1]).mul_(scale)
             if softcap is not None:
-                scores.div_(softcap).tanh_().mul_(softcap)
+                softcap_torch_(scores, softcap)
             weights = F.pad(scores.softmax(-1).sum(1), (0, num_pages * plan.page_size - length + behind - 1))
             masses.sums[:, at, :num_pages] += weights.view(-1, num_pages, plan.page_size).sum(-1)
             at += 1

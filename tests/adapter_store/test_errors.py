@@ -1,3 +1,5 @@
+"""Messages of the store's errors: safe to print, short, each complaint once."""
+
 from adapter_store.errors import MAX_PROBLEMS, AdapterInvalid, ProblemList, show
 
 

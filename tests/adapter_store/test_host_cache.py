@@ -1,3 +1,5 @@
+"""The host cache: its bound and its pins, from many threads."""
+
 import threading
 from collections import OrderedDict
 

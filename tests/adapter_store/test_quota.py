@@ -1,3 +1,5 @@
+"""Quotas of the store: versions, bytes, uploads, and those of each principal."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""The store from upload to load: versions, deletion, restarts."""
+
 import contextlib
 import json
 import os

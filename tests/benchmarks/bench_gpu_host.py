@@ -88,9 +88,9 @@ class AtOnce:
 class Replay:
     """A graph that computes nothing: its logits are random."""
 
-    def __init__(self, seats: int) -> None:
-        self._outputs = itertools.cycle(torch.rand(97, seats, VOCAB))
-        self.output = torch.rand(seats, VOCAB)
+    def __init__(self, slots: int) -> None:
+        self._outputs = itertools.cycle(torch.rand(97, slots, VOCAB))
+        self.output = torch.rand(slots, VOCAB)
 
     def replay(self) -> None:
         self.output.copy_(next(self._outputs))
@@ -144,11 +144,11 @@ def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "g
     if mode != "eager":
         runner._graphs = GraphedSteps(runner._decoder.forward, SPEC, memory, limits, lambda compute: replay)
     geometry = PoolLayout(pages, PAGE, page_bytes, SPEC.num_layers)
-    books = MemoryManager.make(geometry, MemoryOptions(), "recompute", lambda key: False)
+    accounts = MemoryManager.make(geometry, MemoryOptions(), "recompute", lambda key: False)
     drafters = [] if mode == "graph, off" else make_drafters(SpeculationOptions())
     options, speculator = SchedulerOptions(rows, 2048, target_itl_ms=None), Speculator(drafters, VOCAB)
-    scheduler = Scheduler(options, books, frozenset(), speculator=speculator)
-    parts = EngineParts(books, scheduler, InProcessExecutor(runner), None, MAX_LEN, 0, 0)
+    scheduler = Scheduler(options, accounts, frozenset(), speculator=speculator)
+    parts = EngineParts(accounts, scheduler, InProcessExecutor(runner), None, MAX_LEN, 0, 0)
     engine = EngineCore(parts, AtOnce())
     for number in range(rows):
         adapter = number % adapters if adapters else None

@@ -110,9 +110,9 @@ class Overload:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx2.AsyncClient(base_url=self.served.url, trust_env=False, timeout=600, limits=limits) as http:
             body = self._body()
-            await closed_loop(http, body, self.a.seats, 2.0)
+            await closed_loop(http, body, self.a.slots, 2.0)
             self.phases["alone"] = await self._timed(closed_loop(http, body, 1, self.a.calm_seconds))
-            self.phases["full"] = await self._timed(closed_loop(http, body, self.a.seats, self.a.calm_seconds))
+            self.phases["full"] = await self._timed(closed_loop(http, body, self.a.slots, self.a.calm_seconds))
             rate = self.a.times * self.capacity
             self.phases["beside"] = await self._beside_generator(http, body, rate)
             print(f"capacity {self.capacity:.2f} requests/s; flood of {rate:.1f} for {self.a.seconds:g} s", flush=True)
@@ -130,7 +130,7 @@ class Overload:
         with refusing_server() as url:
             async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=600, limits=limits) as elsewhere:
                 flood = asyncio.create_task(open_loop(elsewhere, body, rate, self.a.calm_seconds, MOST_REQUESTS))
-                phase = await self._timed(closed_loop(http, body, self.a.seats, self.a.calm_seconds))
+                phase = await self._timed(closed_loop(http, body, self.a.slots, self.a.calm_seconds))
                 await flood
         return phase
 
@@ -238,7 +238,7 @@ def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
         f"{run.pool_grown_bytes >> 20} MiB more of the pool into use, and beside that {grown:+.1f} at most"
     )
     facts = [
-        ("capacity", f"{run.capacity:.2f} requests/s with {run.a.seats} request slots"),
+        ("capacity", f"{run.capacity:.2f} requests/s with {run.a.slots} request slots"),
         ("offered", f"{len(flood.outcomes):,} requests in {run.a.seconds:g} s ({run.a.times:g} times)"),
         ("answered", f"{len(flood.answered):,}, {len(flood.answered) / flood.seconds:.2f} a second"),
         ("refused", ", ".join(f"{status}: {n:,}" for status, n in sorted(statuses.items()) if status != 200)),
@@ -259,7 +259,7 @@ def measure(a: argparse.Namespace) -> tuple[str, list[str]]:
         else:
             model = ["--model", a.model, "--served-model-name", "marked"]
         a.name = "marked"
-        bounds = ["--max-num-seqs", a.seats, "--max-queued", a.max_queued]
+        bounds = ["--max-num-seqs", a.slots, "--max-queued", a.max_queued]
         bounds += ["--queue-timeout-s", a.queue_timeout_s] if a.queue_timeout_s else []
         with serve(*model, *bounds, *a.serve_flags.split(), store=Path(folder) / "store") as served:
             run = Overload(served, a)
@@ -284,7 +284,7 @@ def main() -> None:
         seconds=(60.0, "of the flood"),
         times=(10.0, "offered load, as a multiple of the capacity"),
         calm_seconds=(20.0, "of alone, and of full"),
-        seats=(4, "--max-num-seqs of the server"),
+        slots=(4, "--max-num-seqs of the server"),
         max_queued=(8, "requests in the server, running or not"),
         queue_timeout_s=(float, "of the server"),
         tokens=(64, "of each answer"),

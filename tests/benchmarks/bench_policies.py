@@ -175,7 +175,7 @@ class Server:
 @asynccontextmanager
 async def serving(a: argparse.Namespace, policy: str, pages: int | None = None, **more: Any) -> AsyncIterator[Server]:
     """Run an engine with all adapters in its pool; check its accounts at the end."""
-    options = SchedulerOptions(**{"max_num_seqs": a.seats, "scheduling_policy": policy, "target_itl_ms": None, **more})
+    options = SchedulerOptions(**{"max_num_seqs": a.slots, "scheduling_policy": policy, "target_itl_ms": None, **more})
     memory = MemoryOptions(pool_bytes=(pages or a.pages) * a.base.page_bytes)
     config = EngineConfig(model=a.base.options, memory=memory, scheduler=options)
     with open_store(FOLDER / f"store-{a.model}", shapes_of(a.base.options.model)) as store:
@@ -234,14 +234,14 @@ async def hot(a: argparse.Namespace) -> None:
     arrivals = {p: poisson(p, each * (HOT_FACTOR if p == HOT else 1), a.seconds, seed=1) for p in range(NUM_PERSONAS)}
     nine = [ask for p, asks in arrivals.items() if p != HOT for ask in asks]
     print(
-        f"{a.seats} request slots serve {per_s:.1f} requests/s; offered {a.load:g} times that for {a.seconds:g} s: "
+        f"{a.slots} request slots serve {per_s:.1f} requests/s; offered {a.load:g} times that for {a.seconds:g} s: "
         f"the hot persona {HOT_FACTOR * each:.1f}/s, the others {each:.1f}/s each"
     )
     titles = [f"{name} {end} ms" for name in ("TTFT", "TPOT") for end in ("p50", "p99")]
     table(("policy", "requests of", "number", *titles, *(f"{t.removesuffix(' ms')} to alone" for t in titles)))
     for policy in a.policies:
         async with serving(a, policy) as server:
-            await server.warm_up(2 * a.seats)
+            await server.warm_up(2 * a.slots)
             alone = _latencies(await open_loop(server.ask, nine))
             row(policy, "nine, alone", len(nine), *alone, *(1.0 for _ in alone))
             answers = await open_loop(server.ask, [*nine, *arrivals[HOT]])
@@ -254,9 +254,9 @@ async def hot(a: argparse.Namespace) -> None:
 async def _capacity(a: argparse.Namespace) -> float:
     """Return the requests a second with all request slots taken."""
     async with serving(a, "fcfs") as server:
-        await server.warm_up(2 * a.seats)
+        await server.warm_up(2 * a.slots)
         begun = time.perf_counter()
-        await closed_loop(server.ask, mixed(a.probes), 2 * a.seats)
+        await closed_loop(server.ask, mixed(a.probes), 2 * a.slots)
         return float(a.probes / (time.perf_counter() - begun))
 
 
@@ -282,12 +282,12 @@ class _Round:
 async def sharing(a: argparse.Namespace) -> None:
     """Compare `fair` with itself, not allowed to pause anything, in turns."""
     print(
-        f"{NUM_COOL} personas, one request of {a.answer} tokens at a time each, beside {3 * a.seats} of another on "
-        f"{a.seats} request slots; {a.rounds} turns of {a.seconds:g} s"
+        f"{NUM_COOL} personas, one request of {a.answer} tokens at a time each, beside {3 * a.slots} of another on "
+        f"{a.slots} request slots; {a.rounds} turns of {a.seconds:g} s"
     )
     rounds = {name: _Round() for name in ("alone", "with pauses", "without")}
     async with serving(a, "fair") as server:
-        await server.warm_up(2 * a.seats)
+        await server.warm_up(2 * a.slots)
         for _ in range(a.rounds):
             await _share(a, server, rounds["alone"], is_hot=False)
             await _share(a, server, rounds["with pauses"], is_hot=True)
@@ -315,7 +315,7 @@ async def _share(a: argparse.Namespace, server: Server, seen: _Round, *, is_hot:
         await asyncio.sleep(0.1 * persona)  # once the slots are taken
         await client(persona)
 
-    clients = [client(HOT) for _ in range(3 * a.seats * is_hot)]
+    clients = [client(HOT) for _ in range(3 * a.slots * is_hot)]
     await asyncio.gather(*clients, *(cool(1 + number) for number in range(NUM_COOL)))
     times = [at for answer in answers if answer.ask.persona == HOT for at in answer.arrivals_s]
     seen.hot_per_s.append(sum(at - begun < a.seconds for at in times) / a.seconds)
@@ -328,7 +328,7 @@ async def _share(a: argparse.Namespace, server: Server, seen: _Round, *, is_hot:
 
 
 async def bursts(a: argparse.Namespace) -> None:
-    print(f"{a.burst} requests at once over {NUM_PERSONAS} personas, {a.seats} request slots, {a.rounds} times")
+    print(f"{a.burst} requests at once over {NUM_PERSONAS} personas, {a.slots} request slots, {a.rounds} times")
     titles = ("TTFT mean ms", "p50", "p99", "completion mean s", "ms per token, mean", "p99", "all done s")
     table(("policy", *titles, "preemptions", "share within prediction"))
     for policy in a.policies:
@@ -354,11 +354,11 @@ async def bursts(a: argparse.Namespace) -> None:
 
 
 async def priorities(a: argparse.Namespace) -> None:
-    print(f"{3 * a.seats} clients of priority 1 on {a.seats} request slots, one client each of 0 and -1")
+    print(f"{3 * a.slots} clients of priority 1 on {a.slots} request slots, one client each of 0 and -1")
     table(("policy", "priority", "requests", "TTFT mean ms", "p50", "p99", "p50 to that of 1"))
     for policy in a.policies:
         async with serving(a, policy) as server:
-            await server.warm_up(2 * a.seats)
+            await server.warm_up(2 * a.slots)
             answers = await _by_priority(a, server)
         usual = quantile([x.ttft_ms for x in answers if x.ask.priority == 1], 0.5)
         for priority in CLASSES:
@@ -378,7 +378,7 @@ async def _by_priority(a: argparse.Namespace, server: Server) -> list[Answer]:
 
     async def many() -> list[Answer]:
         asks = [medium(i % NUM_PERSONAS, rng, priority=1) for i in range(a.many)]
-        done = await closed_loop(server.ask, asks, 3 * a.seats)
+        done = await closed_loop(server.ask, asks, 3 * a.slots)
         over.set()
         return done
 
@@ -468,7 +468,7 @@ def _gaps_ms(streams: Streams, begin_s: float, end_s: float) -> list[float]:
 
 # The bare scheduler.
 
-SEATS = 64
+SLOTS = 64
 CHURN_ANSWERS, STEADY_ANSWERS = (16, 48), (4000, 4000)
 WARM_STEPS = 64
 KEYS = [AdapterKey(f"b{number:063x}") for number in range(200)]
@@ -483,8 +483,8 @@ def times_us(policy: str, waiting: int, answers: tuple[int, int], steps: int) ->
     rng, numbers = random.Random(0), itertools.count()
     options = {"scheduling_policy": policy, "max_wait_steps": 1 << 30}
     memory = MemoryOptions(enable_prefix_caching=False)
-    bare = Bench(40_000, SEATS, 4096, memory=memory, options=options, page_size=16, checks=False)
-    manager = bare.books.adapter_manager
+    bare = Bench(40_000, SLOTS, 4096, memory=memory, options=options, page_size=16, checks=False)
+    manager = bare.accounts.adapter_manager
     for key in KEYS:
         manager.reserve(key, layout_of(key), float("inf"))
     while not all(manager.is_resident(key) for key in KEYS):
@@ -492,7 +492,7 @@ def times_us(policy: str, waiting: int, answers: tuple[int, int], steps: int) ->
         bare.arrive()
     times = [timed(bare.scheduler, name) for name in ("schedule", "update_from_output")]
     for _ in range(WARM_STEPS + steps):
-        while len(bare.scheduler.requests()) < SEATS + waiting:
+        while len(bare.scheduler.requests()) < SLOTS + waiting:
             key, length = rng.choice(KEYS), rng.randint(*answers)
             bare.add(f"r{next(numbers)}", 32, length, key, ignore_eos=True, adapter_id=f"a{key[-3:]}")
         bare.step()
@@ -514,7 +514,7 @@ def timed(scheduler: Scheduler, name: str) -> list[float]:
 
 
 async def overhead(a: argparse.Namespace) -> None:
-    print(f"{SEATS} running, requests for {len(KEYS)} adapters, {a.steps} steps each", flush=True)
+    print(f"{SLOTS} running, requests for {len(KEYS)} adapters, {a.steps} steps each", flush=True)
     table(("policy", "work", "waiting", "schedule µs p50", "p99", "update µs p50", "p99", "both, mean"))
     for policy in a.policies:
         for work, answers in (("steady", STEADY_ANSWERS), ("churn", CHURN_ANSWERS)):
@@ -543,7 +543,7 @@ def main() -> None:
         quick={"seconds": 1.0, "probes": 40, "burst": 12, "rounds": 1, "many": 48, "prompts": 2, "steps": 30},
         model=(TINY, f"{TINY} or {BUILTIN_MODEL}"),
         policies=(tuple(POLICIES), "to compare"),
-        seats=(16, "max_num_seqs"),
+        slots=(16, "max_num_seqs"),
         threads=(int, "that compute; 1 for the tiny base, all for the built-in one"),
         pages=(int, "of the pool; 6000 of the tiny base, 2000 of the built-in one"),
         load=(1.3, "hot: offered load, as a multiple of the capacity"),

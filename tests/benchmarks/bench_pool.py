@@ -85,15 +85,15 @@ class Bench:
         """Provide an engine with an empty pool, its input processor, and the event that loads set."""
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
-        books = MemoryManager.make(
+        accounts = MemoryManager.make(
             self.parts.memory.layout, options, self.config.scheduler.preemption_mode, source.is_on_host
         )
-        scheduler = Scheduler(self.config.scheduler, books, frozenset(self.spec.eos_token_ids))
+        scheduler = Scheduler(self.config.scheduler, accounts, frozenset(self.spec.eos_token_ids))
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.executor.write_adapter, reported.set)
-        engine = EngineCore(replace(self.parts, memory=books, scheduler=scheduler), loader)
+        engine = EngineCore(replace(self.parts, memory=accounts, scheduler=scheduler), loader)
         try:
-            yield engine, InputProcessor(books, source, self.parts.max_model_len, self.spec.vocab_size), reported
+            yield engine, InputProcessor(accounts, source, self.parts.max_model_len, self.spec.vocab_size), reported
         finally:
             engine.close()
 

@@ -37,7 +37,7 @@ def bench_of(policy: str, slots: int = RUNNING, host_cache_bytes: int = 1 << 30,
     memory = MemoryOptions(host_cache_bytes=host_cache_bytes)
     fields = {"memory": memory, "step_s": 0.02, "checks": False}
     options = {"max_wait_steps": 1 << 30, **options}
-    bench = scheduler(policy, seats=slots, budget=2048, pages=400_000, bench=fields, **options)
+    bench = scheduler(policy, slots=slots, budget=2048, pages=400_000, bench=fields, **options)
     for number in range(RUNNING):
         bench.add(f"r{number}", 64, 100_000, adapter_id=f"r{number}")
     while len(bench.scheduler._queue.running) < RUNNING:
@@ -107,8 +107,8 @@ def room_ms(count: int) -> list[float]:
     """Return the milliseconds of making 64 pages free, some times, beside so many idle adapters that requests want."""
     pages = 2000
     layout = PoolLayout(count * LAYOUT.num_pages(PAGE_BYTES) + pages, 4, PAGE_BYTES, 1)
-    books = MemoryManager.make(layout, MemoryOptions())
-    manager = books.adapter_manager
+    accounts = MemoryManager.make(layout, MemoryOptions())
+    manager = accounts.adapter_manager
     for key in map(key_of, range(count)):
         manager.begin_step()
         manager.request_load(key, LAYOUT)
@@ -117,14 +117,14 @@ def room_ms(count: int) -> list[float]:
         manager.on_copied(key)
         manager.add_request(key)
     rid, tokens = RequestId("prefix"), list(range(4 * pages))
-    books.kv.open(rid, None, "")
-    books.kv.allocate(rid, 0, len(tokens))
-    books.kv.cache_full_pages(rid, tokens, len(tokens))
-    books.kv.free(rid)
+    accounts.kv.open(rid, None, "")
+    accounts.kv.allocate(rid, 0, len(tokens))
+    accounts.kv.cache_full_pages(rid, tokens, len(tokens))
+    accounts.kv.free(rid)
     took = []
     for times in range(1, 11):
         begun = time.thread_time()
-        assert books.evictor.make_room(PAGES * times, EvictionLevel.ADMIT)
+        assert accounts.evictor.make_room(PAGES * times, EvictionLevel.ADMIT)
         took.append(1e3 * (time.thread_time() - begun))
     return took
 

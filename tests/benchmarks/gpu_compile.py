@@ -30,7 +30,7 @@ FORMATS = (
     )
 )
 """Of weights, and of keys and values."""
-MAX_LEN, MAX_ROWS, SEATS, MAX_RANK, PAGES = 2048, 2048, 256, 256, 400
+MAX_LEN, MAX_ROWS, SLOTS, MAX_RANK, PAGES = 2048, 2048, 256, 256, 400
 """As a server's on CUDA, but the length, which decides about no kernel."""
 DRY_KERNELS = 3
 
@@ -47,7 +47,7 @@ def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[A
 
     spec, ops = replace(SPEC, num_layers=1), Ops(device, "triton")
     memory = DevicePool(spec, PAGES, 16, KV_FORMATS[kv_format], device, scratch=True)
-    limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
+    limits = DecoderLimits(MAX_LEN, MAX_ROWS, SLOTS, torch.bfloat16, torch.bfloat16)
     decoder = Decoder(random_weights(spec, ops, quantization, torch.bfloat16), memory, limits, ops)
 
     def run(step: Any) -> None:

@@ -40,8 +40,8 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(kernels: str, personas: dict[str, Path]) -> Iterator[LLM]:
-    chosen, seats = "torch" if kernels == "torch" else "numba", SchedulerOptions(max_num_seqs=20)
-    with offline_engine(BASE, personas, kernels=chosen, scheduler=seats, pool_bytes=700 << 20) as llm:
+    chosen, slots = "torch" if kernels == "torch" else "numba", SchedulerOptions(max_num_seqs=20)
+    with offline_engine(BASE, personas, kernels=chosen, scheduler=slots, pool_bytes=700 << 20) as llm:
         yield llm
 
 

@@ -94,7 +94,7 @@ def test_a_deadline(server, name: str, stream: bool) -> None:
 
 
 def test_lower_goes_first(server) -> None:
-    """All seats are taken while others come; when they are free, those of higher rank begin, though they came last."""
+    """All slots are taken while others come; when they are free, those of higher rank begin, though they came last."""
 
     async def work(client: httpx2.AsyncClient) -> list[str]:
         ended: list[str] = []
@@ -103,15 +103,15 @@ def test_lower_goes_first(server) -> None:
             assert (await ask(client, BASE, 3, **fields)).status_code == 200
             ended.append(who)
 
-        seats = [asyncio.ensure_future(ask(client, BASE, 1000, priority=-9)) for _ in range(4)]
+        slots = [asyncio.ensure_future(ask(client, BASE, 1000, priority=-9)) for _ in range(4)]
         await until(client, "running", 4)
         usual = [asyncio.ensure_future(note("usual")) for _ in range(4)]
         await until(client, "waiting", 4)
         urgent = [asyncio.ensure_future(note("urgent", priority=-5)) for _ in range(4)]
         await until(client, "waiting", 8)
-        for seat in seats:
-            seat.cancel()
-        await asyncio.gather(*seats, return_exceptions=True)
+        for slot in slots:
+            slot.cancel()
+        await asyncio.gather(*slots, return_exceptions=True)
         await asyncio.gather(*usual, *urgent)
         return ended
 

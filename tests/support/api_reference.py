@@ -79,7 +79,7 @@ MEANINGS = {
     "engine_dead": "the engine has ended; only a new process answers again",
     "file_in_use": "a file that a batch reads cannot be deleted",
     "forbidden": "the key's scope does not allow the request, or the key may not use the adapter",
-    "generation_failed": "the model computed no numbers for this request, or its adapter cannot be loaded any more",
+    "generation_failed": "the model computed NaN or infinity, or the adapter cannot be loaded any more",
     "internal_error": "a fault of the server, whose log has it under the request's `x-request-id`",
     "invalid_json": "the body is no JSON, or not strict: see above",
     "model_not_found": "an adapter id, version or model that does not exist, or that the key may not see",

@@ -68,6 +68,6 @@ class Adapters:
 
 def processor(pages: int = 100, adapters: Adapters | None = None, **options: Any) -> InputProcessor:
     on_host = adapters.is_on_host if adapters else lambda _: False
-    books = MemoryManager.make(PoolLayout(pages, PAGE, 1 << 12, 1), MemoryOptions(), is_on_host=on_host)
+    accounts = MemoryManager.make(PoolLayout(pages, PAGE, 1 << 12, 1), MemoryOptions(), is_on_host=on_host)
     options = {"tokenizer": Words(), "eos_token_ids": (EOS, VOCAB + 1), **options}
-    return InputProcessor(books, adapters, CONTEXT, VOCAB, **options)
+    return InputProcessor(accounts, adapters, CONTEXT, VOCAB, **options)

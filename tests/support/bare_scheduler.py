@@ -66,11 +66,11 @@ class Bench:
         self.snapshot_orders: list[SnapshotOrders] = []
         is_on_host = self.on_host.__contains__
         kept = {"facts": self.facts, "stored": self.stored, "peer_facts": self.peer_facts}
-        self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
-        self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
+        self.accounts = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
+        self.pool, self.kv, self.adapters = self.accounts.kv_pool, self.accounts.kv, self.accounts.adapters
         given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)
-        self.scheduler = Scheduler(options, self.books, frozenset({EOS}))
+        self.scheduler = Scheduler(options, self.accounts, frozenset({EOS}))
 
     def add(
         self, name: str, prompt: int = 3, max_tokens: int = 4, key: AdapterKey | None = None, **fields: Any
@@ -121,7 +121,7 @@ class Bench:
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
         self.on_host.add(key)
-        self.books.adapter_manager.on_loaded(key)
+        self.accounts.adapter_manager.on_loaded(key)
 
     def copy(self, key: AdapterKey) -> None:
         self.copying.discard(key)

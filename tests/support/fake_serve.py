@@ -63,7 +63,7 @@ def main() -> None:
     module = sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
     module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
     api.asgi.draining_server.GRACE_S = 1
-    api.server._open_store = lambda settings, origin=None: AdapterStore(settings.store, SHAPES)
+    api.server.open_store = lambda settings, origin=None: AdapterStore(settings.store, SHAPES)
     main()
 
 

@@ -106,10 +106,10 @@ class World:
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host, mode = self.on_host.__contains__, self.options.preemption_mode
-        self.books = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
+        self.accounts = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
         self.choose = 0
         speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
-        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), speculator)
+        self.scheduler = Scheduler(self.options, self.accounts, frozenset({EOS}), speculator)
         self.flights: list[Flight] = []
         self.is_serial = False
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
@@ -241,7 +241,7 @@ class World:
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
         self.on_host.add(key)
-        self.books.adapter_manager.on_loaded(key)
+        self.accounts.adapter_manager.on_loaded(key)
 
     def copy(self, key: AdapterKey) -> None:
         placed = self.copying.pop(key)
@@ -259,22 +259,22 @@ class World:
         wanted = self.fetching.pop(name)
         if count:
             self.fetched[name] = wanted
-            self.books.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
+            self.accounts.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
         else:
-            self.books.snapshots.on_load_failed(name, "cut", is_gone=False)
+            self.accounts.snapshots.on_load_failed(name, "cut", is_gone=False)
 
     def fill(self, name: SnapshotName, fails: bool) -> None:
         """What a peer has sent is in its pages."""
         wanted, copies = self.filling.pop(name)
         if fails:
-            self.books.snapshots.on_load_failed(name, "copy", is_gone=False)
+            self.accounts.snapshots.on_load_failed(name, "copy", is_gone=False)
             return
         key, salt = wanted.message.adapter_key, wanted.message.cache_salt
         for place, page in copies:
             for slot in range(PAGE_SIZE):
                 end = (wanted.first + place) * PAGE_SIZE + slot + 1
                 self.units[page, slot] = _tag(key, salt, b"", tuple(wanted.token_ids[:end]))
-        self.books.snapshots.on_copied(name, 1e-3)
+        self.accounts.snapshots.on_copied(name, 1e-3)
 
     def receive(self, name: SnapshotName, count: int) -> None:
         """A peer has sent pages, or they are in the pool; 0: that failed."""
@@ -302,12 +302,12 @@ class World:
         for name in sorted({*self.fetching, *self.filling}):
             self.receive(name, 0)
         for lease in self.lent:
-            self.books.exchange.end(lease)
+            self.accounts.exchange.end(lease)
         self.step(0)
         ended = [output.request_id for output in self.outputs if output.finish_reason is not None]
         assert sorted(ended) == sorted(accepted), "every accepted request ends exactly once"
-        assert self.books.kv.num_pages == 0
-        assert not self.books.adapters.pins()
+        assert self.accounts.kv.num_pages == 0
+        assert not self.accounts.adapters.pins()
         assert not self.swapped
         self.scheduler.check_integrity()
 
@@ -321,14 +321,14 @@ class World:
         chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.messages[request.request_id].cache_salt)
         tokens = request.token_ids
         digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
-        lease = self.books.exchange.offer(digests)
+        lease = self.accounts.exchange.offer(digests)
         if lease.pages:
             self._compute()
             self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()
 
     def check_lent(self) -> None:
         """What peers read does not change while they may read it."""
-        self.lent = {lease: held for lease, held in self.lent.items() if lease in self.books.kv.leases()}
+        self.lent = {lease: held for lease, held in self.lent.items() if lease in self.accounts.kv.leases()}
         for pages, content in self.lent.values():
             assert (self.units[list(pages), :PAGE_SIZE] == content[:, :PAGE_SIZE]).all(), "a lent page has changed"
 

@@ -8,17 +8,17 @@ from bare_scheduler import Bench
 def scheduler(
     policy: str = "fcfs",
     *,
-    seats: int = 8,
+    slots: int = 8,
     budget: int = 64,
     pages: int = 2000,
     bench: dict[str, Any] | None = None,
     **options: Any,
 ) -> Bench:
-    """Return a bench with so many seats, tokens a step and pages.
+    """Return a bench with so many slots, tokens a step and pages.
 
     Args:
         bench: further fields of `Bench`.
         options: of `SchedulerOptions`.
     """
-    fields = {"pages": pages, "max_num_seqs": seats, "max_num_batched_tokens": budget, **(bench or {})}
+    fields = {"pages": pages, "max_num_seqs": slots, "max_num_batched_tokens": budget, **(bench or {})}
     return Bench(**fields, options={"scheduling_policy": policy, **options})

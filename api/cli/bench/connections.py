@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
-            self._error = _told(error)
+            self._error = _text_of(error)
         elif self._http.their_state is h11.SEND_RESPONSE and not self._http.trailing_data[0]:
             self._error = "the server closed the connection without an answer"
         else:
@@ -126,7 +126,7 @@ class Connection(asyncio.Protocol):
                 self._news.clear()
                 await self._news.wait()
         except h11.RemoteProtocolError as error:
-            raise Cut(_told(error)) from error
+            raise Cut(_text_of(error)) from error
         return event
 
 
@@ -176,8 +176,8 @@ class Connections:
         except TimeoutError:
             raise NotConnected(f"no connection within {self.connect_s:g} s") from None
         except OSError as error:
-            raise NotConnected(_told(error)) from error
+            raise NotConnected(_text_of(error)) from error
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__

@@ -69,19 +69,19 @@ def create(
     limits = KeyLimits(rpm, tpm, concurrent, None if stored_bytes is None else _bytes(stored_bytes))
     lasts_s = None if expires_in is None else duration("--expires-in", expires_in)
     patterns = tuple(part.strip() for text in adapters or ["*"] for part in text.split(",") if part.strip())
-    with _changing(store) as book:
-        first = not book.all()
+    with _changing(store) as key_store:
+        first = not key_store.all()
         try:
-            key, secret = book.create(
+            key, secret = key_store.create(
                 name or new_name(), _scopes(scope), patterns, limits, None if lasts_s is None else time.time() + lasts_s
             )
         except InvalidKey as error:
             raise CliError(f"{error.option}: {error}", code=ExitCode.USAGE) from None
-        place = book.path
+        place = key_store.path
     if as_json:
         print_json({"key": secret, **_plain(key)})
         return
-    note(f"key {key.name}: {_told(key)}; in {place}")
+    note(f"key {key.name}: {_summary(key)}; in {place}")
     if first:
         note("Servers of this store now require a key.")
     note("This secret is shown only once:")
@@ -90,8 +90,8 @@ def create(
 
 def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List all keys there ever were, with their permissions; secrets are not stored."""
-    with _book(_folder(store), must_be=True) as book:
-        keys = book.all()
+    with _open_keys(_folder(store), must_exist=True) as key_store:
+        keys = key_store.all()
     if as_json:
         for key in keys:
             print_json(_plain(key))
@@ -115,8 +115,8 @@ def rotate(
     A running server accepts it from the next request.
     """
     grace_s = 0.0 if grace is None else duration("--grace", grace)
-    with _changing(store, must_be=True) as book, _told_near(book, name):
-        key, secret = book.rotate(name, grace_s)
+    with _changing(store, must_exist=True) as key_store, _with_near_name(key_store, name):
+        key, secret = key_store.rotate(name, grace_s)
     ends_s = time.time() + grace_s
     if as_json:
         print_json({"key": secret, "old_ends_s": round(ends_s, 3), **_plain(key)})
@@ -136,9 +136,9 @@ def revoke(
 
     The server stays closed to clients without a key, even after the last one.
     """
-    with _changing(store, must_be=True) as book, _told_near(book, name):
-        done = book.revoke(name)
-        key = next(key for key in book.all() if key.name == name)
+    with _changing(store, must_exist=True) as key_store, _with_near_name(key_store, name):
+        done = key_store.revoke(name)
+        key = next(key for key in key_store.all() if key.name == name)
     if as_json:
         print_json(_plain(key))
     else:
@@ -150,7 +150,7 @@ def _folder(store: Path | None) -> Path:
 
 
 @contextmanager
-def _changing(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
+def _changing(store: Path | None, *, must_exist: bool = False) -> Iterator["KeyStore"]:
     """Open the keys to change them. Those of a follower are its registry's, which would undo the change."""
     from adapter_store.registry.feed import is_followed
 
@@ -160,29 +160,29 @@ def _changing(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStor
             f"--store {root}: it is the cache of a server that follows a registry, and has that one's keys; change "
             "them in the registry's folder"
         )
-    with _book(root, must_be=must_be) as book:
-        yield book
+    with _open_keys(root, must_exist=must_exist) as key_store:
+        yield key_store
 
 
 @contextmanager
-def _book(root: Path, *, must_be: bool = False) -> Iterator["KeyStore"]:
+def _open_keys(root: Path, *, must_exist: bool = False) -> Iterator["KeyStore"]:
     from api.auth.key_store import FILE, KeyStore
 
-    if must_be and not (root / FILE).exists():
+    if must_exist and not (root / FILE).exists():
         raise CliError(f"{root} has no keys: lorasrv key create makes one")
-    with closing(KeyStore(root)) as book:
-        yield book
+    with closing(KeyStore(root)) as key_store:
+        yield key_store
 
 
 @contextmanager
-def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
+def _with_near_name(key_store: "KeyStore", name: str) -> Iterator[None]:
     """Report why the key cannot be changed, and a similar name."""
     from api.auth.key_store import InvalidKey
 
     try:
         yield
     except InvalidKey as error:
-        names = [key.name for key in book.all()]
+        names = [key.name for key in key_store.all()]
         near = near_names(name, names) if name not in names else ()
         raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
 
@@ -221,7 +221,7 @@ def _plain(key: "Key") -> Mapping[str, Any]:
     }
 
 
-def _told(key: "Key") -> str:
+def _summary(key: "Key") -> str:
     limits = f", limits {_limits(key.limits)}" if _limits(key.limits) != "-" else ""
     ends = f", until {_day(key.expires_s)}" if key.expires_s is not None else ""
     return f"scope {', '.join(sorted(key.scopes))}, adapters {', '.join(key.adapters)}{limits}{ends}"

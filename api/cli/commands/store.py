@@ -117,7 +117,7 @@ def import_(
     path = source / ARCHIVE_NAME if source.is_dir() else source
     with path.open("rb") as file:
         base = shapes_of(model)
-        with _told_refused(), _opened(store, create=True) as closed, progress(in_bytes=True) as step:
+        with _refusals_shown(), _opened(store, create=True) as closed, progress(in_bytes=True) as step:
             moved = import_store(
                 closed,
                 file,
@@ -134,7 +134,7 @@ def import_(
 
 
 @contextmanager
-def _told_refused() -> Iterator[None]:
+def _refusals_shown() -> Iterator[None]:
     """Report each adapter that is refused, and how to go on."""
     from adapter_store.errors import AdaptersRefused
 

@@ -44,12 +44,12 @@ def verify(
         body["timeout_s"] = timeout
     verdict: dict[str, Any] = {}
     with connected(server, flags={"timeout_s": "--timeout", "prompts": "--prompts"}) as client, progress() as step:
-        for told in client.verify(reference, body):
-            if "progress" in told:
-                what, done = told["progress"]
+        for event in client.verify(reference, body):
+            if "progress" in event:
+                what, done = event["progress"]
                 step(what, done, 1.0)
             else:
-                verdict = dict(told)
+                verdict = dict(event)
     if as_json:
         print_json(verdict)
     else:

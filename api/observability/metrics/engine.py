@@ -154,19 +154,19 @@ class EngineCollector(Collector):
         yield from self._of_steps()
 
     def _of_steps(self) -> Iterator[Metric]:
-        book = self._engine.step_stats
-        yield histogram("step_seconds", "Step time", book.step_seconds)
-        yield histogram("batch_distinct_adapters", "Distinct adapters in a step", book.distinct_adapters)
+        steps = self._engine.step_stats
+        yield histogram("step_seconds", "Step time", steps.step_seconds)
+        yield histogram("batch_distinct_adapters", "Distinct adapters in a step", steps.distinct_adapters)
         loads = HistogramMetricFamily(
             "lorasrv_adapter_load_seconds",
             "Adapter load time, by the tier it came from: disk to host memory, host memory to pool",
             labels=["tier"],
         )
-        for tier, seconds in book.load_seconds.items():
+        for tier, seconds in steps.load_seconds.items():
             loads.add_metric([tier], seconds.cumulative(), seconds.sum)
         yield loads
         failures = CounterMetricFamily("lorasrv_adapter_load_failures", "Failed adapter loads", labels=["reason"])
-        for reason, count in dict(book.failures).items():
+        for reason, count in dict(steps.failures).items():
             failures.add_metric([reason], count)
         yield failures
 

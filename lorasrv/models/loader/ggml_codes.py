@@ -44,7 +44,7 @@ def decode_codes(
         raw, kind, shape: of the tensor.
     Returns: codes of `shape` [O, H], or None for floats, tensors that are no matrix and minima that fp16 cannot hold.
     Raises:
-        CorruptModel: a scale is no number.
+        CorruptModel: a scale is not finite.
     """
     if kind.block_size == 1 or len(shape) != 2:
         return None

@@ -30,7 +30,7 @@ class SharedStorage:
         self._settles.remove(settle)
 
     def change(self, now_s: float, reads: int) -> None:
-        """Let so many more reads begin, or fewer go on."""
+        """Note that `reads` reads have begun, or ended where it is negative."""
         for settle in self._settles:
             settle(now_s)
         self.num_reads += reads

@@ -86,7 +86,7 @@ def _is_in_data(base: Any, ref: str) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and those in it; literal data is none."""
+    """Yield a schema and the schemas inside it, without looking into literal data."""
     todo = [schema]
     while todo:
         item = todo.pop()

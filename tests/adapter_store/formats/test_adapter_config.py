@@ -1,3 +1,5 @@
+"""PEFT's config: what each field means, which are refused and how, and expressions matched in linear time."""
+
 import io
 import itertools
 import json

@@ -1,3 +1,5 @@
+"""Patterns of module names: matched as PEFT matches them, or refused; none takes long."""
+
 import re
 import time
 

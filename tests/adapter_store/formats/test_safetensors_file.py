@@ -1,3 +1,5 @@
+"""Headers of safetensors files: what the library writes is read, damage and other files are refused."""
+
 import json
 import math
 from typing import Any

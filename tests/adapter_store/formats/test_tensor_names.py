@@ -1,3 +1,5 @@
+"""Names of tensors: mapped to the base's modules in their exact form, or refused with what they look like."""
+
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Weights as numpy arrays: values, layout and dtypes, without copies where the file allows it."""
+
 from pathlib import Path
 from typing import Any
 

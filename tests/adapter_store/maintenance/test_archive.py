@@ -1,3 +1,5 @@
+"""Archives of a store: what is exported is imported with all of its versions, or nothing is."""
+
 import errno
 import io
 import shutil

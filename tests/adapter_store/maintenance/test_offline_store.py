@@ -1,3 +1,5 @@
+"""A store that no server has open: gc, fsck and what they find."""
+
 import os
 import time
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Reading stored weights: a flipped bit is found wherever it is, and the same upload repairs it."""
+
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Layouts of the index: files of every earlier one are migrated, as one transaction."""
+
 import json
 import sqlite3
 from contextlib import closing

@@ -1,3 +1,5 @@
+"""Resolving names from memory: never behind a writer, and with the most similar ids of thousands."""
+
 import difflib
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,3 +1,5 @@
+"""Changes of an id: preconditions, limits, and nothing by halves."""
+
 from collections.abc import Iterator
 from typing import Any
 

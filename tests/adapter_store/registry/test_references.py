@@ -1,3 +1,5 @@
+"""References and aliases: what they may be called, what they point to, how they move."""
+
 import math
 import random
 import re

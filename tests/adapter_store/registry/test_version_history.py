@@ -1,3 +1,5 @@
+"""What belongs to one version and goes with it, though versions share contents."""
+
 import contextlib
 import sqlite3
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Uploads of weights: durable before they have a name, and without a trace if they fail."""
+
 import contextlib
 import errno
 import os

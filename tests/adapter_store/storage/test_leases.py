@@ -1,3 +1,5 @@
+"""Weights that are being registered stay, whatever other registrations and deletions do."""
+
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

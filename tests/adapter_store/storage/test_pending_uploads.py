@@ -1,3 +1,5 @@
+"""Uploads without a version: kept for those who sent them, and bounded."""
+
 import os
 import time
 from pathlib import Path

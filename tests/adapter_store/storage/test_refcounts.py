@@ -1,3 +1,5 @@
+"""Holds of contents against deletions: one of both wins, and no bytes are lost."""
+
 import contextlib
 import itertools
 import threading

@@ -1,3 +1,5 @@
+"""One server at a time has a store open."""
+
 import subprocess
 import sys
 from pathlib import Path

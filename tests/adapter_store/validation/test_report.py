@@ -1,3 +1,5 @@
+"""Reports of uploads: names, warnings, and what older reports lack."""
+
 import io
 from dataclasses import replace
 

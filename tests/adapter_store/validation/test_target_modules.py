@@ -1,3 +1,5 @@
+"""Target modules against tensors: partial adapters, and tensors that PEFT would drop."""
+
 import io
 from typing import Any
 

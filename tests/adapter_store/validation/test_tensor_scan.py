@@ -1,3 +1,5 @@
+"""Scanning the values of an upload: what is not finite is found in any chunk; norms."""
+
 import io
 
 import pytest

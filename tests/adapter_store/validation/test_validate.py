@@ -1,3 +1,5 @@
+"""Validating an adapter against its base: everything that is wrong, in one report."""
+
 from typing import Any
 
 import pytest

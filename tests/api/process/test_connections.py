@@ -12,7 +12,7 @@ from raw_client import RawClient, head_of, json_request, pieces
 from served import Served, serve
 
 GB = 1 << 30
-SEATS, MAX_QUEUED = 4, 24
+SLOTS, MAX_QUEUED = 4, 24
 JSON = {"content-type": "application/json"}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/v1/adapters", "/v1/batches", "/nowhere")
 ASK = {"model": "mia", "prompt": "hi", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
@@ -23,7 +23,7 @@ SCHEMA = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i} {j}" for j i
 
 @pytest.fixture(scope="module")
 def process(flags, adapter_dirs) -> Iterator[Served]:
-    few = ("--max-num-seqs", SEATS, "--max-num-batched-tokens", 16, "--max-queued", MAX_QUEUED)
+    few = ("--max-num-seqs", SLOTS, "--max-num-batched-tokens", 16, "--max-queued", MAX_QUEUED)
     short = ("--header-timeout-s", 0.5, "--body-timeout-s", 0.5, "--write-timeout-s", 0.5, "--keep-alive-s", 30)
     with serve(*flags, *few, *short, adapters={"mia": adapter_dirs["two"]}) as served:
         yield served
@@ -125,7 +125,7 @@ def test_disconnects(served) -> None:
     assert served.figure("lorasrv_generated_tokens_total") - before < 18 * 150
 
     # While four others have every request slot.
-    runs = [send(served, max_tokens=120, stream=True) for _ in range(SEATS)]
+    runs = [send(served, max_tokens=120, stream=True) for _ in range(SLOTS)]
     for client in runs:
         client.read_until(b"data: ")
     for name, (_, mark) in DISCONNECTS.items():

@@ -36,7 +36,7 @@ from process_watch import Figures, held_by
 from served import ROOT, Served, serve
 
 pytestmark = pytest.mark.anyio
-SEATS, MOST_QUEUED = 8, 140
+SLOTS, MOST_QUEUED = 8, 140
 STREAMED, LONGEST = 440, 496
 """Tokens of the streams that last while everything else happens, and of them with their prompts."""
 ADAPTER_PAGES, RESIDENTS, HOSTED = 12, 8, 16
@@ -51,10 +51,10 @@ PIECE = "abcd"
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = write_served_model(tmp_path_factory.mktemp("marked") / "model")
-    pool = pool_bytes(4, SEATS, LONGEST)
+    pool = pool_bytes(4, SLOTS, LONGEST)
     memory = ("--pool-bytes", pool, "--adapter-pool-fraction", (ADAPTER_PAGES + 0.5) * PAGE_BYTES / pool)
     memory = (*memory, "--host-cache-bytes", host_cache_bytes(HOSTED))
-    bounds = ("--max-num-seqs", SEATS, "--max-queued", MOST_QUEUED, "--kernels", "torch")
+    bounds = ("--max-num-seqs", SLOTS, "--max-queued", MOST_QUEUED, "--kernels", "torch")
     with serve("--model", model, *SERVE_FLAGS, *memory, *bounds) as served:
         yield served
 
@@ -95,8 +95,8 @@ async def replaced_and_deleted(served: Served) -> Traffic:
         rng = random.Random(22)
         prompt = lambda: some_prompt(rng, longest=LONGEST - STREAMED)  # noqa: E731
         ask = lambda **fields: asyncio.create_task(traffic.ask(Ask("mia", prompt(), **fields)))  # noqa: E731
-        asked = [ask(stream=True, max_tokens=STREAMED) for _ in range(SEATS)]
-        await until(served, lambda shown: shown.sum("requests_running") == SEATS)
+        asked = [ask(stream=True, max_tokens=STREAMED) for _ in range(SLOTS)]
+        await until(served, lambda shown: shown.sum("requests_running") == SLOTS)
         asked += [ask(stream=number % 2 == 0, max_tokens=1 + number % 5) for number in range(100)]
         await until(served, lambda shown: shown.sum("requests_waiting") >= 100)
         # All of them are accepted, and a name is resolved when a request is.
@@ -112,7 +112,7 @@ async def replaced_and_deleted(served: Served) -> Traffic:
             assert (one.status, one.error) == (404, "model_not_found")
         await put(traffic, "mia", 41, 1)
         asked += [ask(max_tokens=3) for _ in range(10)]
-        assert figures(served).sum("requests_running") == SEATS, "the streams ended too early to prove anything"
+        assert figures(served).sum("requests_running") == SLOTS, "the streams ended too early to prove anything"
         await asyncio.gather(*asked)
         gone = await http.delete("/v1/adapters/mia?wait=10")
         assert (gone.status_code, gone.json()["requests_running"]) == (200, 0)
@@ -123,7 +123,7 @@ async def replaced_and_deleted(served: Served) -> Traffic:
 def test_an_adapter_is_replaced_and_deleted_under_streams_and_a_queue(served: Served) -> None:
     """Requests end on what they were accepted for, whatever happens to the name."""
     traffic = asyncio.run(replaced_and_deleted(served))
-    assert (traffic.tally["answered"], traffic.tally["404"]) == (SEATS + 100 + 10 + 10, 10)
+    assert (traffic.tally["answered"], traffic.tally["404"]) == (SLOTS + 100 + 10 + 10, 10)
 
 
 async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traffic:
@@ -167,12 +167,12 @@ def test_a_flood(served: Served) -> None:
     body = {"model": "marked", "prompt": PIECE, "max_tokens": FLOOD_TOKENS, "ignore_eos": True, "temperature": 0}
 
     async def flood() -> list[Outcome]:
-        """While every seat is taken for a while, so that the queue fills up however fast the machine is."""
+        """While every slot is taken for a while, so that the queue fills up however fast the machine is."""
         async with client(served) as http:
-            seated = [asyncio.create_task(call(http, {**body, "max_tokens": STREAMED})) for _ in range(SEATS)]
-            await until(served, lambda shown: shown.sum("requests_running") == SEATS)
+            running = [asyncio.create_task(call(http, {**body, "max_tokens": STREAMED})) for _ in range(SLOTS)]
+            await until(served, lambda shown: shown.sum("requests_running") == SLOTS)
             flooding = await open_loop(http, lambda _: body, 5000.0, 60.0, FLOOD)
-            assert all(one.is_answered and len(said_in(one.text)) == STREAMED for one in await asyncio.gather(*seated))
+            assert all(one.is_answered and len(said_in(one.text)) == STREAMED for one in await asyncio.gather(*running))
             return flooding
 
     first = served.post("/v1/completions", **body)
@@ -182,7 +182,7 @@ def test_a_flood(served: Served) -> None:
     answered = [one for one in outcomes if one.is_answered]
     refused = [one for one in outcomes if one.status == 429]
     assert [one for one in outcomes if not one.is_answered and one.status != 429] == []
-    assert len(answered) >= MOST_QUEUED - SEATS
+    assert len(answered) >= MOST_QUEUED - SLOTS
     assert refused, "that was no flood"
     assert all(1 <= int(one.retry_after or 0) <= 60 for one in refused)
     assert {one.error for one in refused} == {"server_overloaded"}

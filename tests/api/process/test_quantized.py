@@ -236,7 +236,7 @@ def test_damaged_blocks_end_with_one_line(refused: Callable[..., Any], tmp_path:
     with closing(GgufFile(path)) as file:
         at = file.tensors["blk.1.ffn_down.weight"].offset
     for damaged, says in (
-        (raw[:at] + b"\x00\x7e" + raw[at + 2 :], "blk.1.ffn_down.weight holds what is no number"),
+        (raw[:at] + b"\x00\x7e" + raw[at + 2 :], "blk.1.ffn_down.weight holds NaN or infinity"),
         (raw[: at + 100], "the GGUF file is truncated: tensor "),
     ):
         path.write_bytes(damaged)
@@ -247,7 +247,7 @@ def test_damaged_blocks_end_with_one_line(refused: Callable[..., Any], tmp_path:
 @pytest.mark.parametrize(
     ("change", "flags", "says"),
     [
-        (damaged(lambda t: t[SCALES].fill_(torch.nan)), (), f"{SCALES} holds what is no number"),
+        (damaged(lambda t: t[SCALES].fill_(torch.nan)), (), f"{SCALES} holds NaN or infinity"),
         (damaged(lambda t: t.pop(SCALES)), (), f"the checkpoint lacks {SCALES}"),
         (damaged(lambda t: t.update({SCALES: t[SCALES][:-1]})), (), f"{SCALES} is [3, 64], not [4, 64]"),
         (damaged(lambda t: t.update({SCALES: t[SCALES].int()})), (), f"{SCALES} is I32, not F16 or BF16 or F32"),

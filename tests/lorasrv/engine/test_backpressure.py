@@ -40,22 +40,22 @@ class TestDrainRate:
     ("sent", "waiting", "running", "queued"),
     [
         (0, 0, 0, 0),
-        (4, 0, 0, 0),  # as many free seats
+        (4, 0, 0, 0),  # as many free slots
         (5, 0, 0, 1),
         (5, 0, 3, 4),
         (1, 0, 4, 1),
         (0, 3, 1, 3),
-        (2, 3, 1, 5),  # there are seats, but others wait for them, or for pages
+        (2, 3, 1, 5),  # there are slots, but others wait for them, or for pages
         (1, 0, 9, 1),  # beams run beside those that they come from
     ],
 )
-def test_requests_beyond_the_free_seats_are_queued(sent: int, waiting: int, running: int, queued: int) -> None:
+def test_requests_beyond_the_free_slots_are_queued(sent: int, waiting: int, running: int, queued: int) -> None:
     assert num_queued(sent, waiting, running, 4) == queued
 
 
 @dataclass
 class Bench:
-    """A room with two seats before it, and an engine that says what the test wants."""
+    """A room with two slots before it, and an engine that says what the test wants."""
 
     max_requests: int = 3
     max_tokens: int = 100
@@ -89,13 +89,13 @@ def messages(*lengths: int, first: int = 0, fork_of: str | None = None) -> Seque
 
 
 class TestRoom:
-    def test_seats_and_places_in_the_queue_and_no_more(self) -> None:
+    def test_slots_and_places_in_the_queue_and_no_more(self) -> None:
         bench = Bench()
         for number in range(5):
             bench.room.check()
             bench.room.on_accepted(messages(1, first=number), 0.0)
         assert [bench.refused() for _ in range(3)] == [1.0, 1.0, 1.0], "nothing has been measured yet"
-        # The engine has seen them all and runs one: the other seat is nobody's while there are no pages for it.
+        # The engine has seen them all and runs one: the other slot is nobody's while there are no pages for it.
         bench.snapshot = EngineStats(requests_arrived_total=5, requests_running=1, requests_waiting=4)
         assert bench.refused() == 1.0
         bench.snapshot = EngineStats(requests_arrived_total=5, requests_running=2, requests_waiting=2)
@@ -110,7 +110,7 @@ class TestRoom:
         bench.room.check(2)
         Bench(max_requests=1).room.check(8)  # more than the queue has places, but nobody waits
 
-    def test_those_that_wait_for_adapters_are_queued_though_seats_are_free(self) -> None:
+    def test_those_that_wait_for_adapters_are_queued_though_slots_are_free(self) -> None:
         bench = Bench()
         bench.room.on_accepted(messages(1, 1, 1), 0.0)
         bench.snapshot = EngineStats(requests_arrived_total=3, requests_waiting_for_adapter=3)

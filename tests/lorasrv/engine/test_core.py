@@ -191,7 +191,7 @@ async def test_a_step_is_computed_before_the_first_request(world: World, alone) 
 
 @pytest.mark.parametrize("scheduling_policy", POLICIES)
 @pytest.mark.engine("scheduling_policy", max_num_seqs=2)
-async def test_a_begun_request_keeps_its_seat_but_under_mlfq(world: World, alone, scheduling_policy: str) -> None:
+async def test_a_begun_request_keeps_its_slot_but_under_mlfq(world: World, alone, scheduling_policy: str) -> None:
     """There it keeps its pages meanwhile, and goes on where it was."""
     await world.hold()
     for i in range(2):
@@ -201,7 +201,7 @@ async def test_a_begun_request_keeps_its_seat_but_under_mlfq(world: World, alone
     await world.add("urgent", LONG[40:60], 5, priority=-1)
     await world.gate.pass_on(3)
     if scheduling_policy == "mlfq":
-        assert world.requests()["old 1"].status is RequestStatus.RUNNING, "it waits for its seat, not for its pages"
+        assert world.requests()["old 1"].status is RequestStatus.RUNNING, "it waits for its slot, not for its pages"
     world.gate.open()
     for label, at, count in (("old 0", 0, 12), ("old 1", 1, 12), ("urgent", 40, 5)):
         assert await world.tokens(label) == alone(LONG[at : at + 20], count)
@@ -210,12 +210,12 @@ async def test_a_begun_request_keeps_its_seat_but_under_mlfq(world: World, alone
     assert (first <= 1) == (scheduling_policy == "mlfq")
     assert len(beside) == 5
     if scheduling_policy == "mlfq":
-        assert beside == [["old 0", "urgent"]] * 5, "the newer of the two has its seat back afterwards"
+        assert beside == [["old 0", "urgent"]] * 5, "the newer of the two has its slot back afterwards"
     assert world.engine.metrics.snapshot().preemptions_total == 0
 
 
 @pytest.mark.engine(scheduling_policy="fair", max_num_seqs=4)
-async def test_an_account_below_its_share_takes_a_seat_under_fair(world: World, alone) -> None:
+async def test_an_account_below_its_share_takes_a_slot_under_fair(world: World, alone) -> None:
     """The one that loses it keeps its pages meanwhile, and goes on where it was."""
     await world.hold("one", "two")
     asks = {f"hot {i}": (LONG[i : i + 20], 40, "one") for i in range(6)}
@@ -227,7 +227,7 @@ async def test_an_account_below_its_share_takes_a_seat_under_fair(world: World, 
     await world.gate.pass_on(3)
     assert any("cool" in names for names in world.gate.named(seen)[:2])
     paused = [request.status for request in world.requests().values() if request.is_paused]
-    assert paused == [RequestStatus.RUNNING], "it waits for its seat, not for its pages"
+    assert paused == [RequestStatus.RUNNING], "it waits for its slot, not for its pages"
     world.gate.open()
     for label, ask in (asks | {"cool": (LONG[40:60], 8, "two")}).items():
         assert await world.tokens(label) == alone(*ask)
@@ -239,7 +239,7 @@ async def test_an_account_below_its_share_takes_a_seat_under_fair(world: World, 
 @pytest.mark.parametrize("scheduling_policy", POLICIES)
 @pytest.mark.engine("scheduling_policy", "preemption_mode", pages=20, max_num_seqs=4, max_num_batched_tokens=64)
 async def test_every_policy_says_the_same(world: World, alone, scheduling_policy: str, preemption_mode: str) -> None:
-    """More requests than seats, more answers than pages; under mlfq they lose seats as well."""
+    """More requests than slots, more answers than pages; under mlfq they lose slots as well."""
     expect_short_answers(world.scheduler.predictor)
     await world.hold("one", "two", "three")
     asks = {f"r{i}": (LONG[5 * i : 5 * i + 20], 30 + 13 * (i % 4), NAMES[i % 4]) for i in range(12)}
@@ -412,7 +412,7 @@ async def test_abort_of_one_that_its_rate_has_paused(world: World, alone) -> Non
 
 
 @pytest.mark.engine(scheduling_policy="mlfq", max_num_seqs=1)
-async def test_abort_of_one_that_lost_its_seat(world: World, alone) -> None:
+async def test_abort_of_one_that_lost_its_slot(world: World, alone) -> None:
     await world.hold()
     await world.add("old", LONG[:16], 60, priority=1)
     await world.gate.pass_on(8)

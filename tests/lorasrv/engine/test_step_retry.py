@@ -44,7 +44,7 @@ WORK = (
     (LONG[5:50], TELLING, None),
 )
 SHAPE = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
-"""A budget that makes prompts come in chunks, and seats that let some wait."""
+"""A budget that makes prompts come in chunks, and slots that let some wait."""
 _SALTS = itertools.count()
 
 

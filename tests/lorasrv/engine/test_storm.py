@@ -190,6 +190,6 @@ def test_each_guard_is_needed(model, library, monkeypatch: pytest.MonkeyPatch, n
         started = storm.start(model, library, threaded=guard.threaded, preemption=guard.preemption, drafter=drafter)
         with every_draft(), pytest.raises(guard.caught_by) as caught:
             storm.storm(started, library, LONG_TOKENS, integrity_every=0)
-        with suppress(KeyError):  # it may have lost its own books
+        with suppress(KeyError):  # it may have lost its own accounts
             started.engine.close()
     print(f"{name}: {caught.type.__name__}: {str(caught.value)[:200]}")

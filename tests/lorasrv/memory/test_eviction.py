@@ -23,7 +23,7 @@ KEYS = [AdapterKey(x * 64) for x in "abcdef"]
 
 @dataclass
 class Pool:
-    """Books of a pool that tests fill by hand."""
+    """The accounts of a pool that tests fill by hand."""
 
     pages: int
     floor: float = 0.0
@@ -31,8 +31,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         options = MemoryOptions(adapter_pool_fraction=self.split)
-        self.books = MemoryManager.make(PoolLayout(self.pages, 4, PAGE_BYTES, 1), options, adapter_floor=self.floor)
-        self.manager = self.books.adapter_manager
+        self.accounts = MemoryManager.make(PoolLayout(self.pages, 4, PAGE_BYTES, 1), options, adapter_floor=self.floor)
+        self.manager = self.accounts.adapter_manager
 
     def on_host(self, key: AdapterKey, layout: AdapterLayout = LAYOUT) -> None:
         self.manager.begin_step()
@@ -45,30 +45,30 @@ class Pool:
         self.manager.on_copied(key)
 
     def place(self, key: AdapterKey, keep_free: int, level: EvictionLevel) -> PlacedAdapter | None:
-        return self.books.evictor.place_adapter(key, keep_free, level)
+        return self.accounts.evictor.place_adapter(key, keep_free, level)
 
     def prefix(self, count: int, adapter: AdapterKey | None) -> None:
-        pages = self.books.kv_pool.allocate_singles(count)
-        prefixes = self.books.prefixes
+        pages = self.accounts.kv_pool.allocate_singles(count)
+        prefixes = self.accounts.prefixes
         assert pages is not None
         assert prefixes is not None
         for page in pages:
             prefixes.insert(page_hash(root_hash(adapter, str(page)), (page,)), page, adapter)
-            self.books.kv_pool.release((page,))
+            self.accounts.kv_pool.release((page,))
             prefixes.release(page)
 
     def fill(self) -> None:
         """Nothing is free; the rest is held by somebody who runs."""
-        assert self.books.kv_pool.allocate_singles(self.books.kv_pool.num_free) is not None
+        assert self.accounts.kv_pool.allocate_singles(self.accounts.kv_pool.num_free) is not None
 
     def room(self, pages: int, level: EvictionLevel, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
-        return self.books.evictor.make_room(pages, level, Spared(ahead))
+        return self.accounts.evictor.make_room(pages, level, Spared(ahead))
 
     def left(self) -> tuple[int, int, str]:
         """Return (orphaned prefix pages, cached prefix pages, adapters)."""
-        prefixes = self.books.prefixes
+        prefixes = self.accounts.prefixes
         assert prefixes is not None
-        names = "".join(key[0] for key in KEYS if key in self.books.adapters)
+        names = "".join(key[0] for key in KEYS if key in self.accounts.adapters)
         return prefixes.num_orphaned, prefixes.num_cached, names
 
 
@@ -97,10 +97,10 @@ def test_adapters_and_prefix_pages_compete_in_one_currency() -> None:
     """Which goes first is a matter of what they cost: 3 of 12 pages each way."""
     for seconds_a_token, left in ((1e-3, (0, 3, "")), (1e-9, (0, 0, "a"))):
         pool = Pool(SIZE + 3)
-        pool.books.costs.token.observe(seconds_a_token, 1)
+        pool.accounts.costs.token.observe(seconds_a_token, 1)
         pool.adapter(KEYS[0])
         pool.prefix(3, None)
-        assert pool.books.kv_pool.num_free == 0
+        assert pool.accounts.kv_pool.num_free == 0
         assert pool.room(3, EvictionLevel.ADMIT)
         assert pool.left() == left
 
@@ -113,9 +113,9 @@ def test_what_is_asked_once_goes_before_what_is_asked_often() -> None:
         assert pool.place(key, 0, EvictionLevel.ADMIT)
         pool.manager.on_copied(key)
         for _ in range(uses):
-            pool.books.adapters.pin(key)
-            pool.books.adapters.count_use(key)
-            pool.books.adapters.unpin(key)
+            pool.accounts.adapters.pin(key)
+            pool.accounts.adapters.count_use(key)
+            pool.accounts.adapters.unpin(key)
     assert pool.left()[2] == "ae"
 
 
@@ -175,9 +175,9 @@ def test_a_burst_of_kv_stops_at_the_floor_but_a_running_request_does_not() -> No
     pool.fill()
     assert not pool.room(2 * SIZE + 4, EvictionLevel.ADMIT)
     assert pool.room(2 * SIZE + 3, EvictionLevel.ADMIT)
-    assert len(pool.books.adapters) == 2
+    assert len(pool.accounts.adapters) == 2
     assert pool.room(3 * SIZE + 3, EvictionLevel.RUNNING)
-    assert len(pool.books.adapters) == 1
+    assert len(pool.accounts.adapters) == 1
 
 
 def test_below_the_floor_pinned_adapters_are_evicted_last() -> None:
@@ -199,7 +199,7 @@ def test_an_adapter_may_replace_another_below_the_floor() -> None:
     pool.on_host(KEYS[2])
     placed = pool.place(KEYS[2], 0, EvictionLevel.ADMIT)
     assert placed is not None
-    assert len(pool.books.adapters) == 2
+    assert len(pool.accounts.adapters) == 2
 
 
 def test_prefetch_leaves_the_pages_that_those_who_run_need() -> None:
@@ -215,38 +215,40 @@ def test_scattered_pages_are_moved_before_anybody_is_evicted() -> None:
     wide = AdapterLayout(LAYOUT.sites, (((16,),),), 2)
     pool = Pool(30)
     pool.adapter(KEYS[0])
-    kv, pages, rid = pool.books.kv, pool.books.kv_pool.allocate_singles(30 - SIZE), RequestId("r")
+    kv, pages, rid = pool.accounts.kv, pool.accounts.kv_pool.allocate_singles(30 - SIZE), RequestId("r")
     assert pages is not None
     kv.open(rid, None, "")
     kv._tables[rid].pages = [p for p in pages if p % 2]
-    pool.books.kv_pool.release([p for p in pages if not p % 2])
+    pool.accounts.kv_pool.release([p for p in pages if not p % 2])
     before = kv.page_table(rid)
-    assert wide.num_pages(PAGE_BYTES) < pool.books.kv_pool.num_free
+    assert wide.num_pages(PAGE_BYTES) < pool.accounts.kv_pool.num_free
     pool.on_host(KEYS[1], wide)
     assert pool.place(KEYS[1], 0, EvictionLevel.ADMIT) is not None
-    assert KEYS[0] in pool.books.adapters
-    copies = {c.source: c.target for op in pool.books.evictor.take_moves() for c in op.copies}
-    assert pool.books.evictor.num_moved_pages == len(copies) > 0
+    assert KEYS[0] in pool.accounts.adapters
+    copies = {c.source: c.target for op in pool.accounts.evictor.take_moves() for c in op.copies}
+    assert pool.accounts.evictor.num_moved_pages == len(copies) > 0
     assert list(kv.page_table(rid)) == [copies.get(page, page) for page in before]
-    assert pool.books.evictor.take_moves() == []
+    assert pool.accounts.evictor.take_moves() == []
 
 
 def test_a_split_pool_shares_nothing() -> None:
     pool = Pool(8 * SIZE, split=0.5)
     for key in KEYS[:4]:
         pool.adapter(key)
-    assert pool.books.kv_pool.num_free == 4 * SIZE
+    assert pool.accounts.kv_pool.num_free == 4 * SIZE
     assert not pool.room(4 * SIZE + 1, EvictionLevel.RUNNING)
-    assert len(pool.books.adapters) == 4
+    assert len(pool.accounts.adapters) == 4
     pool.prefix(4 * SIZE, None)
     pool.on_host(KEYS[4])
     assert pool.place(KEYS[4], 99, EvictionLevel.ADMIT)
     assert pool.left()[1] == 4 * SIZE, "prefix pages cannot make room for adapters"
-    pool.books.kv_pool.check_integrity(pool.books.prefixes.references() if pool.books.prefixes is not None else ())
-    pool.books.adapter_pool.check_integrity(pool.books.adapters.references())
+    pool.accounts.kv_pool.check_integrity(
+        pool.accounts.prefixes.references() if pool.accounts.prefixes is not None else ()
+    )
+    pool.accounts.adapter_pool.check_integrity(pool.accounts.adapters.references())
 
 
-# Compaction: whole runs move as wholes, what is being filled stays, books change only on success.
+# Compaction: whole runs move as wholes, what is being filled stays, accounts change only on success.
 
 
 def _scattered(size: int, free: set[int]) -> PagePool:

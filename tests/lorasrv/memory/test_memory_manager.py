@@ -120,21 +120,21 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
 
 
 def _throw_about(engine: EngineCore, number: int) -> None:
-    books, scheduler = engine._memory, engine._scheduler
-    used = sorted({*books.kv.references(), *books.prefixes.references()}) if books.prefixes is not None else []
-    free = sorted(page for first, count in books.kv_pool.free_runs() for page in range(first, first + count))
+    accounts, scheduler = engine._memory, engine._scheduler
+    used = sorted({*accounts.kv.references(), *accounts.prefixes.references()}) if accounts.prefixes is not None else []
+    free = sorted(page for first, count in accounts.kv_pool.free_runs() for page in range(first, first + count))
     moves = dict(zip(used[number % 3 :: 3], free[:: 1 + number % 4], strict=False))
     for page in moves.values():
-        books.kv_pool.take_page(page)
-    books.kv_pool.move(moves)
+        accounts.kv_pool.take_page(page)
+    accounts.kv_pool.move(moves)
     runs = {}
-    for run in books.adapter_manager.runs_in(AdapterState.RESIDENT):
-        if (new := books.adapter_pool.allocate_run(run[1])) is not None:
+    for run in accounts.adapter_manager.runs_in(AdapterState.RESIDENT):
+        if (new := accounts.adapter_pool.allocate_run(run[1])) is not None:
             runs[run] = new
-    books.adapter_pool.move({old + i: new + i for (old, n), (new, _) in runs.items() for i in range(n)})
+    accounts.adapter_pool.move({old + i: new + i for (old, n), (new, _) in runs.items() for i in range(n)})
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
-            books.evictor._follow(part)
+            accounts.evictor._follow(part)
     scheduler._allocator.record_moves()
 
 

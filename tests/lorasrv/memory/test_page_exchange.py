@@ -27,7 +27,7 @@ class Exchange(Bench):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(memory=options.pop("memory", CACHING), peer_facts=options.pop("facts", FACTS), **options)
-        self.exchange, self.snapshots = self.books.exchange, self.books.snapshots
+        self.exchange, self.snapshots = self.accounts.exchange, self.accounts.snapshots
 
     def ask(self, name: str, **options: Any) -> None:
         self.add(name, PROMPT, peer=PEER, **options)
@@ -50,7 +50,7 @@ class Exchange(Bench):
 
 def free(exchange: Exchange) -> int:
     """Pages that may be had."""
-    return exchange.pool.num_free + exchange.books.num_unused_prefix_pages
+    return exchange.pool.num_free + exchange.accounts.num_unused_prefix_pages
 
 
 def test_a_lease_holds_its_pages_until_the_clock_ends_it() -> None:
@@ -61,9 +61,9 @@ def test_a_lease_holds_its_pages_until_the_clock_ends_it() -> None:
     assert (free(server), lease.until_s) == (64 - 3, server.now + LEASE_S)
     assert set(lease.pages) == set(server.kv.fixed())
     assert server.step().wake_s == lease.until_s
-    while server.books.prefixes.evict_lowest():  # type: ignore[union-attr]
+    while server.accounts.prefixes.evict_lowest():  # type: ignore[union-attr]
         pass
-    server.books.check_integrity()
+    server.accounts.check_integrity()
     assert server.exchange.offer(hashes[:3]).pages == lease.pages
     assert server.exchange.num_leases == 2
     server.now = lease.until_s
@@ -90,7 +90,7 @@ def test_leases_hold_a_quarter_of_the_pool_at_most() -> None:
     assert [len(server.exchange.offer(hashes).pages) for _ in range(3)] == [7, 3, 0]
     assert server.exchange.offer([b"unknown"]).pages == ()
     assert server.exchange.counters.not_lent == {"busy": 2}
-    server.books.check_integrity()
+    server.accounts.check_integrity()
 
 
 def test_a_page_that_is_lent_is_not_moved() -> None:
@@ -98,16 +98,16 @@ def test_a_page_that_is_lent_is_not_moved() -> None:
     server.add("low", 24, cache_salt="in front")
     server.steps_until_idle()
     lease = server.exchange.offer(server.computed_prompt())
-    while server.books.prefixes.evict_lowest():  # type: ignore[union-attr]
+    while server.accounts.prefixes.evict_lowest():  # type: ignore[union-attr]
         pass
     assert min(lease.pages) > 0
-    longest = server.books.adapter_pool.fragmentation.longest_free_run
+    longest = server.accounts.adapter_pool.fragmentation.longest_free_run
     assert longest < server.pool.num_free == 40 - WHOLE
-    assert not server.books.evictor._compact(longest + 1, keep_free=0)
+    assert not server.accounts.evictor._compact(longest + 1, keep_free=0)
     server.step()
     server.exchange.end(lease.lease_id)
     assert server.pool.num_free == 40 - WHOLE, "they are in the prefix cache"
-    assert server.books.evictor._compact(longest + 1, keep_free=0), "now they may go out of the way"
+    assert server.accounts.evictor._compact(longest + 1, keep_free=0), "now they may go out of the way"
     server.scheduler._allocator.record_moves()
     server.step()
 
@@ -129,7 +129,9 @@ def test_a_request_waits_for_its_peer_and_others_do_not() -> None:
     server.steps_until_idle()
     assert (server.timing("a").num_peer_tokens, server.timing("a").num_cached_tokens) == (20, 20)
     assert server.exchange.counters.taken.restored_bytes == 5 * 1024
-    assert server.books.costs.restore.seconds == Exchange().books.costs.restore.seconds, "that is learned from the disk"
+    assert server.accounts.costs.restore.seconds == Exchange().accounts.costs.restore.seconds, (
+        "that is learned from the disk"
+    )
 
 
 def test_what_is_here_is_not_asked_for_and_not_counted() -> None:

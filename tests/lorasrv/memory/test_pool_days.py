@@ -26,14 +26,14 @@ class Day:
 
     def __init__(self, seed: int) -> None:
         draw = self.draw = random.Random(seed)
-        seats = draw.randint(1, 6)
+        slots = draw.randint(1, 6)
         options = SchedulerOptions(
-            max_num_seqs=seats,
-            max_num_batched_tokens=seats + draw.randint(0, 20),
+            max_num_seqs=slots,
+            max_num_batched_tokens=slots + draw.randint(0, 20),
             scheduling_policy=draw.choice(POLICIES),
             max_wait_steps=draw.choice([1, 20, 512]),
             adapter_limits=draw.choice(LIMITS),
-            key_limits=draw.choice([LIMITS[2], Limits(tokens_per_s=5.0), Limits(max_running=min(2, seats))]),
+            key_limits=draw.choice([LIMITS[2], Limits(tokens_per_s=5.0), Limits(max_running=min(2, slots))]),
             early_abort=draw.random() < 0.3,
             preemption_mode=draw.choice(["auto", "recompute", "swap", "swap"]),
         )
@@ -66,13 +66,13 @@ class Day:
             self.somebody_leaves: 4,
             self.limits_change: 6,
             self.lend: 2,
-            lambda: world.books.adapter_manager.evict_lowest(): 2,
+            lambda: world.accounts.adapter_manager.evict_lowest(): 2,
             self.somebody_warms: 2,
         }
         draw.choices(list(events), list(events.values()))[0]()
 
     def somebody_asks(self) -> None:
-        draw, options, books = self.draw, self.world.options, self.world.books
+        draw, options, accounts = self.draw, self.world.options, self.world.accounts
         ids = (10 + draw.randrange(3),) * draw.randint(0, 14)
         ids += tuple(20 + (draw.randrange(3) + number) % 3 for number in range(draw.randint(1, 40)))
         names = draw.choice(["", "", *NAMES, *NAMES, "ab", "ac", "bcd"])
@@ -93,10 +93,10 @@ class Day:
         elif kind < 0.6:
             fields["peer"] = PEER
         layouts = [term.layout for term in terms]
-        has_room = sum(map(books.adapters.pages_for, layouts)) <= books.adapter_pool.num_pages
+        has_room = sum(map(accounts.adapters.pages_for, layouts)) <= accounts.adapter_pool.num_pages
         if beams > options.max_num_seqs or not has_room:
             return
-        if beams * books.kv.pages_for(most) > books.max_kv_pages(layouts):
+        if beams * accounts.kv.pages_for(most) > accounts.max_kv_pages(layouts):
             return
         on_cold = draw.choice([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT])
         key = AdapterKey("+".join(keys)) if keys else None
@@ -142,7 +142,7 @@ class Day:
 
     def somebody_warms(self) -> None:
         key = key_of(self.draw.choice(NAMES), 0)
-        self.world.books.adapter_manager.reserve(key, layout_of(key), self.world.now + self.draw.choice([0.0, 5.0]))
+        self.world.accounts.adapter_manager.reserve(key, layout_of(key), self.world.now + self.draw.choice([0.0, 5.0]))
 
     def end(self) -> None:
         """Nobody comes any more and nothing fails."""

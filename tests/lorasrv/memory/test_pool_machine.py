@@ -53,8 +53,8 @@ class PoolMachine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def begin(self, pages, max_num_seqs, budget, options, memory, is_misled, drafts, late) -> None:
-        seats = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + budget}
-        scheduler = SchedulerOptions(**seats, **options, key_limits=LIMITS[2])
+        slots = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + budget}
+        scheduler = SchedulerOptions(**slots, **options, key_limits=LIMITS[2])
         self.world = World(pages, scheduler, MemoryOptions(swap_bytes=20 * PAGE_BYTES, **memory), drafts, late)
         if is_misled:
             expect_short_answers(self.world.scheduler.predictor)
@@ -63,10 +63,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.accepted: list[RequestId] = []
 
     def _fits(self, layouts: Sequence[AdapterLayout], tokens: int, beams: int) -> bool:
-        books = self.world.books
-        if sum(map(books.adapters.pages_for, layouts)) > books.adapter_pool.num_pages:
+        accounts = self.world.accounts
+        if sum(map(accounts.adapters.pages_for, layouts)) > accounts.adapter_pool.num_pages:
             return False
-        return beams * books.kv.pages_for(tokens) <= books.max_kv_pages(layouts)
+        return beams * accounts.kv.pages_for(tokens) <= accounts.max_kv_pages(layouts)
 
     @rule(
         prefix=st.integers(0, 2),
@@ -146,7 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.lent)
     @rule(data=st.data())
     def end_lease(self, data: st.DataObject) -> None:
-        self.world.books.exchange.end(data.draw(st.sampled_from(sorted(self.world.lent))))
+        self.world.accounts.exchange.end(data.draw(st.sampled_from(sorted(self.world.lent))))
 
     @precondition(lambda self: self.world.scheduler.has_requests)
     @rule(data=st.data())
@@ -160,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.world.books.adapter_manager.evict_lowest()
+        self.world.accounts.adapter_manager.evict_lowest()
 
     @rule(name=st.sampled_from(NAMES))
     def replace(self, name: str) -> None:
@@ -170,16 +170,16 @@ class PoolMachine(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         """The content is gone from the store and from host memory; who has it in the pool goes on with it."""
         key = key_of(name, self.names[name])
-        if self.world.books.adapter_manager.state(key) in (AdapterState.ON_DISK, AdapterState.RESIDENT):
+        if self.world.accounts.adapter_manager.state(key) in (AdapterState.ON_DISK, AdapterState.RESIDENT):
             self.deleted.add(key)
             self.world.on_host.discard(key)
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, 1e9, None]))
     def warm_or_pin(self, name: str, seconds: float | None) -> None:
         key = key_of(name, self.names[name])
-        manager, layout = self.world.books.adapter_manager, layout_of(key)
-        most = self.world.books.adapter_pool.num_pages // 2
-        room = most - self.world.books.adapters.pages_for(layout)
+        manager, layout = self.world.accounts.adapter_manager, layout_of(key)
+        most = self.world.accounts.adapter_pool.num_pages // 2
+        room = most - self.world.accounts.adapters.pages_for(layout)
         if seconds is None and manager.num_pinned_pages() <= room:
             manager.pin(key, layout)
         elif seconds is not None and room >= 0:
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
-        self.world.books.adapter_manager.unpin(key_of(name, self.names[name]))
+        self.world.accounts.adapter_manager.unpin(key_of(name, self.names[name]))
 
     @precondition(lambda self: self.world.scheduler.num_running and not self.world.flights)
     @rule()
@@ -197,26 +197,26 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def scatter(self, data: st.DataObject) -> None:
         """Move some pages of keys and values to wherever, so that free pages lie scattered."""
-        books = self.world.books
-        cached = books.prefixes.references() if books.prefixes is not None else ()
-        used = sorted({*books.kv.references(), *cached} - set(books.kv.fixed()))
-        free = sorted(page for first, n in books.kv_pool.free_runs() for page in range(first, first + n))
+        accounts = self.world.accounts
+        cached = accounts.prefixes.references() if accounts.prefixes is not None else ()
+        used = sorted({*accounts.kv.references(), *cached} - set(accounts.kv.fixed()))
+        free = sorted(page for first, n in accounts.kv_pool.free_runs() for page in range(first, first + n))
         count = data.draw(st.integers(0, min(4, len(used), len(free))))
         old = data.draw(st.permutations(used))[:count]
         new = data.draw(st.permutations(free))[:count]
         for page in new:
-            books.kv_pool.take_page(page)
+            accounts.kv_pool.take_page(page)
         moves = dict(zip(old, new, strict=True))
         if moves:
-            books.kv_pool.move(moves)
-            books.evictor._follow(Moves(moves, {}))
+            accounts.kv_pool.move(moves)
+            accounts.evictor._follow(Moves(moves, {}))
             self.world.scheduler._allocator.record_moves()
 
     @rule(more=st.integers(1, 4))
     def move(self, more: int) -> None:
         """Make a run that is longer than any there is."""
-        evictor = self.world.books.evictor
-        evictor._compact(self.world.books.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
+        evictor = self.world.accounts.evictor
+        evictor._compact(self.world.accounts.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
         self.world.scheduler._allocator.record_moves()
 
     @invariant()

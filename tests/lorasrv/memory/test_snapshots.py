@@ -30,7 +30,7 @@ class Keeper(Bench):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(memory=options.pop("memory", CACHING), facts=options.pop("facts", FACTS), **options)
-        self.snapshots = self.books.snapshots
+        self.snapshots = self.accounts.snapshots
 
     def ask(self, name: str, prefix: FixedPrefix = PREFIX, **options: Any) -> None:
         self.add(name, PROMPT, prefix=prefix, **options)
@@ -88,7 +88,7 @@ def test_whole_pages_are_kept(tokens: int, pages: int) -> None:
 def test_it_is_made_at_the_third_use_if_that_will_pay() -> None:
     for token_s, makes in ((1e-3, True), (1e-9, False)):
         keeper = Keeper()
-        keeper.books.costs.token.seconds = token_s
+        keeper.accounts.costs.token.seconds = token_s
         for number in range(3):
             assert not keeper.snapshot_orders
             keeper.ask(f"{number}")
@@ -99,7 +99,7 @@ def test_it_is_made_at_the_third_use_if_that_will_pay() -> None:
 @pytest.mark.parametrize("rate", ["token", "restore"])
 def test_it_is_restored_if_that_is_faster(name: SnapshotName, rate: str) -> None:
     keeper = Keeper(stored={name: 1000})
-    costs = keeper.books.costs
+    costs = keeper.accounts.costs
     costs.restore.seconds = 12 * costs.token.seconds / (3 * 1024)  # as fast as computing
     if rate == "token":
         costs.token.seconds *= 1.6
@@ -242,7 +242,7 @@ def test_arriving_ones_count(name: SnapshotName, monkeypatch: pytest.MonkeyPatch
     if why == "busy":
         monkeypatch.setattr(snapshots, "MAX_ARRIVING_BYTES", 2 * NUM_BYTES - 1)
     else:
-        costs = keeper.books.costs
+        costs = keeper.accounts.costs
         costs.restore.seconds = 12 * costs.token.seconds / (2 * NUM_BYTES)  # twice as fast as computing
     keeper.ask("a")
     keeper.ask("b", ZOE)
@@ -266,7 +266,7 @@ def test_it_is_given_up_if_its_own_pages_go_for_it(name: SnapshotName) -> None:
     keeper.ask("a")
     keeper.step()
     keeper.snapshots.on_loaded(name, 1e-5)
-    assert (keeper.pool.num_free, keeper.books.prefixes and keeper.books.prefixes.num_cached) == (2, 1)
+    assert (keeper.pool.num_free, keeper.accounts.prefixes and keeper.accounts.prefixes.num_cached) == (2, 1)
     step = keeper.step()
     assert (step.snapshots.cancels, step.snapshots.copies) == ((name,), ())
     keeper.run()
@@ -299,19 +299,19 @@ def test_an_adapter_that_goes_while_pages_are_on_their_way_comes_back() -> None:
     bench.add("big", 105, 4)
     for _ in range(4):
         bench.step()
-    assert not bench.books.adapter_manager.is_resident(KEYS[4])
-    bench.books.snapshots.on_loaded(name, 0.01, 8)
+    assert not bench.accounts.adapter_manager.is_resident(KEYS[4])
+    bench.accounts.snapshots.on_loaded(name, 0.01, 8)
     for _ in range(20):
         bench.arrive()
         for copied, _ in bench.step().snapshots.copies:
-            bench.books.snapshots.on_copied(copied, 0.01)
+            bench.accounts.snapshots.on_copied(copied, 0.01)
     assert "r" in bench.ends()
 
 
 def test_what_comes_for_a_load_that_a_failed_plan_has_dropped_is_nobodys() -> None:
     bench, name = _asking_a_peer()
     bench.scheduler.finish(RequestId("r"), RequestStatus.FINISHED_ABORTED)
-    bench.books.begin_step(0)  # drops the load; nobody sends the order to cancel it yet
-    bench.books.snapshots.on_loaded(name, 0.01, 8)
-    bench.books.snapshots.on_load_failed(name, "refused", is_gone=False)
+    bench.accounts.begin_step(0)  # drops the load; nobody sends the order to cancel it yet
+    bench.accounts.snapshots.on_loaded(name, 0.01, 8)
+    bench.accounts.snapshots.on_load_failed(name, "refused", is_gone=False)
     assert bench.step().snapshots.cancels == (name,)

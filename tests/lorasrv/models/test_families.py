@@ -16,7 +16,7 @@ from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
 from lorasrv.models.families import SPEC_DIR, detect, load_families, tensor_shapes, token_ids
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.models.spec import ModelSpec, RopeSpec
-from lorasrv.worker.decoder import rope_tables
+from lorasrv.worker.rope_tables import rope_tables
 
 LLAMA = json.loads("""{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

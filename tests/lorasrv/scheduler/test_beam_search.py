@@ -280,7 +280,7 @@ def test_an_adapter_without_room_waits_for_no_half_of_a_group() -> None:
     works=st.lists(_works, min_size=2, max_size=6),
     plain=st.integers(0, 4),
     pages=st.sampled_from([20, 28, 40, 64]),
-    seats=st.integers(8, 12),
+    slots=st.integers(8, 12),
     most=st.sampled_from([None, 4, 6, 8]),
     lowered_after=st.integers(0, 20),
     preemption=st.sampled_from(["recompute", "swap"]),
@@ -290,7 +290,7 @@ def test_groups_never_wait_for_each_other_for_ever(
     works: list[_Work],
     plain: int,
     pages: int,
-    seats: int,
+    slots: int,
     most: int | None,
     lowered_after: int,
     preemption: str,
@@ -298,7 +298,7 @@ def test_groups_never_wait_for_each_other_for_ever(
 ) -> None:
     """Several searches share slots, pages and limits with one another and with other requests; limits are lowered."""
     options = {"scheduling_policy": policy, "key_limits": Limits(max_running=most)}
-    bench = Bench(pages, seats, 24, preemption, options=options)
+    bench = Bench(pages, slots, 24, preemption, options=options)
     for i in range(plain):
         bench.add(f"plain{i}", 3, 12, KEYS[i % 3], principal="ann")
     for i, work in enumerate(works):

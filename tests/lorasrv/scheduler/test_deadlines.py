@@ -16,7 +16,7 @@ class Hold:
 
 
 def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
-    bench = scheduler(seats=1, pages=400)
+    bench = scheduler(slots=1, pages=400)
     bench.add("running", max_tokens=100, timeout_s=5.0)
     bench.add("waiting", timeout_s=3.0)
     bench.add("loading", key=KEYS[0], timeout_s=4.0)
@@ -39,7 +39,7 @@ def test_who_ends_early_is_not_remembered_until_its_time() -> None:
 
 
 def test_two_deadlines_at_once_end_it_once() -> None:
-    bench = scheduler(seats=1, pages=400, queue_timeout_s=5.0)
+    bench = scheduler(slots=1, pages=400, queue_timeout_s=5.0)
     bench.add("long", max_tokens=50)
     bench.add("both", timeout_s=5.0)
     bench.run()
@@ -48,7 +48,7 @@ def test_two_deadlines_at_once_end_it_once() -> None:
 
 
 def test_a_queue_has_a_deadline_of_its_own() -> None:
-    bench = scheduler(seats=1, pages=400, queue_timeout_s=4.0)
+    bench = scheduler(slots=1, pages=400, queue_timeout_s=4.0)
     bench.add("long", max_tokens=50)
     bench.add("late")
     bench.run()
@@ -58,21 +58,21 @@ def test_a_queue_has_a_deadline_of_its_own() -> None:
 
 def _learnt(bench: Bench) -> None:
     """A token costs a second; lengths are known, though none that helps."""
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    bench.books.costs.step.num_observed = MIN_MEASURED_STEPS
+    bench.accounts.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    bench.accounts.costs.step.num_observed = MIN_MEASURED_STEPS
     bench.scheduler.predictor._num_answers = MIN_ANSWERS
 
 
 def test_a_guess_refuses_nobody() -> None:
     bench = scheduler(budget=16, pages=400, early_abort=True)
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    bench.accounts.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     bench.add("first of all", max_tokens=40, timeout_s=10.0)
     bench.step()
     assert bench.tokens("first of all") == 1
 
 
 def test_a_flood_of_another_adapter_is_not_ahead() -> None:
-    bench = scheduler("fair", seats=2, pages=4000, early_abort=True)
+    bench = scheduler("fair", slots=2, pages=4000, early_abort=True)
     for i in range(200):
         bench.add(f"flood {i}", max_tokens=4, adapter_id="hot")
     bench.step()
@@ -85,7 +85,7 @@ def test_a_flood_of_another_adapter_is_not_ahead() -> None:
 
 
 def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
-    bench = scheduler(seats=2, pages=400, early_abort=True)
+    bench = scheduler(slots=2, pages=400, early_abort=True)
     _learnt(bench)
     bench.add("hopeless", prompt=3, max_tokens=40, timeout_s=10.0)
     bench.add("possible", prompt=3, max_tokens=4, timeout_s=10.0)
@@ -101,7 +101,7 @@ def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
 
 
 def test_the_queue_ahead_counts_and_so_does_what_passes_while_waiting() -> None:
-    bench = scheduler(seats=1, pages=400, early_abort=True, queue_timeout_s=60.0)
+    bench = scheduler(slots=1, pages=400, early_abort=True, queue_timeout_s=60.0)
     _learnt(bench)
     bench.add("running", max_tokens=50)
     bench.step()

@@ -143,7 +143,7 @@ def test_it_is_the_worst_of_all_moments(requests: list[tuple[int, int]], page: i
 
 def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:
     """Ten requests of 4 pages each, growing to 8, in a pool of 40."""
-    bench = scheduler(seats=10, budget=400, pages=40)
+    bench = scheduler(slots=10, budget=400, pages=40)
     for i in range(10):
         bench.add(f"r{i}", prompt=4 * PAGE_SIZE, max_tokens=4 * PAGE_SIZE)
     assert len(names(bench.step())) == 5
@@ -153,7 +153,7 @@ def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:
 
 def test_short_answers_let_more_in() -> None:
     def admitted(ends_at: int) -> int:
-        bench = scheduler(seats=10, budget=400, pages=40)
+        bench = scheduler(slots=10, budget=400, pages=40)
         for i in range(20):
             bench.add(f"teach{i}", prompt=4 * PAGE_SIZE, max_tokens=100, ends_at=ends_at)
         bench.run()

@@ -49,13 +49,13 @@ def test_requests_of_one_account_in_the_queue() -> None:
     assert refused.retry_after_s >= 1
 
 
-@pytest.mark.parametrize("seats", [1, 2, 3, 8])
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("max_running", [None, 1, 2])
-def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> None:
+def test_who_finds_a_slot_is_not_queued(slots: int, max_running: int | None) -> None:
     """However many come between two steps; and whoever a step has left waiting is."""
-    bench = scheduler(seats=seats, pages=400)
+    bench = scheduler(slots=slots, pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=max_running, max_queued=1))
-    places = min(seats, max_running or seats)
+    places = min(slots, max_running or slots)
     for i in range(9):
         bench.add(f"mia{i}", 4, 5, adapter_id="mia")
     refused = lambda: [name for name, why in bench.ends().items() if why is FinishReason.REFUSED]  # noqa: E731
@@ -68,7 +68,7 @@ def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> 
 
 
 @pytest.mark.parametrize("kept_back_by", ["rate", "adapter", "pages"])
-def test_whom_a_step_leaves_waiting_is_queued_though_seats_are_free(kept_back_by: str) -> None:
+def test_whom_a_step_leaves_waiting_is_queued_though_slots_are_free(kept_back_by: str) -> None:
     bench = scheduler("fair", pages=400)
     limits = {"max_queued": 2, "tokens_per_s": 0.01 if kept_back_by == "rate" else None}
     if kept_back_by == "pages":

@@ -136,7 +136,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
         step = bench.step()
         assert step.orders.cancels == (KEYS[0],)
         assert step.orders.copies == ()
-        assert bench.books.adapter_manager.num_loading == 0
+        assert bench.accounts.adapter_manager.num_loading == 0
     bench.add("copying", key=KEYS[0])
     bench.step()
     bench.load(KEYS[0])
@@ -144,7 +144,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
     bench.scheduler.finish(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
     assert bench.step().orders.cancels == (), "its pages are being written"
     bench.copy(KEYS[0])
-    assert bench.books.adapter_manager.is_resident(KEYS[0])
+    assert bench.accounts.adapter_manager.is_resident(KEYS[0])
     assert set(bench.ends().values()) == {FinishReason.ABORT}
 
 
@@ -224,7 +224,7 @@ def test_terms_of_a_sum_do_not_push_each_other_out() -> None:
     pinned, one, other = KEYS[2], KEYS[3], KEYS[4]
     sizes = [layout_of(key).num_pages(PAGE_BYTES) for key in (one, other)]
     bench = Bench(pages=sum(sizes) + 2, max_num_batched_tokens=64)
-    bench.books.adapter_manager.pin(pinned, layout_of(pinned))
+    bench.accounts.adapter_manager.pin(pinned, layout_of(pinned))
     for _ in range(3):
         bench.step()
         bench.arrive()
@@ -351,7 +351,7 @@ def test_a_request_that_waits_for_pages_is_one_use_of_what_it_needs() -> None:
     while bench.pool.num_free > 1:
         bench.arrive()
         bench.step()
-    prefixes = bench.books.prefixes
+    prefixes = bench.accounts.prefixes
     assert prefixes is not None
 
     def uses() -> tuple[int, set[int]]:

@@ -35,22 +35,22 @@ def _offer(bench: Bench, load: list[tuple[int, int, int, int, int]], step: int) 
 
 
 @policies
-@given(load=loads(), seats=st.integers(1, 8))
+@given(load=loads(), slots=st.integers(1, 8))
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats: int) -> None:
+def test_no_slot_is_empty_while_somebody_could_have_it(policy: str, load, slots: int) -> None:
     """With pages enough, a step has everybody in it who could run, or a full house. Prompts get the whole budget."""
-    bench = scheduler(policy, seats=seats, budget=64 + seats, pages=4000, bench={"checks": False})
+    bench = scheduler(policy, slots=slots, budget=64 + slots, pages=4000, bench={"checks": False})
     for step in count():
         _offer(bench, load, step)
         bench.arrive()
         could = {
             r.request_id
             for r in bench.scheduler.requests()
-            if r.adapter_key is None or bench.books.adapter_manager.is_resident(r.adapter_key)
+            if r.adapter_key is None or bench.accounts.adapter_manager.is_resident(r.adapter_key)
         }
         done = bench.step()
         wanting = {r.request_id for r in bench.scheduler.requests()} & could - set(names(done))
-        assert len(done.scheduled) == min(seats, len(could)) or done.num_tokens == 64 + seats or not wanting
+        assert len(done.scheduled) == min(slots, len(could)) or done.num_tokens == 64 + slots or not wanting
         assert bool(done.scheduled) == bool(could)
         if step > 30 and not bench.scheduler.has_requests:
             break
@@ -69,24 +69,24 @@ def _bound(k: int, longest: int, budget: int) -> int:
 def test_nobody_waits_longer_than_the_bound(policy: str, pages: int, answer: int, data: st.DataObject) -> None:
     """However hot the others are, however urgent they say they are, and with hardly any pages."""
     wait = data.draw(st.integers(1, 40), "max_wait_steps")
-    seats = data.draw(st.integers(1, 4), "seats")
+    slots = data.draw(st.integers(1, 4), "slots")
     budget = data.draw(st.sampled_from([1, 40, 40]), "budget")
-    bench = scheduler(policy, seats=seats, budget=seats + budget, pages=pages, max_wait_steps=wait)
+    bench = scheduler(policy, slots=slots, budget=slots + budget, pages=pages, max_wait_steps=wait)
     if data.draw(st.booleans(), "misled"):
         expect_short_answers(bench.scheduler.predictor)
     cold = data.draw(st.sampled_from([None, KEYS[1]]), "adapter")
     number = count()
-    for _ in range(seats + 2):
+    for _ in range(slots + 2):
         bench.add(f"hot{next(number)}", 4, answer, KEYS[0], priority=-1)
     bench.add("victim", data.draw(st.integers(1, 30), "prompt"), 8, cold, priority=5)
     ready_at = None
     at_due = _when_due(bench, "victim")
-    most = 2 * (wait + _bound(seats + 2, answer + 4, budget))
+    most = 2 * (wait + _bound(slots + 2, answer + 4, budget))
     for step in range(most):
         bench.arrive()
-        if ready_at is None and (cold is None or bench.books.adapter_manager.is_resident(cold)):
+        if ready_at is None and (cold is None or bench.accounts.adapter_manager.is_resident(cold)):
             ready_at = step
-        while sum(name.startswith("hot") for name in _live(bench)) < seats + 2:
+        while sum(name.startswith("hot") for name in _live(bench)) < slots + 2:
             bench.add(f"hot{next(number)}", 4, answer, KEYS[0], priority=-1)
         bench.step()
         if bench.tokens("victim") or "victim" in names(bench.steps[-1]):
@@ -95,11 +95,11 @@ def test_nobody_waits_longer_than_the_bound(policy: str, pages: int, answer: int
         raise AssertionError("the victim never ran")
     assert ready_at is not None
     assert step <= max(wait, ready_at) + _bound(at_due[0] if at_due else 0, answer + 4, budget)
-    for _ in range(8 * (wait + _bound(seats + 2, answer + 4, budget))):
+    for _ in range(8 * (wait + _bound(slots + 2, answer + 4, budget))):
         if "victim" in bench.ends():
             break
         bench.arrive()
-        while sum(name.startswith("hot") for name in _live(bench)) < seats + 2:
+        while sum(name.startswith("hot") for name in _live(bench)) < slots + 2:
             bench.add(f"hot{next(number)}", 4, answer, KEYS[0], priority=-1)
         bench.step()
     assert "victim" in bench.ends(), "it began, and starves"
@@ -125,7 +125,7 @@ def _live(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["mlfq", "sjf"])
 def test_a_long_job_ends_among_endless_short_ones(policy: str) -> None:
-    bench = scheduler(policy, seats=2, budget=16, pages=200, bench={"checks": False, "step_s": 0.05}, max_wait_steps=50)
+    bench = scheduler(policy, slots=2, budget=16, pages=200, bench={"checks": False, "step_s": 0.05}, max_wait_steps=50)
     bench.add("long", prompt=60, max_tokens=60)
     for step in range(4000):
         if "long" in bench.ends():
@@ -158,14 +158,14 @@ class _Service:
 def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
     """|W_f / w_f - W_g / w_g| stays below 2 max(Wp L, Wq M) / w + the sharing allowance, over any time in which both
     have requests waiting."""
-    seats = data.draw(st.integers(1, 6), "seats")
+    slots = data.draw(st.integers(1, 6), "slots")
     weights = {"f": data.draw(st.sampled_from([1.0, 2.0, 4.0]), "weight of f"), "g": 1.0}
     shape = {
         name: (data.draw(st.integers(1, 40), f"prompt of {name}"), data.draw(st.integers(1, 20), f"answer of {name}"))
         for name in weights
     }
     by_key = data.draw(st.booleans(), "by key")
-    bench = scheduler("fair", seats=seats, budget=seats + 32, bench={"checks": False}, max_wait_steps=1 << 20)
+    bench = scheduler("fair", slots=slots, budget=slots + 32, bench={"checks": False}, max_wait_steps=1 << 20)
     owner: dict[str, str] = {}
     service = _Service(bench)
     if not by_key:
@@ -178,7 +178,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
     for _ in range(200):
         for name in weights:
             backlog = sum(owner[r] == name for r in _live(bench))
-            for _ in range(2 * seats + 2 - backlog):
+            for _ in range(2 * slots + 2 - backlog):
                 rid = f"{name}{next(number)}"
                 owner[rid] = name
                 prompt, answer = shape[name]
@@ -188,7 +188,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
         service.count(owner, {})
         gaps.append(service.served["f"] / weights["f"] - service.served["g"] / weights["g"])
     longest = max(prompt for prompt, _ in shape.values())
-    most_running = seats * max(answer for _, answer in shape.values())
+    most_running = slots * max(answer for _, answer in shape.values())
     bound = 2 * max(PROMPT_WEIGHT * longest, ANSWER_WEIGHT * most_running) / min(weights.values()) + SHARING_TOKENS
     assert max(gaps) - min(gaps) <= bound
     assert min(service.served.values()) > 0
@@ -196,7 +196,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
 
 def _served_under(policy: str) -> Counter[str]:
     """Tokens of a persona at ten times the load of nine others, and of those, when all wait."""
-    bench = scheduler(policy, seats=4, bench={"checks": False})
+    bench = scheduler(policy, slots=4, bench={"checks": False})
     owner = {}
     for i in range(90):
         owner[f"hot{i}"] = "hot"
@@ -223,12 +223,12 @@ def test_one_hot_persona_does_not_starve_nine_others() -> None:
 def test_an_account_below_its_share_has_a_slot_within_two_steps(data: st.DataObject) -> None:
     """However long the answers are that hold the slots. Those that pause keep their pages and end, and no request that
     takes a slot pauses more than one of them."""
-    seats = data.draw(st.integers(2, 8), "slots")
-    count_cool = data.draw(st.integers(1, seats - 1), "accounts that ask one by one")
+    slots = data.draw(st.integers(2, 8), "slots")
+    count_cool = data.draw(st.integers(1, slots - 1), "accounts that ask one by one")
     by_key = data.draw(st.booleans(), "by key")
     answer = data.draw(st.integers(4, 40), "answer")
-    bench = scheduler("fair", seats=seats, budget=9 * seats, bench={"checks": False}, max_wait_steps=400)
-    for i in range(3 * seats):
+    bench = scheduler("fair", slots=slots, budget=9 * slots, bench={"checks": False}, max_wait_steps=400)
+    for i in range(3 * slots):
         bench.add(f"hot{i}", 8, 60, adapter_id="hot", principal="hot" if by_key else "all")
     bench.step()
     asked: dict[str, int] = {}
@@ -248,7 +248,7 @@ def test_an_account_below_its_share_has_a_slot_within_two_steps(data: st.DataObj
     bench.run()
     assert bench.scheduler.counters.preemptions == 0
     assert bench.scheduler.num_starved == 0
-    assert sum(_num_pauses(bench, f"hot{i}") for i in range(3 * seats)) <= len(asked)
+    assert sum(_num_pauses(bench, f"hot{i}") for i in range(3 * slots)) <= len(asked)
 
 
 def _num_pauses(bench: Bench, name: str) -> int:
@@ -258,7 +258,7 @@ def _num_pauses(bench: Bench, name: str) -> int:
 
 
 def test_of_as_many_accounts_as_slots_nobody_pauses() -> None:
-    bench = scheduler("fair", seats=4, bench={"checks": False})
+    bench = scheduler("fair", slots=4, bench={"checks": False})
     for i in range(12):
         bench.add(f"r{i}", 8, 30, adapter_id=f"a{i}")
     bench.run()
@@ -266,7 +266,7 @@ def test_of_as_many_accounts_as_slots_nobody_pauses() -> None:
 
 
 def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
-    bench = scheduler("fair", seats=2, bench={"checks": False})
+    bench = scheduler("fair", slots=2, bench={"checks": False})
     for i in range(60):
         bench.add(f"a{i}", 8, 8, adapter_id=f"of-a{i % 20}", principal="a")
     for i in range(4):
@@ -277,7 +277,7 @@ def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
 
 
 def test_whoever_comes_back_has_saved_nothing_up() -> None:
-    bench = scheduler("fair", seats=1, bench={"checks": False})
+    bench = scheduler("fair", slots=1, bench={"checks": False})
     bench.add("early", 4, 4, adapter_id="idle")
     bench.run()
     for i in range(20):
@@ -302,7 +302,7 @@ def test_whoever_comes_back_has_saved_nothing_up() -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_hardly_any_pages_and_answers_longer_than_expected(policy: str, preemption: str, load, seed: int) -> None:
     """Several have to give way in one step, of those that were looked at already and those that were not."""
-    bench = scheduler(policy, seats=6, budget=40, pages=32, bench={"preemption": preemption}, max_wait_steps=30)
+    bench = scheduler(policy, slots=6, budget=40, pages=32, bench={"preemption": preemption}, max_wait_steps=30)
     expect_short_answers(bench.scheduler.predictor)
     for step in range(31):
         _offer(bench, [(at % 4, p, a + 12 * seed, adapter, prio) for at, p, a, adapter, prio in load], step)
@@ -313,7 +313,7 @@ def test_hardly_any_pages_and_answers_longer_than_expected(policy: str, preempti
 
 
 def test_a_limited_account_saves_nothing_up() -> None:
-    bench = scheduler("fair", seats=1, pages=4000, bench={"checks": False})
+    bench = scheduler("fair", slots=1, pages=4000, bench={"checks": False})
     bench.scheduler.quotas.set_limits("slow", Limits(tokens_per_s=0.05))
     for i in range(40):
         bench.add(f"slow{i}", 8, 8, adapter_id="slow")
@@ -332,7 +332,7 @@ def test_a_limited_account_saves_nothing_up() -> None:
 
 
 def test_a_second_choice_does_not_hold_up_others() -> None:
-    bench = scheduler("fair", seats=4)
+    bench = scheduler("fair", slots=4)
     bench.add("first", prompt=800, max_tokens=4)
     bench.add("second", prompt=800, max_tokens=4, fork_of="first")
     bench.add("short", prompt=3, max_tokens=4)
@@ -340,7 +340,7 @@ def test_a_second_choice_does_not_hold_up_others() -> None:
 
 
 def test_limits_are_nobodys_due() -> None:
-    bench = scheduler("fair", seats=4, bench={"checks": False}, max_wait_steps=20, adapter_limits=Limits(max_running=1))
+    bench = scheduler("fair", slots=4, bench={"checks": False}, max_wait_steps=20, adapter_limits=Limits(max_running=1))
     for i in range(100):
         bench.add(f"r{i}", 4, 8, adapter_id="mia")
     for _ in range(200):

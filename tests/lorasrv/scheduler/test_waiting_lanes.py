@@ -11,7 +11,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, Limits, MemoryOptions
 from lorasrv.outputs import RequestId
 
-SEATS = 8
+SLOTS = 8
 STEPS = 5
 FEW, MANY = 150, 600
 
@@ -20,10 +20,10 @@ def _key(number: int) -> AdapterKey:
     return AdapterKey("a" + f"{number:063x}")
 
 
-def _bench(policy: str, *, seats: int = SEATS, host: int = 1 << 30, **options: object) -> Bench:
+def _bench(policy: str, *, slots: int = SLOTS, host: int = 1 << 30, **options: object) -> Bench:
     memory = MemoryOptions(host_cache_bytes=host, enable_prefix_caching=False)
-    bench = scheduler(policy, seats=seats, pages=40_000, bench={"checks": False, "memory": memory}, **options)
-    for number in range(SEATS):
+    bench = scheduler(policy, slots=slots, pages=40_000, bench={"checks": False, "memory": memory}, **options)
+    for number in range(SLOTS):
         bench.add(f"runs{number}", max_tokens=1000, adapter_id=f"a{number}")
     bench.step()
     return bench
@@ -43,15 +43,15 @@ def _all_of_their_own_key(policy: str, count: int) -> Bench:
     return bench
 
 
-def _no_adapter_comes(policy: str, count: int, seats: int = SEATS) -> Bench:
-    bench = _bench(policy, seats=seats, host=8 * layout_of(_key(0)).nbytes)
+def _no_adapter_comes(policy: str, count: int, slots: int = SLOTS) -> Bench:
+    bench = _bench(policy, slots=slots, host=8 * layout_of(_key(0)).nbytes)
     for number in range(count):
         bench.add(f"w{number}", key=_key(number))
     return bench
 
 
-def _no_adapter_comes_to_free_seats(policy: str, count: int) -> Bench:
-    return _no_adapter_comes(policy, count, 2 * SEATS)
+def _no_adapter_comes_to_free_slots(policy: str, count: int) -> Bench:
+    return _no_adapter_comes(policy, count, 2 * SLOTS)
 
 
 def _host_memory_for_all(policy: str, count: int) -> Bench:
@@ -62,21 +62,21 @@ def _host_memory_for_all(policy: str, count: int) -> Bench:
 
 
 def _key_at_its_limit(policy: str, count: int) -> Bench:
-    bench = _bench(policy, seats=2 * SEATS, key_limits=Limits(max_running=SEATS))
+    bench = _bench(policy, slots=2 * SLOTS, key_limits=Limits(max_running=SLOTS))
     for number in range(count):
         bench.add(f"w{number}", adapter_id=f"b{number}")
     return bench
 
 
 def _adapters_at_their_limits(policy: str, count: int) -> Bench:
-    bench = _bench(policy, seats=2 * SEATS, adapter_limits=Limits(max_running=1))
+    bench = _bench(policy, slots=2 * SLOTS, adapter_limits=Limits(max_running=1))
     for number in range(count):
-        bench.add(f"w{number}", adapter_id=f"a{number % SEATS}", principal=f"k{number}")
+        bench.add(f"w{number}", adapter_id=f"a{number % SLOTS}", principal=f"k{number}")
     return bench
 
 
 def _rates_used_up(policy: str, count: int) -> Bench:
-    bench = scheduler(policy, seats=SEATS, budget=4 * count, pages=40_000, bench={"checks": False})
+    bench = scheduler(policy, slots=SLOTS, budget=4 * count, pages=40_000, bench={"checks": False})
     bench.add("long", max_tokens=1000)
     for number in range(count):
         bench.scheduler.quotas.set_limits(f"b{number}", Limits(tokens_per_s=1e-3))
@@ -98,7 +98,7 @@ def _all_starved(policy: str, count: int) -> Bench:
 
 
 def _choices_of_one_long_prompt(policy: str, count: int) -> Bench:
-    bench = _bench(policy, seats=2 * SEATS)
+    bench = _bench(policy, slots=2 * SLOTS)
     bench.add("first", prompt=1000)
     for number in range(count):
         bench.add(f"w{number}", prompt=1000, fork_of=RequestId("first"), adapter_id=f"b{number}")
@@ -116,7 +116,7 @@ STATES = (
     _all_resident,
     _all_of_their_own_key,
     _no_adapter_comes,
-    _no_adapter_comes_to_free_seats,
+    _no_adapter_comes_to_free_slots,
     _host_memory_for_all,
     _key_at_its_limit,
     _adapters_at_their_limits,

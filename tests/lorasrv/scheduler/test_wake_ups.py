@@ -61,14 +61,14 @@ def test_the_adapters_of_a_sum_that_are_evicted_to_begin_anew() -> None:
         return AdapterLayout((SiteDims({B: 352, C: 448, D: 600}[key], (16,)),), (((4,),),), 2)
 
     bench = Bench(pages=10, memory=AMPLE)
-    manager = bench.books.adapter_manager
+    manager = bench.accounts.adapter_manager
     for key in (B, D):
         manager.pin(key, layout(key))
         bench.step()
         bench.bring(key)
     for key in (B, D):
         manager.unpin(key)
-        bench.books.adapter_manager._drop_reservation(key)
+        bench.accounts.adapter_manager._drop_reservation(key)
     manager.evict(B)
     bench.step()
     terms = tuple(AdapterTerm(key, 1.0, layout(key)) for key in (D, C))
@@ -85,7 +85,7 @@ def test_the_adapters_of_a_sum_that_are_evicted_to_begin_anew() -> None:
 
 def test_the_room_of_a_reservation_that_ends() -> None:
     bench = Bench(pages=10, memory=AMPLE)
-    manager = bench.books.adapter_manager
+    manager = bench.accounts.adapter_manager
     manager.reserve(F, layout_of(F), 30.0)
     bench.step()
     bench.bring(F)

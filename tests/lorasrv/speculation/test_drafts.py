@@ -130,7 +130,7 @@ def test_the_right_drafts_save_the_steps_that_they_can(model: Path, library: Ada
 
 
 def test_no_more_draft_rows_than_logits_have_room_for(model: Path, library: AdapterStore) -> None:
-    """Eight seats are eight rows of logits: a single answer has seven drafts at most, eight of them none."""
+    """Eight slots are eight rows of logits: a single answer has seven drafts at most, eight of them none."""
     with closing(Drafted(model, library, max_num_seqs=8, max_num_batched_tokens=16)) as drafted:
         assert drafted.compare([Ask(PROMPT, replace(GREEDY, max_tokens=33))], oracle)[1] == 2 + 32 / 8
         drafted.drafter.num_proposed = 0

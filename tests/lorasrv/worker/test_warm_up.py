@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 META = torch.device("meta")
 OTHERS = ("int8", "bf16")
-SEATS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
+SLOTS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ class Server:
         weights = random_weights(spec, ops, quantization, torch.bfloat16)
         table = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
         self.memory = DevicePool(spec, 4000, 16, KV_FORMATS[kv_format], META, scratch=True)
-        limits = DecoderLimits(MAX_LEN, MAX_ROWS, SEATS, torch.bfloat16, torch.bfloat16)
+        limits = DecoderLimits(MAX_LEN, MAX_ROWS, SLOTS, torch.bfloat16, torch.bfloat16)
         self.ops, self.spec, self.limits, self.max_rank = ops, spec, limits, int(max_rank)
         # What its random steps had.
         self.kinds: set[str] = set()
         self.decoder = Decoder(replace(weights, embed=table.rows), self.memory, limits, ops)
-        recorded = mock.Mock(output=torch.empty(SEATS, spec.vocab_size, device=META))
+        recorded = mock.Mock(output=torch.empty(SLOTS, spec.vocab_size, device=META))
         self.graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
         self.warm_up = WarmUpSteps(spec, self.memory, limits, self.max_rank, has_trees=self.max_rank > 0)
 
@@ -125,7 +125,7 @@ class Server:
         """Take the last tokens of some shares as drafts: chains, or trees in some steps."""
         from lorasrv.scheduler_output import PlannedDrafts
 
-        shares, left = [], SEATS - len(step.scheduled)
+        shares, left = [], SLOTS - len(step.scheduled)
         is_tree = chance.random() < 0.5
         for share in step.scheduled:
             count = min(len(share.token_ids) - 1, left, chance.randint(0, 16))
@@ -148,8 +148,8 @@ class Server:
             layout = self.random_adapter(chance)
             placements[name] = layout.place([(chance.randint(0, 500), 3000)], self.memory.page_bytes)
         shares = []
-        left, asks = chance.choice((SEATS, MAX_ROWS)), MAX_PROMPT_ROWS
-        for number in range(chance.randint(1, SEATS)):
+        left, asks = chance.choice((SLOTS, MAX_ROWS)), MAX_PROMPT_ROWS
+        for number in range(chance.randint(1, SLOTS)):
             count = 1 if left < 2 or chance.random() < 0.7 else min(left, chance.randint(1, 900))
             start = chance.randint(0, MAX_LEN - count)
             left -= count

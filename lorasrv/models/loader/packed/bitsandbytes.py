@@ -123,7 +123,7 @@ class BitsAndBytesModules:
         absmax = self._absmax(name, state, -(-count // size))
         for kind, held in (("quant_map", table), ("absmax", absmax)):
             if not held.isfinite().all():
-                raise CorruptModel(f"{name}.{kind} holds what is no number")
+                raise CorruptModel(f"{name}.{kind} holds NaN or infinity")
         if not table.any():
             raise CorruptModel(f"{name}.quant_map holds only zeros")
         return codes, absmax, table
@@ -135,7 +135,7 @@ class BitsAndBytesModules:
         nested = self._tensors.read(f"{name}.absmax", ("U8",), (blocks,))
         table = self._tensors.read(f"{name}.nested_quant_map", ("F32",), (256,))
         if not table.isfinite().all():
-            raise CorruptModel(f"{name}.nested_quant_map holds what is no number")
+            raise CorruptModel(f"{name}.nested_quant_map holds NaN or infinity")
         scales = self._tensors.read(f"{name}.nested_absmax", ("F32",), (-(-blocks // size),))
         spread = scales.repeat_interleave(size)[:blocks]
         return table.index_select(0, nested.int()) * spread + float(state["nested_offset"])

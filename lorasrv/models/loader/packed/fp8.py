@@ -51,7 +51,7 @@ class Fp8Modules:
             raise CorruptModel(f"{module} has FP8 weights without weight_scale")
         bits = self._tensors.read(f"{module}.weight", (_E4M3,), (outputs, inputs)).view(torch.int8).short()
         if (bits & 0x7F).eq_(0x7F).any():
-            raise CorruptModel(f"{module}.weight holds what is no number")
+            raise CorruptModel(f"{module}.weight holds NaN or infinity")
         # Faster than torch's own conversion: shifted by 7, the bits of e4m3 are a float16 of 1/256 of the value.
         halves = (bits << 7 & 0x3F80 | bits & -0x8000).view(torch.float16)
         return halves.float().mul_(256).mul_(self._scales(name, outputs, inputs))
@@ -61,7 +61,7 @@ class Fp8Modules:
         found = self._tensors.any_shape(name)
         scales = self._tensors.read(name, FLOATS, found).float()
         if not scales.isfinite().all():
-            raise CorruptModel(f"{name} holds what is no number")
+            raise CorruptModel(f"{name} holds NaN or infinity")
         if found in ([], [1], [outputs], [outputs, 1]):
             return scales.reshape(-1, 1)
         if len(self._blocks) == 2:

@@ -86,7 +86,7 @@ class HqqModules:
     def _floats(self, name: str, shape: tuple[int, int]) -> Tensor:
         floats = self._tensors.read(name, FLOATS, shape).float()
         if not floats.isfinite().all():
-            raise CorruptModel(f"{name} holds what is no number")
+            raise CorruptModel(f"{name} holds NaN or infinity")
         return floats
 
     def _is_in_rows(self, module: str) -> bool:

@@ -73,11 +73,11 @@ def exact_scales(name: str, scales: Tensor) -> Tensor:
     """Return scales as fp16 if that holds them exactly, else as fp32.
 
     Raises:
-        CorruptModel: a scale is no number.
+        CorruptModel: a scale is not finite.
     """
     wide = scales.float()
     if not wide.isfinite().all():
-        raise CorruptModel(f"{name} holds what is no number")
+        raise CorruptModel(f"{name} holds NaN or infinity")
     half = wide.half()
     return half if torch.equal(half.float(), wide) else wide
 

@@ -80,7 +80,7 @@ def test_scales_that_are_no_numbers(kind: str) -> None:
     stored = blocks_of(kind)
     stored[3, 1] = 0x7E
     info = info_of(kind, (5, 2 * ggml_type(int(gguf.GGMLQuantizationType[kind]), "t").block_size))
-    with pytest.raises(CorruptModel, match="blk w holds what is no number"):
+    with pytest.raises(CorruptModel, match="blk w holds NaN or infinity"):
         decode_codes("blk w", stored.reshape(-1), info.type, info.shape)
 
 

@@ -18,7 +18,7 @@ def _order(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lower_priority_number_goes_first(policy: str) -> None:
-    bench = scheduler(policy, seats=1)
+    bench = scheduler(policy, slots=1)
     for priority in (1, 0, -1):
         bench.add(f"p{priority}", priority=priority, adapter_id=str(priority))
     assert _order(bench) == ["p-1", "p0", "p1"]
@@ -26,7 +26,7 @@ def test_a_lower_priority_number_goes_first(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_least_urgent_gives_way_first(policy: str) -> None:
-    bench = scheduler(policy, seats=4, pages=8)
+    bench = scheduler(policy, slots=4, pages=8)
     bench.scheduler.predictor.planned_remaining = lambda request: 1
     bench.add("idle talk", prompt=8, max_tokens=20, priority=3)
     bench.add("urgent", prompt=8, max_tokens=20, priority=-3)
@@ -54,21 +54,21 @@ def test_what_waits_behind_others_costs_no_memory() -> None:
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
-    bench = scheduler("fcfs", seats=1)
+    bench = scheduler("fcfs", slots=1)
     for name in ("hot 1", "hot 2", "cool"):
         bench.add(name, adapter_id=name.split()[0])
     assert _order(bench) == ["hot 1", "hot 2", "cool"]
 
 
 def test_fair_takes_turns() -> None:
-    bench = scheduler("fair", seats=1)
+    bench = scheduler("fair", slots=1)
     for name in ("hot 1", "hot 2", "cool 1", "cool 2"):
         bench.add(name, adapter_id=name.split()[0])
     assert _order(bench) == ["hot 1", "cool 1", "hot 2", "cool 2"]
 
 
 def test_fair_weighs() -> None:
-    bench = scheduler("fair", seats=1, adapter_limits=Limits())
+    bench = scheduler("fair", slots=1, adapter_limits=Limits())
     bench.scheduler.quotas.set_limits("gold", Limits(weight=3.0))
     for i in range(12):
         bench.add(f"gold {i}", adapter_id="gold")
@@ -78,9 +78,9 @@ def test_fair_weighs() -> None:
 
 
 def _who_is_next(adapter_s: float) -> list[str]:
-    """A seat becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
-    bench = scheduler("fair", seats=2)
-    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0, 0.0]
+    """A slot becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
+    bench = scheduler("fair", slots=2)
+    bench.accounts.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0, 0.0]
     for key in KEYS[:2]:
         bench.add(f"bring {key[0]}", max_tokens=1, key=key)
     bench.run()
@@ -98,7 +98,7 @@ def test_fair_shares_an_adapter_if_the_gap_is_worth_less() -> None:
 
 
 def test_sjf_learns_who_is_short() -> None:
-    bench = scheduler("sjf", seats=1)
+    bench = scheduler("sjf", slots=1)
     for i in range(10):
         bench.add(f"terse {i}", max_tokens=200, adapter_id="terse", ends_at=2)
         bench.add(f"verbose {i}", max_tokens=200, adapter_id="verbose", ends_at=50)
@@ -111,8 +111,8 @@ def test_sjf_learns_who_is_short() -> None:
 
 
 def test_sjf_counts_prompts_and_ages() -> None:
-    bench = scheduler("sjf", seats=1)
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    bench = scheduler("sjf", slots=1)
+    bench.accounts.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     bench.add("busy", max_tokens=2)
     bench.step()
     bench.add("long prompt", prompt=9, max_tokens=2)
@@ -122,8 +122,8 @@ def test_sjf_counts_prompts_and_ages() -> None:
     assert _order(bench)[1:] == ["short prompt", "long prompt", "later but shorter"]
 
 
-def test_mlfq_gives_a_newcomer_the_seat_of_one_that_has_run_long() -> None:
-    bench = scheduler("mlfq", seats=1)
+def test_mlfq_gives_a_newcomer_the_slot_of_one_that_has_run_long() -> None:
+    bench = scheduler("mlfq", slots=1)
     bench.add("old", max_tokens=120)
     for _ in range(40):
         bench.step()
@@ -137,7 +137,7 @@ def test_mlfq_gives_a_newcomer_the_seat_of_one_that_has_run_long() -> None:
 
 
 def test_mlfq_falls_level_by_level_and_skips_those_a_prompt_uses_up() -> None:
-    bench = scheduler("mlfq", seats=1)
+    bench = scheduler("mlfq", slots=1)
     bench.add("long prompt", prompt=640, max_tokens=30)
     bench.step()
     bench.add("short prompt", prompt=4, max_tokens=30)
@@ -162,9 +162,9 @@ def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(
     policy: str, target_ms: float | None, ratio: float | None, chunk: int
 ) -> None:
     """A step costs 20 ms and a ms for each token: 4 answers leave 76 tokens to a target of 100 ms."""
-    bench = scheduler(policy, seats=6, budget=200, target_itl_ms=target_ms, target_itl_ratio=ratio)
+    bench = scheduler(policy, slots=6, budget=200, target_itl_ms=target_ms, target_itl_ratio=ratio)
     _streams(bench, 4)
-    bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0, 0.0]
+    bench.accounts.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0, 0.0]
     bench.add("prompt", prompt=500, max_tokens=2)
     while bench.tokens("prompt") == 0:
         shares = {s.request_id: len(s.token_ids) for s in bench.step().scheduled}
@@ -178,25 +178,25 @@ def _share(step: object, name: str) -> int:
 
 
 def test_without_answers_a_chunk_is_the_whole_budget() -> None:
-    bench = scheduler("fair", seats=4, budget=200, target_itl_ms=1.0)
+    bench = scheduler("fair", slots=4, budget=200, target_itl_ms=1.0)
     bench.add("prompt", prompt=500)
     assert [bench.step().num_tokens for _ in range(3)] == [200, 200, 100]
 
 
 def test_adapters_in_the_step_make_chunks_shorter() -> None:
-    bench = scheduler("fair", seats=4, budget=200, target_itl_ms=100.0)
+    bench = scheduler("fair", slots=4, budget=200, target_itl_ms=100.0)
     bench.add("on an adapter", max_tokens=300, key=KEYS[0])
     bench.step()
     bench.bring(KEYS[0])
     bench.step()
     nbytes = bench.adapters.placed(KEYS[0]).layout.nbytes
-    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, 40e-3 / nbytes, 0.0, 0.0]
+    bench.accounts.costs.step.seconds_each = [0.0, 1e-3, 0.0, 40e-3 / nbytes, 0.0, 0.0]
     bench.add("prompt", prompt=500)
     assert _share(bench.step(), "prompt") == 100 - 40 - 1
 
 
 def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
-    bench = scheduler("fcfs", seats=4, budget=64)
+    bench = scheduler("fcfs", slots=4, budget=64)
     bench.add("long", prompt=600)
     assert _share(bench.step(), "long") == 64
     bench.add("short", prompt=20)
@@ -209,7 +209,7 @@ def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
 
 
 def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
-    bench = scheduler("mlfq", seats=4, budget=4)
+    bench = scheduler("mlfq", slots=4, budget=4)
     for i in range(4):
         bench.add(f"old {i}", prompt=1, max_tokens=200)
     for _ in range(60):
@@ -219,7 +219,7 @@ def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
 
 
 def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
-    bench = scheduler("fair", seats=4)
+    bench = scheduler("fair", slots=4)
     bench.add("bring", max_tokens=1, key=KEYS[0], adapter_id="mia")
     bench.run()
     bench.add("of the cold version", key=KEYS[1], adapter_id="mia")
@@ -229,7 +229,7 @@ def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
 
 def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 4)
-    bench = scheduler("fair", seats=8)
+    bench = scheduler("fair", slots=8)
     bench.add("long", max_tokens=100, adapter_id="long")
     for i in range(30):
         bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")
@@ -242,7 +242,7 @@ def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest
 def test_accounts_of_what_comes_and_goes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing else waits, and each has had more service than a newcomer; what runs keeps its account."""
     monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 8)
-    bench = scheduler("fair", seats=8)
+    bench = scheduler("fair", slots=8)
     bench.add("long", max_tokens=200, adapter_id="long", principal="long")
     for i in range(60):
         bench.add(f"one of many adapters {i}", prompt=20, max_tokens=1, adapter_id=f"a{i}")

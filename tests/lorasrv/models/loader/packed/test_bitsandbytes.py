@@ -124,8 +124,8 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         (on("weight.absmax", lambda t: t.float()), "absmax is F32, not U8"),
         (on("weight.absmax", lambda t: None), r"lacks .*weight\.absmax"),
         (on("weight.quant_map", lambda t: t[:8]), r"quant_map is \[8\], not \[16\]"),
-        (on("weight.nested_absmax", lambda t: t * torch.nan), "absmax holds what is no number"),
-        (on("weight.quant_map", lambda t: t * torch.inf), "quant_map holds what is no number"),
+        (on("weight.nested_absmax", lambda t: t * torch.nan), "absmax holds NaN or infinity"),
+        (on("weight.quant_map", lambda t: t * torch.inf), "quant_map holds NaN or infinity"),
         (on("weight.quant_map", lambda t: t * 0), "quant_map holds only zeros"),
     ],
 )
@@ -142,7 +142,7 @@ def test_damaged_modules(tmp_path: Path, damage: Damage, message: str) -> None:
     ("damage", "message"),
     [
         (on("SCB", lambda t: t[:-1]), r"SCB is \[63\], not \[64\]"),
-        (on("SCB", lambda t: t * torch.inf), "SCB holds what is no number"),
+        (on("SCB", lambda t: t * torch.inf), "SCB holds NaN or infinity"),
         (on("weight", lambda t: t.float()), "weight is F32, not I8"),
     ],
 )

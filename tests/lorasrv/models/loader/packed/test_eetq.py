@@ -47,7 +47,7 @@ def test_the_four_steps_are_undone(tmp_path: Path, newer: bool) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (on("weight_scales", lambda t: t * torch.nan), "weight_scales holds what is no number"),
+        (on("weight_scales", lambda t: t * torch.nan), "weight_scales holds NaN or infinity"),
         (on("weight_scales", lambda t: t[:-1]), r"weight_scales is \[63\], not \[64\]"),
         (on("weight_scales", lambda t: None), r"1 of .* tensors are missing: .*down_proj\.weight"),
         (on("qweight", lambda t: None), r"lacks .*down_proj\.weight"),

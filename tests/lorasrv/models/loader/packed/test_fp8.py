@@ -84,11 +84,11 @@ def test_values_times_scales(floats: Path, tmp_path: Path, kind: str) -> None:
             r"weight_scale_inv is \[3, 4\], which does not fit a weight of",
         ),
         ({"quant_method": "fp8"}, {"weight_scale_inv": torch.rand(2, 4)}, r"is \[2, 4\], which does not fit"),
-        (BLOCKS, {"weight_scale_inv": torch.full((2, 4), torch.nan)}, "weight_scale_inv holds what is no number"),
+        (BLOCKS, {"weight_scale_inv": torch.full((2, 4), torch.nan)}, "weight_scale_inv holds NaN or infinity"),
         (
             BLOCKS,
             {"weight": torch.full((64, 128), -torch.nan).to(torch.float8_e4m3fn)},
-            "weight holds what is no number",
+            "weight holds NaN or infinity",
         ),
         (BLOCKS | {"weight_block_size": ["48"]}, {}, "weight_block_size must be a list of whole numbers"),
     ],

@@ -22,7 +22,7 @@ from adapter_store.quota import ANONYMOUS
 from api.schemas.openai import MAX_MESSAGES
 from api.serving.logprobs import LogprobsFormatter
 from api.serving.openai_responses import ChatFormat
-from api.serving.responses import AnswerItems
+from api.serving.responses_api import AnswerItems
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded
 from lorasrv.outputs import FinishReason
 from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api.server import check_profile_path, describe, profile_written
+from api.observability.profile import check_profile_path, describe, profile_written
 from lorasrv.errors import ConfigError
 from lorasrv.metrics.step_stats import StepProfile
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi.json_lines import Json
 from api.asgi.resumption import Resumption
 from api.asgi.sse import named_event
 from api.auth.principal import Caller
@@ -27,7 +28,6 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.text.tool_parsers.base import ToolCall
 
-Json = dict[str, Any]
 ID_PREFIX = "resp_"
 
 
@@ -82,7 +82,7 @@ class ResponsesWriter:
 
     @property
     def answer_id(self) -> str:
-        """Return what names the response."""
+        """Return the response's id."""
         return self.chat.answer_id
 
     @property
@@ -108,7 +108,7 @@ class ResponsesWriter:
         return self.ended(choices, items.items), self.headers(choices)
 
     def event_writer(self, choices: ChoiceStream) -> "ResponseEvents":
-        """Return what writes the events of a stream."""
+        """Return the writer of a stream's events."""
         return ResponseEvents(self, choices)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
@@ -119,7 +119,7 @@ class ResponsesWriter:
         """Return the response when its last output is there."""
         reason = choices.latest[0].finish_reason
         usage = self.chat.usage(choices)
-        told = {
+        counts = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
@@ -128,9 +128,9 @@ class ResponsesWriter:
             "lorasrv": usage["lorasrv"],
         }
         if reason is FinishReason.STOP:
-            return self.response("completed", items, completed_at=int(time.time()), usage=told)
+            return self.response("completed", items, completed_at=int(time.time()), usage=counts)
         why = "max_output_tokens" if reason is FinishReason.LENGTH else reason
-        return self.response("incomplete", items, incomplete_details={"reason": why}, usage=told)
+        return self.response("incomplete", items, incomplete_details={"reason": why}, usage=counts)
 
     def response(self, status: str, items: Sequence[Json] = (), **more: Any) -> Json:
         """Return the response with these items."""
@@ -268,8 +268,8 @@ class ResponseEvents:
         """Return the last events of an answer that has failed: what was said is incomplete."""
         said = self._begun() + b"".join(map(self._event, self._items.end("incomplete")))
         known = describe(error).body["error"]
-        told = {"code": "server_error", "message": known["message"], "type": known["code"], "param": known["param"]}
-        response = self._writer.response("failed", self._items.items, error=told)
+        failure = {"code": "server_error", "message": known["message"], "type": known["code"], "param": known["param"]}
+        response = self._writer.response("failed", self._items.items, error=failure)
         return said + self._event({"type": "response.failed", "response": response})
 
     def _begun(self) -> bytes:
