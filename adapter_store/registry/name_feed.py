@@ -138,10 +138,11 @@ class NameFeed:
         found = {}
         for name in changed.keys() & self._names.records.keys():
             record = changed[name]
-            left = set() if record is None else {version.version for version in record.versions}
-            before = frozenset(version.version for version in self._names.records[name].versions)
-            if before - left:
-                found[name] = before - left
+            # A restored origin gives numbers again.
+            left = set() if record is None else {(v.version, v.key, v.persona) for v in record.versions}
+            before = self._names.records[name].versions
+            if gone := frozenset(v.version for v in before if (v.version, v.key, v.persona) not in left):
+                found[name] = gone
         return found
 
 

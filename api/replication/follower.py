@@ -258,10 +258,10 @@ class Follower:
 
     async def _poll(self, wait_s: float) -> bool:
         """Ask for a page and take it over; return whether it was the last, and not older than what is here."""
-        position = await run_in_threadpool(self._store.feed.position)
-        answer = await self.client.get(CHANGES, _asking(position, self._keys, wait_s), wait_s)
+        position, keys = await run_in_threadpool(self._store.feed.position), self._keys
+        answer = await self.client.get(CHANGES, _asking(position, keys, wait_s), wait_s)
         async with self._applying:
-            if await run_in_threadpool(self._store.feed.position) != position:
+            if self._keys != keys or await run_in_threadpool(self._store.feed.position) != position:
                 # Another question was faster.
                 return False
             page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer))
@@ -317,7 +317,8 @@ class Follower:
                 self._shares.answered(answer["shares"], until_s)
             is_cut_off = False
         finally:
-            self._is_cut_off, self._renewed_s = is_cut_off, begun_s
+            self._is_cut_off = self._origin.is_cut_off = is_cut_off
+            self._renewed_s = begun_s
             self._renewed.set()
             self._renewed = asyncio.Event()
         position = Position(str(answer["history"]), int(answer["revision"]))

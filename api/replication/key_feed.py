@@ -30,7 +30,7 @@ class KeyFeed:
 
     def __init__(self, root: Path) -> None:
         self._book = KeyStore(root)
-        self._changes = -1
+        self._changes = self._num_changes = -1
         self._keys: list[dict[str, Any]] = []
         self._tag = NO_KEYS
 
@@ -39,8 +39,10 @@ class KeyFeed:
         # The number first: changes made in between are read again.
         changes = self._book.changes()
         if changes != self._changes:
-            self._keys = self._book.exported()
-            self._tag, self._changes = tag_of(self._keys), changes
+            if (number := self._book.num_changes()) != self._num_changes:
+                self._keys = self._book.exported()
+                self._tag, self._num_changes = tag_of(self._keys), number
+            self._changes = changes
         return self._tag, self._keys
 
     def close(self) -> None:

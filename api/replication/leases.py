@@ -6,13 +6,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.storage.blobs import NEW_FILE, fsync_directory
+from adapter_store.storage.blobs import NEW_FILE, disk_errors, fsync_directory
 from api.replication.headers import LEASE_S
 
 FILE_NAME = "followers.json"
@@ -24,8 +24,9 @@ class _Lease:
     """Hold what a follower said last."""
 
     revision: int
-    # End by this machine's monotonic clock; the follower's own ends earlier.
-    ends_s: float
+    # Ends by this machine's monotonic clock, each under the revision that the follower must have taken over to answer
+    # until then. Its own lease ends earlier.
+    ends_s: Mapping[int, float]
 
 
 class Leases:
@@ -54,15 +55,19 @@ class Leases:
         """Return whether this process knows every lease."""
         return not self._unknown or self._clock() >= self._all_known_s
 
-    async def renew(self, replica: str, revision: int) -> None:
-        """Note that a follower has taken over a revision, and extend its lease.
+    async def renew(self, replica: str, revision: int, promised: int) -> None:
+        """Note that a follower has taken over a revision, and extend its lease, which counts there once it has taken
+        over the promised one.
 
         Raises:
-            OSError: the disk failed; there is no lease.
+            StoreFull, StoreUnusable: the disk failed; there is no lease.
         """
         if replica not in self._kept:
             await self._keep(replica)
-        self._leases[replica] = _Lease(revision, self._clock() + LEASE_S)
+        now_s = self._clock()
+        before = self._leases[replica].ends_s if replica in self._leases else {}
+        lasting = {needed: end_s for needed, end_s in before.items() if end_s > now_s}
+        self._leases[replica] = _Lease(revision, lasting | {promised: now_s + LEASE_S})
         self._unknown -= {replica}
         self._tell()
 
@@ -87,13 +92,13 @@ class Leases:
     def replicas(self) -> list[str]:
         """Return the followers whose leases last."""
         now_s = self._clock()
-        self._leases = {name: lease for name, lease in self._leases.items() if lease.ends_s > now_s}
+        self._leases = {name: lease for name, lease in self._leases.items() if max(lease.ends_s.values()) > now_s}
         return sorted(self._leases)
 
     async def everywhere(self, revision: int) -> int:
         """Wait until no follower answers with an older revision; return how many have taken it over.
 
-        That is once each has said so, or its lease is over.
+        That is once each has said so, or the last lease is over by which it could answer without the revision.
         """
         while (left_s := self._left_s(revision)) > 0:
             try:
@@ -105,8 +110,9 @@ class Leases:
         return sum(lease.revision >= revision for lease in self._leases.values())
 
     def _left_s(self, revision: int) -> float:
-        """Return the seconds until every lease of an older revision is over."""
-        ends = [lease.ends_s for lease in self._leases.values() if lease.revision < revision]
+        """Return the seconds until every lease is over by which a follower could answer without the revision."""
+        behind = (lease for lease in self._leases.values() if lease.revision < revision)
+        ends = [end_s for lease in behind for needed, end_s in lease.ends_s.items() if needed < revision]
         return max([-math.inf if self.are_all_known else self._all_known_s, *ends]) - self._clock()
 
 
@@ -123,9 +129,10 @@ def _read(file: Path) -> frozenset[str]:
 def _write(file: Path, names: frozenset[str]) -> None:
     part = file.with_suffix(".part")
     part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, NEW_FILE, 0o600), "w") as opened:
-        json.dump(sorted(names), opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-    part.replace(file)
-    fsync_directory(file.parent)
+    with disk_errors("noting a follower"):
+        with os.fdopen(os.open(part, NEW_FILE, 0o600), "w") as opened:
+            json.dump(sorted(names), opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+        fsync_directory(file.parent)

@@ -150,7 +150,9 @@ class Registry:
         """
         self.check_is_owner()
         now = await run_in_threadpool(self._store.feed.head)
-        await self.leases.renew(replica, revision if history == now.history else -1)
+        # One that is ahead has followed a state that is gone, before this store was restored.
+        is_here = history == now.history and revision <= now.revision
+        await self.leases.renew(replica, revision if is_here else -1, now.revision)
         self._share()
         tag, keys = self._keys.current()
         if self._limits[0] != tag:

@@ -32,6 +32,8 @@ class HttpOrigin:
         self.address = address.rstrip("/")
         self._client = httpx2.Client(**_options(self.address, key))
         self._why: str | None = None
+        # Whether the last question for a lease failed.
+        self.is_cut_off = False
 
     def check(self) -> None:
         if self._why is not None:
@@ -46,7 +48,8 @@ class HttpOrigin:
             OriginUnreachable: it cannot answer now, or something else has answered in its place.
         """
         if status >= 500 or status == 429:
-            raise self.failed(f"it answers {status} now")
+            why = f": {_said(body)}" if body and REVISION in headers else ""
+            raise self.failed(f"it answers {status} now{why}")
         if REVISION not in headers:
             # Whatever lorasrv answers has it.
             target = f" to {headers['location']:.200}" if "location" in headers else ""
@@ -95,6 +98,9 @@ class HttpOrigin:
 
     @contextlib.contextmanager
     def fetch(self, digest: str, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        # Who waits for a registry that is away would keep others from what is on this disk; leases notice its return.
+        if self.is_cut_off and not start:
+            self.check()
         headers = {"range": f"bytes={start}-"} if start else {}
         try:
             with self._client.stream("GET", BLOBS + digest, headers=headers) as answer:

@@ -106,6 +106,24 @@ def test_a_restored_backup_is_followed_from_the_beginning(tmp_path: Path) -> Non
             assert shown(follower) == shown(store)
 
 
+def test_a_number_that_a_restored_origin_gives_again_is_another_version(tmp_path: Path) -> None:
+    """What had it before is gone: who holds it by its content must hear of that."""
+    root, backup = tmp_path / "store", tmp_path / "backup"
+    with AdapterStore(root, BASE) as store:
+        add(store, "mia")
+    shutil.copytree(root, backup)
+    with AdapterStore(root, BASE) as store:
+        origin = NearOrigin(lambda: store)
+        with AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+            lost = add(store, "mia", 1).ref
+            catch_up(follower, store)
+    with AdapterStore(backup, BASE) as store, AdapterStore(tmp_path / "follower", BASE, origin=origin) as follower:
+        assert add(store, "mia", 2).ref.version == lost.version
+        changed = follower.follow(store.feed.changes(follower.feed.position()))
+    assert dict(changed.gone) == {"mia": {lost.version}}
+    assert changed.unnamed == {lost.key}
+
+
 def test_a_crash_between_pages_of_a_new_beginning(tmp_path: Path, store: AdapterStore) -> None:
     with AdapterStore(tmp_path / "other", BASE) as other:
         origin = NearOrigin(lambda: other)

@@ -1,5 +1,7 @@
 """What a cluster promises, on real sockets: docs/cluster.md names the test of each promise."""
 
+import asyncio
+import errno
 import hashlib
 import json
 import sqlite3
@@ -22,7 +24,7 @@ from tiny_adapter import BASE
 from adapter_store.errors import OriginDenied, OriginUnreachable
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
-from api.replication import usage_sender
+from api.replication import leases, usage_sender
 from api.replication.follower import first_page
 from api.replication.headers import BLOBS, LEASE_S, MIN_REVISION, REVISION, USAGE
 from api.replication.registry_client import HttpOrigin, RegistryClient
@@ -267,6 +269,8 @@ def test_another_server_in_the_registrys_place(
     assert told.endswith("this server is not ready until the registry answers")
     origin.close()
     cluster.registry.line.other = None
+    # The next lease tells that the registry is back.
+    eventually(lambda: not node.follower._origin.is_cut_off)
     assert node.store.load(key).spec.key == key
     upload(cluster.registry, "zoe", 2)
     eventually(lambda: node.ask("zoe").status_code == 200)
@@ -326,6 +330,70 @@ def test_deletion_is_answered_when_nobody_takes_requests_for_it(cluster: Cluster
     leases._news.set()
     deleting.join(20)
     assert done[0].status_code == 200
+
+
+def test_one_ahead_of_a_restored_registry_has_not_taken_over_what_comes(
+    cluster: Cluster, upload: Callable[..., int]
+) -> None:
+    cluster.registry.services.registry.leases._all_known_s = 0.0
+    upload(cluster.registry, "mia")
+    head = cluster.registry.store.feed.head()
+    said = {"replica": "ab" * 8, "history": head.history, "revision": head.revision + 5}
+    bearer = {"authorization": f"Bearer {SECRET}"}
+    cluster.registry.http.post("/v1/registry/lease", json=said, headers=bearer).raise_for_status()
+    assert cluster.registry.services.registry.leases._left_s(head.revision + 1) > 0
+
+
+def test_a_registry_with_a_full_disk_says_so_to_a_new_follower(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(leases, "fsync_directory", full)
+    answer = cluster.registry.http.post(
+        "/v1/registry/lease", json={"replica": "ab" * 8}, headers={"authorization": f"Bearer {SECRET}"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "store_full")
+    client = HttpOrigin(cluster.registry.url, SECRET)
+    with pytest.raises(OriginUnreachable, match="it answers 507 now: the disk of the adapter store is full"):
+        client.check_answer(answer.status_code, answer.headers, answer.content)
+    client.close()
+
+
+def test_keys_of_an_answer_that_comes_late_are_not_taken(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A revoked key would come back: the change of keys moves no position."""
+    node = cluster.follow()
+    with closing(KeyStore(cluster.registry.store.root)) as key_store:
+        key_store.create("ops", frozenset({Scope.ADMIN}))
+        _, secret = key_store.create("bob", frozenset({Scope.INFER}))
+        bearer = {"authorization": f"Bearer {secret}"}
+        eventually(lambda: node.ask(BASE, **bearer).status_code == 200)
+        follower = node.follower
+        assert follower is not None
+        late, get, calls = asyncio.Event(), follower.client.get, []
+
+        async def held(path: str, params: Any, wait_s: float = 0.0) -> Any:
+            if late.is_set():
+                # Nothing mends what the late answer did.
+                await asyncio.sleep(3600.0)
+            calls.append("asked" if wait_s else "catching up")
+            answer = await get(path, params, wait_s)
+            if wait_s:
+                calls.append("answered")
+                await late.wait()
+            return answer
+
+        monkeypatch.setattr(follower.client, "get", held)
+        key_store.create("mia", frozenset({Scope.INFER}))
+        eventually(lambda: "asked" in calls)
+        key_store.create("zoe", frozenset({Scope.INFER}))
+        eventually(lambda: "answered" in calls)
+        key_store.revoke("bob")
+        eventually(lambda: node.ask(BASE, **bearer).status_code == 401)
+        follower._tasks[0].get_loop().call_soon_threadsafe(late.set)
+        time.sleep(1.0)
+        assert node.ask(BASE, **bearer).status_code == 401
 
 
 def test_keys_are_those_of_the_registry(cluster: Cluster, upload: Callable[..., int]) -> None:

@@ -98,7 +98,7 @@ class Shared(RuleBasedStateMachine):
 
     def arrive(self, question: Message) -> Message:
         name = question.sender.name
-        self.loop.run_until_complete(self.leases.renew(name, 0))
+        self.loop.run_until_complete(self.leases.renew(name, 0, 0))
         asked = LoanQuestion.model_validate_json(question.text)
         text = json.dumps(self.servers[0].limiter.lend(name, asked, {"ann": LIMITS}))
         self.answers.append(Message(question.sender, text, question.asked_s))

@@ -219,7 +219,7 @@ class Shared(RuleBasedStateMachine):
         name = question.sender.name
         asked = ShareQuestion.model_validate_json(question.text)
         if name != HERE:
-            self.in_loop(lambda: self.leases.renew(name, 0))
+            self.in_loop(lambda: self.leases.renew(name, 0, 0))
         text = json.dumps(self.lender.lend(name, asked))
         self.answers.append(Message(question.sender, text, question.asked_s))
         return self.answers[-1]
