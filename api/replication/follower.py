@@ -258,10 +258,10 @@ class Follower:
 
     async def _poll(self, wait_s: float) -> bool:
         """Ask for a page and take it over; return whether it was the last, and not older than what is here."""
-        position, keys = await run_in_threadpool(self._store.feed.position), self._keys
-        answer = await self.client.get(CHANGES, _asking(position, keys, wait_s), wait_s)
+        position, known = await run_in_threadpool(self._store.feed.position), self._keys
+        answer = await self.client.get(CHANGES, _asking(position, known, wait_s), wait_s)
         async with self._applying:
-            if self._keys != keys or await run_in_threadpool(self._store.feed.position) != position:
+            if self._keys != known or await run_in_threadpool(self._store.feed.position) != position:
                 # Another question was faster.
                 return False
             page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer))
