@@ -114,6 +114,8 @@ def check_promised(
             message = f"{show(own)} is a pattern for PEFT, in which a dot is any letter, and names {hidden}; name that"
             problems.add("unsupported_modules_to_save", "modules_to_save", message)
     promised = [name for name in whole if name.endswith(config.modules_to_save)]
+    if base.tied and config.ensure_weight_tying and base.embedding in promised:
+        promised += [end for end in base.ends if end not in promised]
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"
         problems.add("missing_saved_modules", "modules_to_save", message)

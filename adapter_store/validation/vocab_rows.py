@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from adapter_store.errors import ProblemList
 from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
-from adapter_store.formats.tensor_names import FROZEN, TOKEN_ROWS, WEIGHT, A, B
+from adapter_store.formats.tensor_names import FROZEN, SECOND_COPY, TOKEN_ROWS, WEIGHT, A, B
 from adapter_store.spec import BaseShapes, VocabRows
 from adapter_store.validation.extra_tensors import Parts, Site
 
@@ -145,6 +145,9 @@ def _check_conflicts(tensors: _Tensors, rows: tuple[VocabRows, ...], problems: P
     trained = {own.module for own in rows if own.token_ids is not None}
     for end, parts in tensors.parts.items():
         has_lora = A in parts or B in parts
+        if SECOND_COPY in parts and not tensors.has_copy(end):
+            what = f"PEFT would not find {_plain(parts[SECOND_COPY], end)}; save the adapter again"
+            problems.add("unread_weight", end, what)
         if tensors.has_copy(end) and has_lora:
             what = "has LoRA and a copy in modules_to_save; PEFT leaves the LoRA out. Train it in one way"
             problems.add("unsupported_modules_to_save", end, what)

@@ -26,6 +26,8 @@ from lorasrv.offline.verify.verdict import (
 )
 
 MAX_NAMED = 8
+FLOAT_ROUNDING = 1e-6
+"""Share of a linear's output that the difference of two such outputs may be off, in float32."""
 
 
 @dataclass
@@ -210,9 +212,12 @@ def _deltas(served: ServedModel, oracle: PeftReference, dtype: str, progress: Pr
         progress("comparing linears", layer / spec.num_layers)
         for place, site in zip(spec.site_indices(layer), spec.sites_of(layer), strict=True):
             x = torch.randn(ROWS, site.in_features, generator=random)
-            slices = torch.split(served.delta(layer, place, x), list(site.out_features), dim=1)
-            for module, delta in zip(site.modules, slices, strict=True):
-                yield ModuleDeltas(f"layers.{layer}.{module}", delta, oracle.delta(layer, module, x))
+            parts = (torch.split(part, list(site.out_features), dim=1) for part in served.delta(layer, place, x))
+            for module, delta, plain in zip(site.modules, *parts, strict=True):
+                theirs, output = oracle.delta(layer, module, x)
+                yield ModuleDeltas(
+                    f"layers.{layer}.{module}", delta, theirs, FLOAT_ROUNDING * max(output, float(plain.norm()))
+                )
     yield from _end_deltas(served, oracle, dtype, random)
     progress("comparing linears", 1.0)
 

@@ -82,17 +82,19 @@ class PeftReference:
         return adapted, plain
 
     @torch.inference_mode()
-    def delta(self, layer: int, module: str, x: Tensor) -> Tensor:
-        """Return what PEFT changes at one linear, x [T, in] -> [T, out]; zeros where it changes nothing."""
+    def delta(self, layer: int, module: str, x: Tensor) -> tuple[Tensor, float]:
+        """Return what PEFT changes at one linear, x [T, in] -> [T, out], zeros where it changes nothing; and the norm
+        of the output that it is a difference of, 0 if it is none.
+        """
         lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
         base = getattr(lora, "base_layer", lora)
         bias = next((own for parameter, own, _ in self._replaced if parameter is base.bias), None)
         is_plain = bias is None and NAME in getattr(lora, "lora_A", {}) and NAME not in lora.lora_variant
         if is_plain:
             added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
-            return added
-        changed: Tensor = lora(x) - torch.nn.functional.linear(x, base.weight, bias)
-        return changed
+            return added, 0.0
+        output: Tensor = lora(x)
+        return output - torch.nn.functional.linear(x, base.weight, bias), float(output.double().norm())
 
 
 def _base(job: VerifyJob, spec: ModelSpec) -> Any:

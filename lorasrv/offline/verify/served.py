@@ -103,8 +103,10 @@ class ServedModel:
         return PromptLogits(tuple(tokens), torch.stack([a for a, _ in rows]), torch.stack([p for _, p in rows]))
 
     @torch.inference_mode()
-    def delta(self, layer: int, site: int, x: Tensor) -> Tensor:
-        """Return what the adapter changes at one site: x [T, in] fp32 -> [T, sum of the slices' widths]."""
+    def delta(self, layer: int, site: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the adapter changes at one site, x [T, in] fp32 -> [T, sum of the slices' widths], and the output
+        that it is a difference of, zeros if it is none.
+        """
         plan = self._one([0] * len(x), self._key).tables.lora
         slab, plain = self._memory.slab(layer), torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
         if plan.tables.has_vectors:
@@ -114,7 +116,7 @@ class ServedModel:
         y = plain.clone()
         self.ops.sgmv_(y, x, slab, plan, layer, site)
         self.ops.affine_(y, slab, plan, layer, site)
-        return y - plain
+        return y - plain, plain
 
     @torch.inference_mode()
     def head(self, states: Tensor) -> tuple[Tensor, Tensor]:

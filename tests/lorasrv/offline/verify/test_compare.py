@@ -132,6 +132,14 @@ class TestRight:
         assert figures.effect.tokens_changed
         assert figures.shows_in_logits
 
+    @pytest.mark.parametrize(("family", "own"), [("qwen2", {}), ("llama", {"use_dora": True})])
+    def test_a_lightly_trained_adapter_is_exact(
+        self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str, own: dict[str, Any]
+    ) -> None:
+        """Where outputs with and without the adapter are compared, their rounding is no small part of the difference."""
+        peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, strength=1e-4, target_modules=["q_proj"], **own)
+        expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
+
     @pytest.mark.parametrize(
         ("family", "changes"),
         [
