@@ -45,10 +45,10 @@ CHUNK_BYTES = 1 << 20
 
 
 def tar_header(name: str, num_bytes: int) -> bytes:
-    """Return the block before a member's data."""
+    """Return the block before a member's data, of any size: ustar's own ends at 8 GiB."""
     info = tarfile.TarInfo(name)
     info.size = num_bytes
-    return info.tobuf(tarfile.USTAR_FORMAT)
+    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def tar_padding(num_bytes: int) -> bytes:

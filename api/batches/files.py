@@ -235,14 +235,17 @@ def _full(why: str) -> ApiError:
 
 async def unbroken(work: Awaitable[T]) -> T:
     """Finish work on the disk even if the waiting task is cancelled, so that memory and disk agree."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if (error := task.exception()) is not None:
-            raise error from None
-        raise
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            # Several may come: of two clients that cancel a batch, of one and the server's end.
+            cancelled = error
+    done = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return done
 
 
 MAX_AT_A_TIME = 4

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
@@ -70,6 +71,8 @@ class BatchManager:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tallies: dict[str, Tally] = {}
         self._tidying: asyncio.Task[None] | None = None
+        # One cancel of a batch at a time: of two, the second would go back to a state that is over.
+        self._cancelling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._steps = {
             BatchStatus.VALIDATING: self._validate,
             BatchStatus.IN_PROGRESS: self._ask_all,
@@ -171,15 +174,18 @@ class BatchManager:
         if record.state.is_over and record.state is not BatchStatus.CANCELLED:
             message = f"the batch is {record.status} and cannot be cancelled any more"
             raise ApiError(400, message, code="batch_over", param="batch_id")
-        if record.state not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-            return record
-        try:
-            await self._stop(batch_id)
-            if self.records[batch_id].state in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-                await self._change(batch_id, BatchStatus.CANCELLING)
-        finally:
-            self._start(batch_id)
+        async with self._cancelling.setdefault(batch_id, asyncio.Lock()):
+            try:
+                if self._can_stop(batch_id):
+                    await self._stop(batch_id)
+                if self._can_stop(batch_id):
+                    await self._change(batch_id, BatchStatus.CANCELLING)
+            finally:
+                self._start(batch_id)
         return self.records[batch_id]
+
+    def _can_stop(self, batch_id: str) -> bool:
+        return self.records[batch_id].state in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
     async def delete_file(self, file_id: str) -> None:
         """Delete a file.
@@ -327,9 +333,9 @@ class BatchManager:
                 sink.add(refused(line, "batch_expired", EXPIRED))
 
     async def _finish(self, record: BatchRecord) -> None:
-        if record.id not in self._tallies:
-            found = await in_thread(self._found, record)
-            self._tallies[record.id] = found.tally()
+        # Of what a disk has refused, some may be there, and half a line.
+        found = await in_thread(self._found, record)
+        self._tallies[record.id] = found.tally()
         await self._publish(record)
         is_cancelled = record.state is BatchStatus.CANCELLING
         await self._change(record.id, BatchStatus.CANCELLED if is_cancelled else BatchStatus.COMPLETED)

@@ -191,7 +191,7 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
-            sampling=self._completed(sampling, max_tokens, words.tokenizer),
+            sampling=self._completed(sampling, max_tokens, words),
             adapter_key=adapter,
             terms=stored.terms,
             found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
@@ -300,7 +300,7 @@ class InputProcessor:
         check_could_fit([text], tokenizer, self._max_model_len, param="prediction")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    def _completed(self, sampling: SamplingParams, max_tokens: int, tokenizer: Tokenizer | None) -> SamplingParams:
+    def _completed(self, sampling: SamplingParams, max_tokens: int, words: "_Words") -> SamplingParams:
         """Return sampling with the values that only the server knows."""
         if sampling.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -314,9 +314,9 @@ class InputProcessor:
             ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
             known["end_token_ids"] = tuple(dict.fromkeys(ends))
         if sampling.bad_words:
-            if tokenizer is None:
+            if words.tokenizer is None:
                 raise InvalidRequest("{param} needs a tokenizer, and this engine has none", param="bad_words")
-            known["bad_word_ids"] = bad_word_ids(sampling.bad_words, tokenizer)
+            known["bad_word_ids"] = bad_word_ids(sampling.bad_words, words.tokenizer, words.vocab_size)
         if sampling.watermark is True:
             known["watermark"] = self._watermark
         return replace(sampling, **known) if known else sampling

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from lorasrv.text.tokenizer import Tokenizer
 
 
-def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each text, at the beginning of an answer and behind a blank, each sequence once.
 
     A model can spell a text otherwise, with shorter tokens: then it is not recognised, as in vLLM and transformers.
@@ -15,4 +15,4 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     """
     spelled = (blank + word.lstrip() for word in words for blank in ("", " "))
     found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spelled)
-    return tuple(dict.fromkeys(filter(None, found)))
+    return tuple(dict.fromkeys(ids for ids in found if ids and max(ids) < vocab_size))

@@ -189,9 +189,10 @@ def test_bad_words_and_allowed_tokens_hold(model: Path) -> None:
         word = next(w for w, token in words.items() if w.strip() and llm.tokenizer.encode(w, False) == [token])
         other = llm.generate([PROMPT], replace(GREEDY, bad_words=(word,)))[0]
         assert plain.token_ids != other.token_ids
-        banned = {ids[0] for ids in bad_word_ids([word], llm.tokenizer) if len(ids) == 1}
+        banned = {ids[0] for ids in bad_word_ids([word], llm.tokenizer, 384) if len(ids) == 1}
         assert banned & set(plain.token_ids)
         assert not banned & set(other.token_ids)
+        assert not bad_word_ids([word], llm.tokenizer, min(banned)), "a token that the model lacks"
         few = (7, 11, 300)
         assert set(llm.generate([PROMPT], replace(GREEDY, allowed_token_ids=few))[0].token_ids) <= set(few)
         with pytest.raises(InvalidRequest, match=r"allowed_token_ids must contain token ids in \[0, 384\)"):

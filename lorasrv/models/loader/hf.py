@@ -146,15 +146,15 @@ class HfCheckpoint:
         return shards
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return the shapes of all tensors of floats, and of the weights of quantized modules."""
+        """Return the shapes of the tensors that the model has as floats, and of the weights of quantized modules."""
         packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
         yield from packed.items()
         wanted = tensor_shapes(self.spec)
         canonical = {self.spec.names.in_file(name): name for name in wanted}
         for own in self._readers:
             name = canonical.get(own, own)
-            # A quantized module has other tensors, of integers, too.
-            if name not in packed and (self._packed is None or name in wanted):
+            # There may be others that nothing reads, and a quantized module has some of integers.
+            if name in wanted and name not in packed:
                 yield name, self._shape(own)
 
     def _packing(self, method: str) -> StoredPacking | None:

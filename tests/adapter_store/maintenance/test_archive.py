@@ -31,6 +31,13 @@ from adapter_store.registry.index import Index
 from adapter_store.storage.blobs import BlobUpload
 from adapter_store.store import AdapterStore
 
+
+def test_a_member_of_any_size_has_a_head_of_one_block() -> None:
+    head = archive.tar_header("blobs/a", 9 << 30)
+    assert len(head) == tarfile.BLOCKSIZE
+    assert tarfile.TarInfo.frombuf(head, "utf-8", "strict").size == 9 << 30
+
+
 KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -210,8 +212,9 @@ async def test_killed_while_it_is_cancelled(ask: Asked, manager) -> None:
     await batches.close()
 
 
-async def test_cancelled_while_expired_results_are_written(manager) -> None:
-    """A published file is complete: nothing is written to it any more."""
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_cancelled_while_expired_results_are_written(manager, clients: int) -> None:
+    """A published file is complete: nothing is written to it any more, though two clients cancel."""
     writing, go_on = threading.Event(), threading.Event()
     batches = manager()
     write = batches._write_expired
@@ -225,14 +228,64 @@ async def test_cancelled_while_expired_results_are_written(manager) -> None:
     file = await put(batches, content(20))
     record = await batches.create(file.id, URL, ("0h", 0))
     await asyncio.to_thread(writing.wait, 10)
-    cancelling = asyncio.create_task(batches.cancel(record.id))
-    await asyncio.sleep(0.05)
+    cancelling = []
+    for _ in range(clients):
+        cancelling.append(asyncio.create_task(batches.cancel(record.id)))
+        await asyncio.sleep(0.05)
     go_on.set()
-    await cancelling
+    await asyncio.gather(*cancelling)
     ended = await over(batches, record.id)
     assert (ended.status, ended.failed) == ("cancelled", 20)
     path = batches.files.path(ended.error_file)
     assert batches.files.records[ended.error_file].bytes == path.stat().st_size > 0
+    await batches.close()
+
+
+async def test_two_cancels_end_it_once(ask: Asked, manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits: what is over is never cancelled again, in memory or on the disk."""
+    batches, written = manager(), []
+    write = batches._folder.write_batch
+
+    def write_the_second_slowly(record: BatchRecord) -> None:
+        written.append(record.status)
+        if written[-1] == "cancelling" == written[-2]:
+            time.sleep(0.5)
+        write(record)
+
+    monkeypatch.setattr(batches._folder, "write_batch", write_the_second_slowly)
+    ask.hook(hang, 5)
+    record = await begin(batches, 20)
+    await until(lambda: len(ask.numbers) > 5)
+    await asyncio.gather(batches.cancel(record.id), batches.cancel(record.id))
+    ended = await over(batches, record.id)
+    assert written[-2:] == ["cancelling", "cancelled"]
+    assert manager().records[record.id].status == ended.status == "cancelled"
+    await batches.close()
+
+
+async def test_cancelled_after_a_disk_was_full(
+    root: Path, ask: Asked, manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a line that fitted is not published, and what is published is counted."""
+    batches, write, torn = manager(concurrency=2), os.write, []
+
+    def full(fd: int, data: memoryview) -> int:
+        if len(ask.numbers) < 30 or not os.readlink(f"/proc/self/fd/{fd}").startswith(str(root)):
+            return write(fd, data)
+        if torn:
+            raise OSError(errno.ENOSPC, "full")
+        torn.append(write(fd, data[: len(data) // 2 + 1]))
+        return torn[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        record = await begin(batches, 100)
+        await until(lambda: torn)
+        await asyncio.sleep(0.2)
+    await batches.cancel(record.id)
+    ended = await over(batches, record.id)
+    for name, count in ((ended.output_file, ended.completed), (ended.error_file, ended.failed)):
+        assert len(list(map(json.loads, batches.files.path(name).read_bytes().splitlines()))) == count > 0
     await batches.close()
 
 

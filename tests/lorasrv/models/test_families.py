@@ -262,6 +262,8 @@ SHORT = {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 7}}
         ("Llama", {"rope_parameters": {"full_attention": {}, "rope_theta": 1.0}}, "differ by layer"),
         ("Llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("Llama", {"model_type": "qwen3"}, "model_type 'qwen3' is not supported, only 'llama'"),
+        ("Gemma3", {"model_type": "gemma2"}, "model_type 'gemma2' is not supported, only 'gemma3_text'"),
         *(("Phi3", {"partial_rotary_factor": part}, "partial_rotary_factor") for part in (0.7, 1.5, 0.0, "x")),
         ("Llama", {"hidden_act": "relu2"}, "activation 'relu2' .*known: silu"),
         ("Gemma3", {"layer_types": ["chunked_attention"] * 2}, "'chunked_attention' .*known: sliding_"),

@@ -176,6 +176,12 @@ def more_layers(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 99}))
 
 
+def test_what_nothing_reads_may_be_of_any_type(llama_copy: Path) -> None:
+    weights = load_file(llama_copy / WEIGHTS)
+    save_file(weights | {"model.masked_bias": torch.ones(3, dtype=torch.bool)}, llama_copy / WEIGHTS)
+    open_checkpoint(str(llama_copy)).close()
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [

@@ -136,8 +136,9 @@ class TestRight:
     def test_a_lightly_trained_adapter_is_exact(
         self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str, own: dict[str, Any]
     ) -> None:
-        """Where outputs with and without the adapter are compared, their rounding is no small part of the difference."""
-        peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, strength=1e-4, target_modules=["q_proj"], **own)
+        """Of two outputs that are compared, with the adapter and without, rounding is a part of the difference."""
+        light = {"strength": 1e-4, "target_modules": ["q_proj"]}
+        peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, **light, **own)
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
 
     @pytest.mark.parametrize(
