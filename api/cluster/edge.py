@@ -5,6 +5,7 @@ its own that a second edge would have to know.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -41,6 +42,7 @@ from api.errors import ApiError, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady
 from lorasrv.placement.placement import RETRY_AFTER_S, Ask
 
+_LOG = logging.getLogger(__name__)
 SUSPECT_S = 1.0
 """Time for which a replica that did not answer comes last."""
 MAX_KEPT_BYTES = 256 << 20
@@ -136,6 +138,9 @@ class Edge:
                 await self._ask_registry(scope, receive, send)
         except ClientDisconnected:
             return
+        except Broken as error:
+            # A part of the answer has been sent: the server cuts the connection.
+            _LOG.warning("an answer to %s broke off: %s", scope["path"], error)
         except (ApiError, LorasrvError) as error:
             await describe_at(scope["path"], error).response()(scope, receive, send)
 
@@ -179,16 +184,31 @@ class Edge:
             Unreachable: nothing was sent back.
             Broken: a part of the answer was.
         """
-        try:
-            request = _request(scope, _arriving(receive))
+        has_arrived = asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            async for piece in _arriving(receive):
+                yield piece
+            has_arrived.set()
+
+        async def left() -> Message:
+            # Before, who reads the body sees it.
+            await has_arrived.wait()
+            return await receive()
+
+        async def ask_and_pipe() -> None:
             most_s = silent_s(scope["method"], scope["path"], scope.get("query_string", b""))
-            reply = await self._upstreams.ask(url, replace(request, silent_s=most_s))
-        except (Broken, Silent) as error:
-            raise Unreachable(str(error)) from None
-        try:
-            await run_until_disconnect(receive, _pipe(reply, send))
-        finally:
-            reply.close()
+            try:
+                reply = await self._upstreams.ask(url, replace(_request(scope, body()), silent_s=most_s))
+            except (Broken, Silent) as error:
+                raise Unreachable(str(error)) from None
+            has_arrived.set()
+            try:
+                await _pipe(reply, send)
+            finally:
+                reply.close()
+
+        await run_until_disconnect(left, ask_and_pipe())
 
     async def _answer_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what is asked of the edge itself, or of a replica that the query names; return whether it was."""

@@ -399,7 +399,7 @@ class _Watching:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        await self._watch.refresh()
+        # Not awaited: an exception here would make uvicorn serve without what lives with the application.
         keeping = asyncio.create_task(self._watch.keep())
         try:
             await self._app(scope, receive, send)

@@ -2,8 +2,9 @@
 
 A page's hash says all that it was computed from (`PrefixCache`), so replicas name pages by their hashes alone. What is
 offered to a peer is leased: the pages stay where they are, unchanged but for a draft model's part, until the lease
-ends, at the latest by the clock. What is taken from a peer is a snapshot whose file is the peer (`SnapshotManager`): requests that begin
-with it wait in their lane, running ones never, and a page that does not come, or comes late, is computed.
+ends, at the latest by the clock. What is taken from a peer is a snapshot whose file is the peer (`SnapshotManager`):
+requests that begin with it wait in their lane, running ones never, and a page that does not come, or comes late, is
+computed.
 """
 
 import secrets

@@ -120,7 +120,8 @@ ADDED: dict[str, Any] = {"added_tokens": [{"id": 9, "content": "<mood>"}]}
 REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
     "a copy that is promised": ({}, False, {"modules_to_save": ["lm_head"]}, "missing_saved_modules", "lm_head"),
     "a tied head that a file leaves out": (
-        OWN_BASE, True, {"modules_to_save": [EMBEDDING], "ensure_weight_tying": True}, "missing_saved_modules", "lm_head"
+        OWN_BASE, True, {"modules_to_save": [EMBEDDING], "ensure_weight_tying": True},
+        "missing_saved_modules", "lm_head",
     ),
     "a copy that the config does not name": (
         rows(9, f"{HEAD}.modules_to_save.weight"), False, {}, "unread_weight", "not find lm_head.modules_to_save"

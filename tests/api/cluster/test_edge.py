@@ -157,7 +157,7 @@ def test_a_stream_that_breaks_ends_with_an_error_behind_whole_events(cluster: An
     assert cluster.edge.stats.lost == 1
 
 
-def test_a_long_answer_that_breaks_is_cut_and_not_ended(cluster: Any) -> None:
+def test_a_long_answer_that_breaks_is_cut_and_not_ended(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A client must not take the part for the whole."""
 
     def breaks(seen: Seen) -> None:
@@ -170,6 +170,46 @@ def test_a_long_answer_that_breaks_is_cut_and_not_ended(cluster: Any) -> None:
     head, _, body = got.partition(b"\r\n\r\n")
     assert b"content-length: 100000" in head
     assert 0 < len(body) <= 70_000
+    eventually(lambda: "broke off" in caplog.text)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters/mia:verify", CHAT])
+def test_who_leaves_before_an_answer_begins_is_noticed(path: str) -> None:
+    """The registry and replicas hear of it, and stop working."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def works(seen: Seen) -> None:
+        begun.set()
+        seen.wait_until_gone()
+        gone.set()
+
+    with fake_replica(works) as one, edge_of([one.url], one.url) as edge:
+        with RawClient(edge.port) as client:
+            client.send(json_request(path, model="mia"))
+            assert begun.wait(5)
+        assert gone.wait(5)
+
+
+def test_a_first_look_that_fails_is_followed_by_others() -> None:
+    """On a busy machine replicas may take longer to answer than a look waits."""
+    looks = iter([TimeoutError("busy")])
+
+    async def look() -> list[ReplicaStatus | BaseException]:
+        for error in looks:
+            raise error
+        return [ReplicaStatus(ReplicaAddress("r0", "http://127.0.0.1:9"), ReplicaLoad(0, 0.0, 0, 0))]
+
+    watch, is_ready = ReplicaWatch(look, make_placement("hash")), threading.Event()
+    listener, settings = bind("127.0.0.1", 0), Sources.of_flags({"replicas": 1}).settings()
+    server = edge_server(settings, Edge(watch, None), watch, is_ready.set, Interruption())
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        assert is_ready.wait(10)
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(30)
 
 
 def full(retry_after_s: int, status: int = 429, *headers: str) -> Any:
