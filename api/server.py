@@ -1,9 +1,11 @@
 """Run a serving process: address, store, model, HTTP, ordered so that errors appear as early as possible."""
 
 import asyncio
+import errno
 import gc
 import os
 import secrets
+import shlex
 import signal
 import socket
 import time
@@ -28,7 +30,7 @@ from api.observability.profile import check_profile_path, profile_written
 from api.replication.follower import Follower, first_page
 from api.replication.page_client import PageClient
 from api.replication.registry_client import HttpOrigin, RegistryClient
-from lorasrv.config import EngineConfig
+from lorasrv.config import EngineConfig, default_store_dir
 from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
@@ -136,9 +138,15 @@ def check_guarded(settings: ServerSettings) -> None:
     if settings.serves_without_keys or settings.api_key is not None or has_keys(root):
         return
     raise ConfigError(
-        f"--host {settings.host} opens the server to other machines without a key; create one with lorasrv key create "
-        "or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
+        f"--host {settings.host} opens the server to other machines without a key; create one with "
+        f"{key_command(settings)} or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
     )
+
+
+def key_command(settings: ServerSettings) -> str:
+    """Return the command that creates a key for this server."""
+    store = settings.store.expanduser()
+    return "lorasrv key create" + ("" if store == default_store_dir() else f" --store {shlex.quote(str(store))}")
 
 
 def _check_no_own_keys(root: Path) -> None:
@@ -170,7 +178,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
-    return CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes a free port")
+    fix = {
+        errno.EADDRINUSE: "; --port 0 takes a free port",
+        errno.EADDRNOTAVAIL: "; --host is no address of this machine",
+    }.get(error.errno or 0, "")
+    return CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}{fix}")
 
 
 def serve_on(

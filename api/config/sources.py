@@ -25,7 +25,8 @@ FIELDS = tuple(OPTIONS)
 # Known variables that are not options of `serve`; those of tests are ignored.
 _OTHERS = ("SERVER", "TRACEBACK", ENVIRONMENT.removeprefix(PREFIX))
 _TESTS = "TEST_"
-_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+# But not a flag of another command.
+_FLAG = re.compile(r"(?<!key create )--([a-z][a-z0-9-]*)")
 _KINDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOUNDS = (("ge", "at least {}"), ("gt", "above {}"), ("le", "at most {}"), ("lt", "below {}"))
 OriginKind = Literal["flag", "environment", "file", "default"]

@@ -103,6 +103,8 @@ def test_an_address_that_cannot_be_bound(cli, tmp_path: Path, host: str) -> None
         assert done.err == f"lorasrv: cannot listen on 127.0.0.1:{port}: {reason}\n"
     else:
         assert (done.err.count("\n"), done.err.startswith(f"lorasrv: cannot listen on {host}:{port}: ")) == (1, True)
+        assert "--port" not in done.err
+        assert ("; --host is no address of this machine\n" in done.err) == (host == "192.0.2.1")
 
 
 @pytest.fixture
