@@ -152,6 +152,26 @@ def sql_errors() -> Iterator[None]:
         raise StoreUnusable(f"the store's index {error.filename} cannot be used: {error.strerror}") from error
 
 
+def check_index(path: Path) -> None:
+    """Check, without changing it, that a store could open this index; one that is missing is created then.
+
+    Raises:
+        StoreUnusable: it is no database, or has an unknown layout.
+    """
+    if not path.exists():
+        return
+    # Without a log there is nothing to read but the file, and reading it leaves no log behind.
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    with sql_errors(), contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True)) as db:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+    _check_layout(version)
+
+
+def _check_layout(version: int) -> None:
+    if version not in (0, SCHEMA_VERSION) and version not in MIGRATIONS:
+        raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
+
+
 class Database:
     """Open the file, creating or migrating it as needed. Not thread-safe: the caller holds the store's lock.
 
@@ -177,12 +197,11 @@ class Database:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        _check_layout(version)
         if version == 0:
             self._change_layout(SCHEMA)
         elif version in MIGRATIONS:
             self._change_layout("".join(MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)))
-        elif version != SCHEMA_VERSION:
-            raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
         with sql_errors():
             # Only now: to a migration that makes a table again, its removal would remove what refers to it.
             self._db.execute("PRAGMA foreign_keys = ON")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapter_store.errors import AdapterError
+from adapter_store.registry.database import check_index
+from adapter_store.storage.root_lock import opening_errors
 from api.cli.common.formatting import counted
 from api.cli.doctor.machine import Check
 from api.config.device_defaults import fitted
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 ASK_S = 2.0
 LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
+_OTHER_PORT = "another --port; 0 selects a free one"
 _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
 
 
@@ -114,7 +117,7 @@ def needed_bytes(settings: ServerSettings) -> int:
 
 
 def store(settings: ServerSettings) -> Check:
-    """Check that the folder is usable and private, and whether a server uses it."""
+    """Check that the folder and its index are usable and private, and whether a server uses it."""
     root = settings.store.expanduser()
     if not root.exists():
         above = next(path for path in root.absolute().parents if path.exists())
@@ -128,6 +131,11 @@ def store(settings: ServerSettings) -> Check:
         who = f"the server at {_url(settings)}" if answers else "a server or a command"
         fix = "" if answers else "stop it before serve starts, or give another --store"
         return Check("ok" if answers else "warn", f"{root} is in use by {who}", fix)
+    try:
+        with opening_errors(root):
+            check_index(root / "index.sqlite3")
+    except AdapterError as error:
+        return Check("fail", str(error), "another --store, or put back a copy of this one")
     if _others_may_read(root):
         return Check("warn", f"{root} is readable by other users", f"chmod 700 {root}")
     return Check("ok", f"{root}, private and not in use")
@@ -154,13 +162,13 @@ def disk(settings: ServerSettings, rank: int) -> Check:
 
 def port(settings: ServerSettings) -> Check:
     """Check that the address is free, or report its user, and that serve would accept it without a key."""
-    from api.server import check_guarded
+    from api.server import check_guarded, key_command
 
     place = f"{settings.host}:{settings.port}"
     try:
         check_guarded(settings)
     except ConfigError as error:
-        return Check("fail", str(error), "lorasrv key create --scope admin")
+        return Check("fail", str(error), f"{key_command(settings)} --scope admin")
     except AdapterError as error:
         return Check("fail", str(error), "another --store")
     try:
@@ -169,8 +177,10 @@ def port(settings: ServerSettings) -> Check:
         if error.errno != errno.EADDRINUSE:
             return Check("fail", f"{place}: {error.strerror or error}", "another --host or --port")
         if (about := _describe_server(settings)) is not None:
-            return Check("ok", f"{place}: {about}")
-        return Check("fail", f"{place} is in use by another program", "another --port; 0 selects a free one")
+            if _is_locked(settings.store.expanduser()):
+                return Check("ok", f"{place}: {about}")
+            return Check("fail", f"{place} is in use by another lorasrv: {about}", _OTHER_PORT)
+        return Check("fail", f"{place} is in use by another program", _OTHER_PORT)
     return Check("ok", f"{place} is free")
 
 

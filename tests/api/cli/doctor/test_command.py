@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from tiny_adapter import SHAPES
 
+from adapter_store.errors import StoreUnusable
 from adapter_store.store import AdapterStore
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -93,6 +96,31 @@ class TestStore:
         assert (found.status, found.fix) == ("warn", f"chmod 700 {tmp_path / 'store'}")
         (tmp_path / "file").write_text("x")
         assert doctor_serving.store(settings(tmp_path, store=tmp_path / "file")).status == "fail"
+
+    @pytest.mark.parametrize("how", ["layout", "no database"])
+    def test_an_index_that_serve_would_refuse(self, tmp_path: Path, how: str) -> None:
+        root = tmp_path / "store"
+        with AdapterStore(root, SHAPES):
+            pass
+        if how == "layout":
+            with closing(sqlite3.connect(root / "index.sqlite3")) as db:
+                db.execute("PRAGMA user_version = 99")
+        else:
+            (root / "index.sqlite3").write_bytes(b"no database" * 99)
+        with pytest.raises(StoreUnusable) as refused:
+            AdapterStore(root, SHAPES)
+        before = sorted(root.iterdir())
+        found = doctor_serving.store(settings(tmp_path))
+        assert (found.status, found.text) == ("fail", str(refused.value))
+        assert sorted(root.iterdir()) == before
+
+    def test_another_server_has_the_port(self, server, tmp_path: Path) -> None:
+        found = doctor_serving.port(settings(tmp_path, store=tmp_path / "another", port=server.port))
+        assert (found.status, "is in use by another lorasrv" in found.text, found.fix) == (
+            "fail",
+            True,
+            "another --port; 0 selects a free one",
+        )
 
     def test_the_server_that_answers_has_it(self, server, tmp_path: Path, store: AdapterStore) -> None:
         given = ServerSettings(store=tmp_path / "store", port=server.port)
@@ -200,15 +228,15 @@ def test_a_key_that_others_may_read(tmp_path: Path) -> None:
 class TestKeys:
     def test_the_server_that_answers_asks_for_one(self, server, store: AdapterStore) -> None:
         _, secret = KeyStore(store.root).create("ops", frozenset({Scope.INFER}))
-        found = doctor_serving.port(ServerSettings(port=server.port))
+        found = doctor_serving.port(ServerSettings(port=server.port, store=store.root))
         assert (found.status, found.text.partition(": ")[2]) == ("ok", "a lorasrv server that requires another key")
-        found = doctor_serving.port(ServerSettings(port=server.port, api_key=secret))
+        found = doctor_serving.port(ServerSettings(port=server.port, store=store.root, api_key=secret))
         assert found.text.endswith(" answers, with tiny-base")
 
     def test_an_address_that_others_reach(self, tmp_path: Path) -> None:
         options = {"host": "0.0.0.0", "port": 0, "store": tmp_path}
         found = doctor_serving.port(ServerSettings(**options))
-        assert (found.status, found.fix) == ("fail", "lorasrv key create --scope admin")
+        assert (found.status, found.fix) == ("fail", f"lorasrv key create --store {tmp_path} --scope admin")
         KeyStore(tmp_path).create("ops", frozenset({Scope.ADMIN}))
         assert doctor_serving.port(ServerSettings(**options)).status == "ok"
         follower = doctor_serving.port(ServerSettings(**options, registry="http://127.0.0.1:1"))
