@@ -1,7 +1,6 @@
 """Upload, list, show and delete adapters of a running server (upload, list, show, rm)."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +21,7 @@ from api.cli.common.formatting import (
     limits_line,
     report_lines,
     target_text,
+    utc,
     verdict_line,
 )
 from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
@@ -61,7 +61,7 @@ def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
 
 
 def _when(unix_s: int | None) -> str:
-    return "never" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return "never" if unix_s is None else utc(unix_s)
 
 
 IdArgument = Annotated[

@@ -49,7 +49,7 @@ def check(
     from lorasrv.text.own_tokenizers import with_own_tokens
 
     base = shapes_of(model)
-    versions = _versions(store.expanduser(), base) if store is not None else None
+    versions = _versions(store, base) if store is not None else None
     try:
         with open_adapter_dir(directory) as found:
             peft = found if no_tokenizer else with_own_tokens(found, partial(read_tokenizer, model))

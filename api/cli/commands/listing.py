@@ -25,7 +25,7 @@ def list_adapters(
     from adapter_store.maintenance.offline_store import OfflineStore
     from api.serving.model_list import adapter_json
 
-    with OfflineStore(store.expanduser()) as closed:
+    with OfflineStore(store) as closed:
         records = [record for _, record in sorted(closed.index.records().items())]
     # Only a server that found damage, and store fsck, know what is damaged.
     adapters.print_list([adapter_json(record, frozenset()) for record in records], as_json)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,8 @@ from adapter_store.formats.adapter_config import read_added_tokens
 from adapter_store.spec import BaseShapes
 from adapter_store.storage.blobs import NEW_FILE, UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
-from api.cli.common.options import JsonOption, configured_store, duration
+from api.cli.common.formatting import counted
+from api.cli.common.options import JsonOption, configured_store, duration, existing, existing_folder, expanded
 from api.cli.common.terminal import CliError, names_file, note, print_json, print_table, progress, say
 from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, size
 
@@ -35,10 +37,9 @@ _store_option = partial(
     metavar="DIR",
     help=r"The store. \[default: as for serve]",
     show_default=False,
-    file_okay=False,
 )
-StoreOption = Annotated[Path | None, _store_option(exists=True)]
-NewStoreOption = Annotated[Path | None, _store_option()]
+StoreOption = Annotated[Path | None, _store_option(callback=existing_folder)]
+NewStoreOption = Annotated[Path | None, _store_option(callback=expanded)]
 app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
 
 
@@ -81,7 +82,10 @@ def _cells(finding: "Finding") -> tuple[str, ...]:
 
 
 def export(
-    target: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help=f"File to write; in a folder: {ARCHIVE_NAME}.")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="DIR_OR_TAR", callback=expanded, help=f"File to write; in a folder: {ARCHIVE_NAME}."),
+    ],
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +101,7 @@ def export(
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(exists=True, metavar="DIR_OR_TAR", help="File written by export.")],
+    source: Annotated[Path, typer.Argument(callback=existing, metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     skip_refused: Annotated[
@@ -117,7 +121,7 @@ def import_(
     path = source / ARCHIVE_NAME if source.is_dir() else source
     with path.open("rb") as file:
         base = shapes_of(model)
-        with _refusals_shown(), _opened(store, create=True) as closed, progress(in_bytes=True) as step:
+        with _refusals_shown(), _created(store) as closed, progress(in_bytes=True) as step:
             moved = import_store(
                 closed,
                 file,
@@ -174,7 +178,26 @@ def _check_defaults(base: BaseShapes, text: str, config: Mapping[str, object]) -
 def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":
     from adapter_store.maintenance.offline_store import OfflineStore
 
-    return OfflineStore((store or configured_store()).expanduser(), create=create)
+    return OfflineStore(_root(store), create=create)
+
+
+def _root(store: Path | None) -> Path:
+    return store or configured_store().expanduser()
+
+
+@contextmanager
+def _created(store: Path | None) -> Iterator["OfflineStore"]:
+    """Open a store, which is created if missing, and then removed again if nothing could be imported."""
+    root = _root(store)
+    is_new = not root.exists()
+    with _opened(store, create=True) as closed:
+        try:
+            yield closed
+        except BaseException:
+            if is_new:
+                # While its lock is held.
+                shutil.rmtree(root, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -200,4 +223,5 @@ def _print_moved(what: str, moved: "ArchiveSummary", path: Path, as_json: bool, 
         print_json({"path": str(path), **asdict(moved), **more})
         return
     note(str(path))
-    say(f"{what} {moved.adapters} adapters, {moved.versions} versions, {moved.blobs} blobs ({size(moved.bytes)})")
+    counts = (counted(moved.adapters, "adapter"), counted(moved.versions, "version"), counted(moved.blobs, "blob"))
+    say(f"{what} {', '.join(counts)} ({size(moved.bytes)})")

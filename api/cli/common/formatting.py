@@ -8,6 +8,7 @@ import typer
 
 from adapter_store.formats.peft_dir import PeftDir
 from adapter_store.spec import BF16, FORMS, INT8, Form
+from api.cli.common.options import existing_folder
 from lorasrv.config import size
 
 
@@ -75,6 +76,11 @@ def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
     return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
 
 
+def utc(unix_s: float) -> str:
+    """Format a moment."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def counted(number: int, what: str, plural: str | None = None) -> str:
     return f"{number} {what if number == 1 else plural or f'{what}s'}"
 
@@ -134,8 +140,7 @@ ClosedStoreOption = Annotated[
     Path | None,
     typer.Option(
         "--store",
-        exists=True,
-        file_okay=False,
+        callback=existing_folder,
         metavar="DIR",
         help="A store that no server uses.",
         show_default=False,

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,8 +161,6 @@ def client_key(url: str) -> str | None:
     Raises:
         CliError: no header can hold it.
     """
-    import os
-
     found = _given_key.get() or os.environ.get("LORASRV_API_KEY") or _client_option("api_key")
     return _sendable(found or (_own_key() if is_loopback(urlsplit(url).hostname or "") else None))
 
@@ -209,7 +208,7 @@ def connected(
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
         field = re.split(r"[.\[]", error.error.get("param") or "")[0]
-        why = _of_flag(flags[field], field, str(error)) if field in flags else str(error)
+        why = _of_flag(flags[field], field, str(error)) if field in flags else refusal(error)
         is_usage = error.status == BAD_REQUEST and field in flags
         raise CliError(why, code=ExitCode.USAGE if is_usage else ExitCode.REFUSED) from None
 
@@ -249,6 +248,38 @@ def adapter_name(given: str | list[str]) -> str | list[str]:
         if not name or name[0] in ":@" or "/" in name:
             raise typer.BadParameter(f"adapter id {name!r} is not allowed: use {ID_RULE}")
     return given
+
+
+def expanded(given: Path | None) -> Path | None:
+    """Expand ~ in a path, which a shell leaves in a variable and behind a quote."""
+    return None if given is None else Path(os.path.expanduser(given))
+
+
+def existing(given: Path | None) -> Path | None:
+    """Expand ~ in a path, and check that something is there.
+
+    Raises: typer.BadParameter.
+    """
+    path = expanded(given)
+    if path is not None and not path.exists():
+        raise typer.BadParameter(f"{str(path)!r} does not exist.")
+    return path
+
+
+def existing_folder(given: Path | None) -> Path | None:
+    """Expand ~ in a path, and check that it is a folder.
+
+    Raises: typer.BadParameter.
+    """
+    path = existing(given)
+    if path is not None and not path.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} is no folder.")
+    return path
+
+
+def refusal(error: "Refused") -> str:
+    """Return why the server refused, with the flag in place of the field that it sets."""
+    return str(error).replace("if_not_exists", "--if-not-exists")
 
 
 def configured_store() -> Path:
@@ -299,8 +330,6 @@ def complete_adapter_ids(ctx: Any, incomplete: str) -> list[str]:
 
 
 def _ids(server: str | None, key: str | None, incomplete: str) -> list[str]:
-    import os
-
     from api.client import Client
     from api.config.file import client_options
 

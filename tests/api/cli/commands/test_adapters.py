@@ -50,7 +50,9 @@ def test_refused_with_every_reason(run, make_adapter) -> None:
 
 
 def test_if_not_exists(run, make_adapter) -> None:
-    assert [run("upload", make_adapter(), "--id", "mia", "--if-not-exists").code for _ in range(2)] == [0, 1]
+    done = [run("upload", make_adapter(), "--id", "mia", "--if-not-exists") for _ in range(2)]
+    assert done[0].code == 0
+    failed(done[1], 1, "adapter 'mia' exists; leave --if-not-exists out")
 
 
 def test_no_adapter_in_the_folder(run, tmp_path) -> None:

@@ -189,7 +189,30 @@ class TestMoving:
         (tmp_path / "x.tar").write_bytes(b"x" * 2000)
         new = ("--store", tmp_path / "new")
         failed(cli("store", "import", tmp_path / "x.tar", *new), 1, "not a tar file that lorasrv store export wrote")
+        assert not (tmp_path / "new").exists(), "nothing is left of a store that was made for it"
         failed(cli("store", "import", tmp_path / "y.tar", *new), 2, "DIR_OR_TAR", "does not exist")
+        (tmp_path / "new").mkdir()
+        assert cli("store", "import", tmp_path / "x.tar", *new).code == 1
+        assert (tmp_path / "new").exists(), "but a folder that was there is"
+
+    def test_the_home_folder(self, cli, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("LORASRV_STORE", "~/store")
+        assert cli("store", "fsck").code == 1, "it has an orphan"
+        assert cli("store", "gc", "--older-than", "0s").code == 0
+        assert cli("store", "fsck").code == 0
+        assert cli("list", "--store", "~/store").code == 0
+        assert cli("store", "export", "~/b.tar").code == 0
+        assert (tmp_path / "b.tar").is_file()
+        assert cli("store", "import", "~/b.tar", "--store", "~/new").code == 0
+        assert (tmp_path / "new").is_dir()
+
+    def test_one_is_not_several(self, cli, filled: Path, store: AdapterStore, tmp_path: Path) -> None:
+        with AdapterStore(filled, store.base) as opened:
+            opened.delete("zoe")
+        assert cli("store", "export", tmp_path / "a.tar", "--store", filled).out.startswith(
+            "exported 1 adapter, 1 version, 1 blob ("
+        )
 
 
 @pytest.mark.parametrize("command", [("gc",), ("fsck",), ("export", "x.tar")])
