@@ -1,5 +1,6 @@
 """Manage the keys of a store, with or without a running server (key create, list, rotate, revoke)."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adapter_store.registry.near_names import near_names
+from api.cli.common.formatting import utc
 from api.cli.common.options import JsonOption, configured_store, duration
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, say
 from lorasrv.config import size
@@ -153,8 +155,14 @@ def _folder(store: Path | None) -> Path:
 def _changing(store: Path | None, *, must_exist: bool = False) -> Iterator["KeyStore"]:
     """Open the keys to change them. Those of a follower are its registry's, which would undo the change."""
     from adapter_store.registry.feed import is_followed
+    from api.auth.key_store import FILE
 
     root = _folder(store)
+    if root.is_dir() and not os.access(root, os.W_OK | os.X_OK):
+        raise CliError(
+            f"--store {root}: its keys ({FILE}) cannot be changed, as the folder cannot be written; do this as the "
+            "folder's owner, or give another --store"
+        )
     if is_followed(root / "index.sqlite3"):
         raise CliError(
             f"--store {root}: it is the cache of a server that follows a registry, and has that one's keys; change "
@@ -246,4 +254,4 @@ def _limits(limits: "KeyLimits") -> str:
 
 
 def _day(moment_s: float | None) -> str:
-    return "-" if moment_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment_s))
+    return "-" if moment_s is None else utc(moment_s)

@@ -1,6 +1,7 @@
 """The key store, the server's view of it, and the commands that write it."""
 
 import json
+import os
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -353,6 +354,18 @@ class TestCommands:
         assert broken.code == 1
         assert broken.err.startswith("lorasrv: the key store keys.db cannot be used")
 
+    def test_times_have_a_zone(self, cli, keys, tmp_path: Path) -> None:
+        keys.create("alice", INFER, expires_s=4e9)
+        assert "\t2096-10-02 07:06 UTC\t-\n" in cli("key", "list", "--store", tmp_path).out
+
+    def test_a_folder_that_cannot_be_written(
+        self, cli, store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.access", lambda _, mode: not mode & os.W_OK)
+        failed(
+            cli("key", "create", "--store", tmp_path), 1, f"--store {tmp_path}: its keys (keys.db) cannot be changed"
+        )
+
     def test_a_followers_keys_are_changed_at_its_registry(self, cli, keys, tmp_path: Path) -> None:
         """Its registry's keys replace them: a revocation would undo itself. Listing them changes nothing."""
         keys.create("alice", INFER)
@@ -385,8 +398,15 @@ class TestServe:
         spelled = "--host" if where == "flag" else f"{path}: host"
         assert done.code == 2
         assert done.err.startswith(f"lorasrv: {spelled} 0.0.0.0 opens the server to other machines without a key; ")
-        assert "lorasrv key create" in done.err
+        assert f"lorasrv key create --store {tmp_path}/store or" in done.err
         assert not (tmp_path / "store").exists(), "nothing is made before"
+
+    def test_the_command_is_not_spelled_as_a_variable(self, cli, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setenv("LORASRV_STORE", str(tmp_path / "a b"))
+        done = cli("serve", "--host", "0.0.0.0")
+        assert f"create one with lorasrv key create --store '{tmp_path}/a b' or --api-key" in done.err
+        monkeypatch.delenv("LORASRV_STORE")
+        assert "create one with lorasrv key create or --api-key" in cli("serve", "--host", "0.0.0.0").err
 
     @pytest.mark.parametrize("more", [(), ("--replicas", 2)])
     def test_a_first_start_as_a_follower_drops_no_keys(
