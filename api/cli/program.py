@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
@@ -302,6 +303,11 @@ def _run() -> int:
         return ExitCode.INTERRUPTED
     except (_PipeClosed, BrokenPipeError):
         raise
+    except SystemExit as left:
+        # Rich leaves so when the reader of a help has gone.
+        if isinstance(left.__context__, BrokenPipeError):
+            raise _PipeClosed from None
+        raise
     except _UsageError as error:
         return _wrong_usage(error)
     except OSError as error:
@@ -319,13 +325,22 @@ def _wrong_usage(error: Any) -> int:
         error.show()  # typer put the help into the message, or prints it itself
         return ExitCode.USAGE
     context = error.ctx
-    message = error.format_message()
+    message = _of_its_source(error.format_message(), error)
     if context is not None and hasattr(error, "possibilities"):
         message = _with_option_meant(error.message, error.option_name, context)
     stop = "" if message.endswith((".", "?")) else "."
     usage = _usage(error) if context is not None else ""
     command = context.command_path if context is not None else "lorasrv"
     return _say(f"{message[0].lower()}{message[1:]}{stop}{usage} See: {command} --help", code=ExitCode.USAGE)
+
+
+def _of_its_source(message: str, error: Any) -> str:
+    """Leave out the variable of an option that was given by its flag."""
+    concerned: Any = getattr(error, "param", None)
+    variable = getattr(concerned, "envvar", None)
+    source = error.ctx.get_parameter_source(concerned.name) if variable and error.ctx is not None else None
+    is_flag = source is not None and source.name == "COMMANDLINE"
+    return message.replace(f" (env var: '{variable}')", "") if is_flag else message
 
 
 def _with_meant(message: str, names: list[str]) -> str:
@@ -343,7 +358,7 @@ def _with_option_meant(message: str, flag: str, context: Any) -> str:
 def _usage(error: Any) -> str:
     """Return the order of arguments, where the error is in one of them."""
     concerned = getattr(error, "param", None)
-    pieces = [piece.strip("{}") for piece in error.ctx.command.collect_usage_pieces(error.ctx)]
+    pieces = [re.sub("[{}]", "", piece) for piece in error.ctx.command.collect_usage_pieces(error.ctx)]
     is_of_arguments = concerned is None or concerned.param_type_name == "argument"
     if not is_of_arguments or hasattr(error, "option_name") or hasattr(error.ctx.command, "commands"):
         return ""

@@ -104,11 +104,21 @@ class TestEvery:
         ("upload {folder} bb", "got unexpected extra argument(s) (bb). Usage: lorasrv upload [OPTIONS] DIR."),
         ("rollback mia 1", "got unexpected extra argument(s) (1). Usage: lorasrv rollback [OPTIONS] ID."),
         ("limit", "missing argument 'ID'. Usage: lorasrv limit [OPTIONS] ID."),
+        ("rm", "missing argument 'ID[@VERSION]'. Usage: lorasrv rm [OPTIONS] ID[@VERSION]...."),
+        ("list --store {folder}/x", "invalid value for '--store': '{folder}/x' does not exist."),
+        ("store gc --store {folder}/x", "invalid value for '--store': '{folder}/x' does not exist."),
     ],
 )
 def test_what_was_meant_is_told(cli, tmp_path: Path, typed: str, says: str) -> None:
     done = cli(*typed.format(folder=tmp_path).split())
+    says = says.replace("{folder}", str(tmp_path))
     assert (done.code, done.err.partition(" See: lorasrv ")[0]) == (2, f"lorasrv: {says}")
+
+
+def test_the_variable_is_named_where_it_was_the_source(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASRV_STORE", "/nowhere")
+    assert "invalid value for '--store' (env var: 'LORASRV_STORE')" in cli("store", "gc").err
+    assert "invalid value for '--store':" in cli("store", "gc", "--store", "/nowhere").err
 
 
 @pytest.mark.parametrize("name", sorted(ASKS))
@@ -261,11 +271,12 @@ class TestExitCodes:
         assert cli("--version").out.strip().count(".") == 2
         assert "64MiB]" in cli("serve", "--help").out
 
-    def test_a_closed_pipe_is_no_error(self) -> None:
+    @pytest.mark.parametrize("words", ["config show", "serve --help"])
+    def test_a_closed_pipe_is_no_error(self, words: str) -> None:
         read, write = os.pipe()
         os.close(read)
         try:
-            done = cli_process.run("config", "show", stdout=write)
+            done = cli_process.run(*words.split(), stdout=write)
         finally:
             os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
