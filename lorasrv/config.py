@@ -44,9 +44,9 @@ class Limits:
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise InvalidLimits(f"must be above 0, not {value}; leave it out for no limit", name)
+                raise InvalidLimits(f"must be above 0, not {value}", name)
             if value is not None and value > MAX_VALUE:
-                raise InvalidLimits(f"must be at most {MAX_VALUE}; leave it out for no limit", name)
+                raise InvalidLimits(f"must be at most {MAX_VALUE}", name)
         if self.weight > MAX_WEIGHT or self.weight < 1 / MAX_WEIGHT:
             raise InvalidLimits(f"must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}, not {self.weight}", "weight")
 

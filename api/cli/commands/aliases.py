@@ -166,9 +166,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     try:
         Limits(**given)
     except InvalidLimits as error:
-        raise CliError(
-            f"--{error.param.replace('_', '-')}{str(error).removeprefix(error.param)}", code=ExitCode.USAGE
-        ) from None
+        flag, why = error.param.replace("_", "-"), str(error).removeprefix(error.param)
+        raise CliError(f"--{flag}{why}; --none removes limits", code=ExitCode.USAGE) from None
     return given
 
 

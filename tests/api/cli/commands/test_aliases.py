@@ -96,7 +96,7 @@ def test_limit_as_json(run) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--max-running", "0", " must be above 0, not 0"),
+        ("--max-running", "0", " must be above 0, not 0; --none removes limits\n"),
         ("--max-running", "-1", " must be above 0"),
         ("--max-queued", "many", ""),
         ("--tokens-per-s", "nan", "': nan is not a finite number"),
