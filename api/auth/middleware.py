@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.auth.key_cache import KeyCache, KeyRefused, KeysUnreadable
 from api.auth.principal import ANYBODY, NOBODY, STATE, Caller
-from api.auth.scopes import ADMIN, REPLICATE, needed, needs_no_key
+from api.auth.scopes import ADMIN, REPLICATE, further_needs, needed, needs_no_key
 from api.errors import ApiError, describe_at
 
 BEARER = "send a key as the header Authorization: Bearer lorasrv-..."
@@ -105,9 +105,11 @@ def _check_scope(scope: Scope, caller: Caller) -> None:
     if needs is None and _is_route(scope):
         needs = ADMIN
     if needs is not None and not any(caller.may(of) for of in needs):
+        further = further_needs(scope["method"], scope["path"])
+        wanted = f"{' or '.join(sorted(needs))}{f' ({further})' if further else ''}"
         raise ApiError(
             403,
-            f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {', '.join(sorted(caller.scopes))}"
+            f"this needs a key of scope {wanted}; yours has {', '.join(sorted(caller.scopes))}"
             if needs != REPLICATE
             else "only servers of this cluster may ask this, with the secret of --cluster-secret-file",
             code="forbidden",

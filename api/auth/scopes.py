@@ -73,6 +73,8 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/v1/pages/{lease}"): REPLICATE,
 }
 """Any of these scopes is sufficient, and `admin` always is, but where `replicate` is needed."""
+FURTHER_NEEDS: Mapping[tuple[str, str], str] = {("PATCH", "/v1/adapters/{reference}"): "pins and limits: admin"}
+"""What a route does only with a further scope, which it checks itself."""
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 """Methods that change or compute something: each request counts against its key's rate limit."""
 GENERATING = frozenset(
@@ -103,10 +105,18 @@ def needs_no_key(method: str, path: str) -> bool:
 
 def needed(method: str, path: str) -> frozenset[Scope] | None:
     """Return the scopes of a route; None if it is missing in the table. HEAD is treated as GET."""
+    route = _route(method, path)
+    return None if route is None else NEEDS[route]
+
+
+def further_needs(method: str, path: str) -> str:
+    """Return what a route does only with a further scope; "" if nothing."""
+    route = _route(method, path)
+    return "" if route is None else FURTHER_NEEDS.get(route, "")
+
+
+def _route(method: str, path: str) -> tuple[str, str] | None:
     asked = "GET" if method == "HEAD" else method
-    if (found := _PLAIN.get((asked, path))) is not None:
-        return found
-    for of, pattern, template in _PATTERNS:
-        if of == asked and pattern.match(path):
-            return NEEDS[of, template]
-    return None
+    if (asked, path) in _PLAIN:
+        return asked, path
+    return next(((of, route) for of, pattern, route in _PATTERNS if of == asked and pattern.match(path)), None)

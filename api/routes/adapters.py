@@ -252,9 +252,10 @@ def _pinnable(ref: AdapterRef) -> AdapterKey:
 
 def _check_may_share_out(body: AdapterPatch, caller: Caller) -> None:
     # Without limits is something to set; None of anything else is the same as leaving it out.
-    for name, is_set in (("pinned", body.pinned is not None), ("limits", "limits" in body.model_fields_set)):
+    given = (("pinned", "pins", body.pinned is not None), ("limits", "limits", "limits" in body.model_fields_set))
+    for name, what, is_set in given:
         if is_set and not caller.may(Scope.ADMIN):
-            raise ApiError(403, f"{name} needs a key of scope admin", code="forbidden", param=name)
+            raise ApiError(403, f"{what} need a key of scope admin", code="forbidden", param=name)
 
 
 def _check_is_of_all(change: Change, reference: str, record: AdapterRecord) -> None:

@@ -149,7 +149,8 @@ class TestSweep:
             if needs == REPLICATE:
                 assert message.startswith("only servers of this cluster may ask this")
                 continue
-            assert message == f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {scope}"
+            more = " (pins and limits: admin)" if (method, path) == ("PATCH", "/v1/adapters/{reference}") else ""
+            assert message == f"this needs a key of scope {' or '.join(sorted(needs))}{more}; yours has {scope}"
             assert not isinstance(error, dict) or error["code"] == "forbidden"
 
     def test_head_needs_what_get_needs(self, closed, secrets_) -> None:
@@ -350,8 +351,9 @@ class TestCommandLine:
         for command, key, says in (
             ("list", "lorasrv-wrong", f"the server refuses the API key: {wrong}"),
             ("pool", secrets_[Scope.INFER], "this needs a key of scope metrics; yours has infer"),
+            ("pin mia", secrets_[Scope.UPLOAD], "pins need a key of scope admin"),
         ):
-            done = cli(command, "--server", server.url, "--api-key", key)
+            done = cli(*command.split(), "--server", server.url, "--api-key", key)
             assert (done.code, done.err) == (1, f"lorasrv: {says}\n")
         assert cli("list", "--server", server.url).code == 1, "the flag was for that command alone"
 
