@@ -248,6 +248,12 @@ def test_near_names_are_of_what_may_be_seen(filled) -> None:
     assert "did you mean" not in message(filled.bob, "miaa")
 
 
+def test_what_is_deleted_has_near_names_too(filled) -> None:
+    assert "did you mean mia" in filled.root.ask("DELETE", "/v1/adapters/miaa").text
+    assert "did you mean mia" in filled.ann.ask("DELETE", "/v1/adapters/miaa").text
+    assert "did you mean" not in filled.bob.ask("DELETE", "/v1/adapters/miaa").text
+
+
 def test_an_id_outside_the_patterns_cannot_be_made(filled, make_adapter) -> None:
     folder = make_adapter("new", seed=7)
     answers = [filled.ann.upload(folder, name, if_not_exists=True) for name in (HIDDEN, ABSENT)]
