@@ -56,7 +56,9 @@ def read(path: Path) -> ConfigFile:
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config: {path} cannot be read: {error.strerror or error}") from None
+        named = os.environ.get(ENVIRONMENT)
+        source = ENVIRONMENT if named and Path(named).expanduser() == path else "--config"
+        raise ConfigError(f"{source}: {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8, which TOML requires") from None
     except tomllib.TOMLDecodeError as error:

@@ -368,8 +368,10 @@ class TestWhere:
             with pytest.raises(ConfigError, match=says):
                 Sources.gather({}, path)
         monkeypatch.setenv("LORASRV_CONFIG", str(tmp_path / "none.toml"))
-        with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        with pytest.raises(ConfigError, match=r"^LORASRV_CONFIG: .*cannot be read: No such file"):
             Sources.gather()
+        with pytest.raises(ConfigError, match=r"^--config: .*cannot be read: Is a directory"):
+            Sources.gather({}, tmp_path)
 
     def test_of_clients(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert client_options() == {}
