@@ -149,15 +149,24 @@ def _take(
 ) -> None:
     for notice in notices:
         note(notice)
-    if dry_run:
+    if dry_run and as_json:
+        print_json(found)
+    elif dry_run:
         sys.stdout.write(to_file(found))
     else:
         _set(adapter_id, found, server, new=True, as_json=as_json)
 
 
 def _set(reference: str, given: Mapping[str, Any], server: str, *, new: bool, as_json: bool) -> None:
+    from api.client import Refused
+
     with connected(server) as client:
-        done = client.set_defaults(reference, given, new=new)
+        try:
+            done = client.set_defaults(reference, given, new=new)
+        except Refused as error:
+            if new or error.error.get("code") != "model_not_found" or not {"@", ":"}.isdisjoint(reference):
+                raise
+            raise CliError(f"{error}; --new makes a persona of the base with this id") from None
     if as_json:
         print_json(done)
         return

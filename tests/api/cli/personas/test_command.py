@@ -143,6 +143,8 @@ def test_cards(run, engine, tmp_path: Path) -> None:
     path.write_bytes(card())
     dry = run("import-card", path, "--id", "ada", "--dry-run")
     assert json.loads(dry.out) == EXPECTED
+    [line] = run("import-card", path, "--id", "ada", "--dry-run", "--json").out.splitlines()
+    assert json.loads(line) == EXPECTED
     done = run("import-card", path, "--id", "ada")
     assert done.out.startswith("registered ada@1")
     assert "left out of mes_example" in done.err
@@ -151,6 +153,13 @@ def test_cards(run, engine, tmp_path: Path) -> None:
     again = tmp_path / "ada2.json"
     again.write_text(exported, "utf-8")
     assert run("defaults", "ada", again).out.startswith("unchanged: ada@1")
+
+
+def test_an_id_that_does_not_exist_can_be_made(run, file: Path) -> None:
+    says = "--new makes a persona of the base with this id\n"
+    failed(run("defaults", "nobody", file), 1, "'nobody' does not exist", says)
+    assert "--new" not in run("defaults", "nobody@3", file).err
+    assert "--new" not in run("defaults", "nobody").err
 
 
 def test_modelfiles(run, tmp_path: Path, server) -> None:
