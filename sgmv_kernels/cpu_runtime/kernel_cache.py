@@ -181,8 +181,14 @@ def cache_directory() -> Path | None:
             base = base / part
             base.mkdir(mode=0o700, exist_ok=True)
             status = base.lstat()
-            others = stat.S_IMODE(status.st_mode) & forbidden
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others:
+            if status.st_uid != os.getuid():
+                logger.warning(
+                    "%s belongs to another user: every start compiles kernels anew; chown it, or set XDG_CACHE_HOME to "
+                    "a folder of your own",
+                    base,
+                )
+                return None
+            if not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & forbidden:
                 logger.warning("%s is open to other users: every start compiles kernels anew", base)
                 return None
     except (OSError, RuntimeError) as error:

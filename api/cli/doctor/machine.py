@@ -113,7 +113,10 @@ def kernels(settings: ServerSettings) -> Check:
     directory = cache_directory()
     if directory is None:
         where = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        fix = f"make {where}/lorasrv writable by you only (chmod -R go-w), or set XDG_CACHE_HOME to such a folder"
+        fix = (
+            f"make {where}/lorasrv yours (chown -R) and writable by you only (chmod -R go-w), or set XDG_CACHE_HOME to "
+            "such a folder"
+        )
         return Check("warn", "compiled kernels cannot be cached: each start compiles them again, some 15 s", fix)
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
     if not files:

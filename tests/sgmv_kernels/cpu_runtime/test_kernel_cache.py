@@ -74,6 +74,15 @@ def test_a_folder_that_others_may_write_is_not_trusted(filled: Path) -> None:
     assert (out, "open to other users" in log) == ("numba True", True)
 
 
+def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert kernel_code.cache_directory.__wrapped__() is None
+    assert "lorasrv belongs to another user" in caplog.text
+    assert "chown it, or set XDG_CACHE_HOME" in caplog.text
+
+
 @pytest.mark.parametrize("part", ["lorasrv", "lorasrv/kernels", "lorasrv/kernels/*"])
 @pytest.mark.parametrize("how", ["mode", "link"])
 def test_whose_the_folder_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, how: str) -> None:
