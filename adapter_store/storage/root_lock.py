@@ -9,6 +9,8 @@ from pathlib import Path
 from adapter_store.errors import StoreLocked, StoreUnusable
 from adapter_store.storage.blobs import disk_errors, fsync_directory
 
+LOCKS = Path("/proc/locks")
+
 
 @contextlib.contextmanager
 def opening_errors(root: Path) -> Iterator[None]:
@@ -34,9 +36,35 @@ def lock_root(root: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        error = in_use(root, fd)
         os.close(fd)
-        raise StoreLocked(f"store {root} is in use by another server; stop it, or choose another --store") from None
+        raise error from None
     return fd
+
+
+def in_use(root: Path, fd: int) -> StoreLocked:
+    """Return the error for a store whose lock another process holds.
+
+    Args:
+        fd: the file that it has locked.
+    """
+    pid = _holder(fd)
+    server = f"another server{f', process {pid}' if pid else ''}"
+    return StoreLocked(f"store {root} is in use by {server}; stop it, or choose another --store")
+
+
+def _holder(fd: int) -> str:
+    """Return the id of the process that has locked a file, where Linux tells it; else nothing."""
+    file = os.fstat(fd)
+    place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in LOCKS.read_text().splitlines():
+            # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF, with -> before FLOCK of a process that waits.
+            _, kind, _, _, pid, file_of_it, *_ = line.split()
+            # 0 is a process of another container.
+            if (kind, file_of_it) == ("FLOCK", place) and pid != "0":
+                return pid
+    return ""
 
 
 def _create_durably(root: Path) -> None:

@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from pydantic import ByteSize
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapter_store.errors import StoreLocked
+from adapter_store.storage.root_lock import in_use
 from api.asgi.draining_server import DrainingServer
 from api.cluster.certificates import write_certificate
 from api.cluster.edge import Edge
@@ -159,9 +159,7 @@ def _home(store: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreLocked(
-                f"store {store} is in use by another server; stop it, or choose another --store"
-            ) from None
+            raise in_use(store, lock) from None
         home = store / "replicas"
         _remove(home)
         if len(str(home)) > MAX_HOME_CHARS:

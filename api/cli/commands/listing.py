@@ -22,10 +22,14 @@ def list_adapters(
     given = ctx.get_parameter_source("server")
     if given is not None and given.name == "COMMANDLINE":
         raise CliError("--server and --store exclude each other: give one of them", code=ExitCode.USAGE)
+    from adapter_store.errors import StoreLocked
     from adapter_store.maintenance.offline_store import OfflineStore
     from api.serving.model_list import adapter_json
 
-    with OfflineStore(store) as closed:
-        records = [record for _, record in sorted(closed.index.records().items())]
+    try:
+        with OfflineStore(store) as closed:
+            records = [record for _, record in sorted(closed.index.records().items())]
+    except StoreLocked as error:
+        raise CliError(f"{error}, or ask it: lorasrv list") from None
     # Only a server that found damage, and store fsck, know what is damaged.
     adapters.print_list([adapter_json(record, frozenset()) for record in records], as_json)

@@ -1,5 +1,6 @@
 """One server at a time has a store open."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,23 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
     first.close()
     first.close()
     AdapterStore(root, BASE).close()
+
+
+def test_the_process_that_has_it_is_named_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = tmp_path / "locks"
+    monkeypatch.setattr("adapter_store.storage.root_lock.LOCKS", locks)
+    with AdapterStore(tmp_path / "store", BASE):
+        file = (tmp_path / "store" / "lock").stat()
+        place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+        others = f"1: POSIX  ADVISORY  READ 5 {place} 0 EOF\n2: FLOCK  ADVISORY  WRITE 6 fe:00:1 0 EOF\n"
+        held = "3: FLOCK  ADVISORY  WRITE {} " + place + " 0 EOF\n3: -> FLOCK  ADVISORY  WRITE 8 " + place + " 0 EOF\n"
+        for text, says in (
+            (others + held.format(4711), "server, process 4711; stop"),
+            (held.format(0), "server; stop"),
+        ):
+            locks.write_text(text)
+            with pytest.raises(StoreLocked, match=f"another {says}"):
+                AdapterStore(tmp_path / "store", BASE)
 
 
 def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:

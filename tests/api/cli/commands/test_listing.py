@@ -126,4 +126,5 @@ def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path
     for words, done in {**says, **({"damaged in the index": damaged} if command == "check" else {})}.items():
         failed(done, 1, words)
         assert done.err.count("\n") == 1
+    assert in_use.err.endswith(", or ask it: lorasrv list\n") == (command == "list")
     assert not any((tmp_path / "nothing").iterdir())
