@@ -55,8 +55,8 @@ def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
     for kind, first in stats["ttft"].items():
         if first["count"]:
             yield (
-                f"first token, {kind}: {first['mean_ms']:.0f} ms on average, half within {first['p50_ms']:.0f}, "
-                f"95 % within {first['p95_ms']:.0f} ({first['count']})"
+                f"first token, {kind}: {first['mean_ms']:.0f} ms on average of {counted(first['count'], 'request')}, "
+                f"half within {first['p50_ms']:.0f}, 95 % within {first['p95_ms']:.0f}"
             )
 
 

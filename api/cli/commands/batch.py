@@ -156,6 +156,8 @@ def _report(job: "Job", seconds: float, as_json: bool) -> None:
                 "completion_tokens": tally.completion_tokens,
             }
         )
+    elif not job.done_now:
+        say(f"{tally.completed} of {job.total} lines have answers already; nothing was sent")
     else:
         tokens = f", {tally.completion_tokens / seconds:.0f} tokens/s" if seconds and tally.completion_tokens else ""
         say(f"{tally.completed} of {job.total} lines answered in {seconds:.1f} s ({rate:.1f} lines/s{tokens})")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Uses of pages with their colours.
 PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 BAR_CHARS = 60
+ADAPTER_TITLES = ("adapter", "pages", "used", "requests", "state", "pinned")
+REQUEST_TITLES = ("request", "adapter", "pages", "shared")
 MAX_DEADLINE_MS = 600_000
 """As of the server, whose schemas take half a second to import."""
 Reference = Annotated[
@@ -96,11 +98,16 @@ def pool(replica: ReplicaOption = None, server: ServerOption = DEFAULT_SERVER, a
 
 
 def _rows(shown: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield rows for files and pipes; the first cell is the type of row."""
+    """Yield rows for files and pipes, each kind below its titles; the first cell is the kind of row."""
+    yield "kind", "part", "pages"
     for part in ("total", *PARTS):
         yield "pages", part, str(shown[f"pages_{part}"])
+    if shown["adapters"]:
+        yield "kind", *ADAPTER_TITLES
     for adapter in _by_pages(shown["adapters"]):
         yield "adapter", *_adapter_cells(adapter)
+    if shown["requests"]:
+        yield "kind", *REQUEST_TITLES
     for request in _by_pages(shown["requests"]):
         yield "request", *_request_cells(request)
 
@@ -108,10 +115,10 @@ def _rows(shown: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _print_tables(shown: dict[str, Any]) -> None:
     from rich.table import Table
 
-    adapters = Table("adapter", "pages", "used", "requests", "state", "pinned", box=None)
+    adapters = Table(*ADAPTER_TITLES, box=None)
     for adapter in _by_pages(shown["adapters"]):
         adapters.add_row(*_adapter_cells(adapter))
-    requests = Table("request", "adapter", "pages", "shared", box=None)
+    requests = Table(*REQUEST_TITLES, box=None)
     for request in _by_pages(shown["requests"]):
         requests.add_row(*_request_cells(request))
     console = out()
@@ -137,7 +144,7 @@ def _legend(shown: dict[str, Any]) -> "Text":
     from rich.text import Text
 
     parts = [(f"{part} {shown[f'pages_{part}']}  ", colour) for part, colour in PARTS.items()]
-    page = f"of {shown['pages_total']} pages: {size(shown['block_bytes'])}, {shown['page_tokens']} tokens each"
+    page = f"of {shown['pages_total']} pages of {size(shown['block_bytes'])} ({shown['page_tokens']} tokens)"
     return Text.assemble(*parts, page)
 
 

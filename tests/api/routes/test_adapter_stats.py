@@ -92,7 +92,12 @@ def test_a_dead_engine_and_a_disk_that_fails(mia, engine, store, monkeypatch: py
 
 def test_show(cli, mia) -> None:
     text = cli("show", "mia", "--server", mia.url).out
-    wanted = ("  in all: 2 requests, last 20", "found: resident 0 %, host 0 %, disk 100 %", "first token, cold: ")
+    wanted = (
+        "  in all: 2 requests, last 20",
+        "found: resident 0 %, host 0 %, disk 100 %",
+        "first token, cold: ",
+        " ms on average of 2 requests, half within ",
+    )
     assert [words for words in wanted if words not in text] == []
     assert "  in all: no requests\n" in cli("show", "tom", "--server", mia.url).out
     shown = json.loads(cli("show", "mia", "--json", "--server", mia.url).out)

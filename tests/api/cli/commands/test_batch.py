@@ -158,6 +158,7 @@ class TestResumed:
         asked = len(engine.added)
         done = batch(None, "--json")
         assert (done.code, json.loads(done.out)["already"], len(engine.added)) == (1, 11, asked)
+        assert batch(None).out == "10 of 11 lines have answers already; nothing was sent\n"
 
     def test_at_any_byte(self, batch, files) -> None:
         """Wherever a crash tore the file, the next run makes it whole."""

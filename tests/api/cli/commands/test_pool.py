@@ -66,17 +66,23 @@ def test_one_server_has_no_replicas(run, server, command: tuple[str, ...]) -> No
 def test_pool_in_lines(run, server, engine, keys: list[AdapterKey]) -> None:
     engine.pool = full_pool(keys)
     assert [tuple(line.split("\t")) for line in run("pool").out.splitlines()] == [
+        ("kind", "part", "pages"),
         ("pages", "total", "100"),
         ("pages", "kv", "10"),
         ("pages", "prefix", "9"),
         ("pages", "adapters", "30"),
         ("pages", "free", "51"),
+        ("kind", "adapter", "pages", "used", "requests", "state", "pinned"),
         ("adapter", "mia@1", "20", "88 %", "1", "ready", "pinned"),
         ("adapter", "0" * 12 + " (deleted)", "6", "98 %", "0", "ready", "-"),
         ("adapter", "mia@2", "4", "98 %", "0", "copying", "-"),
+        ("kind", "request", "adapter", "pages", "shared"),
         ("request", "cmpl-2#7", "-", "7", "0"),
         ("request", "chatcmpl-1#1", "mia@1", "3", "2"),
     ]
+    engine.pool = replace(full := engine.pool, requests=(), adapters=())
+    assert run("pool").out.splitlines()[-1] == "pages\tfree\t51", "no titles of rows that are not there"
+    engine.pool = full
     shown, served = json.loads(run("pool", "--json").out), server.http.get("/v1/pool").json()
     for pool in (shown, served):
         assert pool["memory"].pop("resident_bytes") > 0, "which changes from one moment to the next"
@@ -91,7 +97,7 @@ def test_pool_at_a_terminal(run, engine, keys: list[AdapterKey], monkeypatch) ->
     engine.pool = full_pool(keys)
     bar, legend, *tables = run("pool").out.splitlines()
     assert bar == "█" * 60
-    assert legend == "kv 10  prefix 9  adapters 30  free 51  of 100 pages: 1.0 KiB, 16 tokens each"
+    assert legend == "kv 10  prefix 9  adapters 30  free 51  of 100 pages of 1.0 KiB (16 tokens)"
     first_cells = [line.split()[0] for line in tables if line]
     assert first_cells == ["adapter", "mia@1", "0" * 12, "mia@2", "request", "cmpl-2#7", "chatcmpl-1#1"]
     engine.pool = replace(engine.pool, requests=(), adapters=())
