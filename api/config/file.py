@@ -62,7 +62,9 @@ def read(path: Path) -> ConfigFile:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8, which TOML requires") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {str(error)[0].lower()}{str(error)[1:]}") from None
+        raise ConfigError(f"{path}: is not TOML: {str(error)[0].lower()}{str(error)[1:]}") from None
+    if isinstance(values.get("serve"), dict):
+        raise ConfigError(f"{path}: [serve]: options of serve stand at the top, outside any table")
     client = values.pop("client", {})
     return ConfigFile(path, _with_underscores(path, values), _client(path, client))
 

@@ -430,7 +430,11 @@ class TestCommands:
             "origin": "flag",
             "from": "--model",
         }
-        for wrong, says in ((("--prt", 9), "no such option"), (("--port", 70000), "--port: 70000"), (("x", "y"), "y")):
+        for wrong, says in (
+            (("--prt", 9), "no such option"),
+            (("--port", 70000), "--port: '70000'"),
+            (("x", "y"), "y"),
+        ):
             done = cli(*command, *wrong)
             assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
             assert says in done.err
