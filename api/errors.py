@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from adapter_store import errors as store_errors
+from api.problem_texts import merged, problem_text, without_other_types
 from lorasrv import errors as engine_errors
 from lorasrv.outputs import CLIENT
 
@@ -28,6 +29,7 @@ ERROR_CAUSE = "lorasrv.error_cause"
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
+NO_ROUTE = "there is no such route; OpenAI's are below /v1"
 BROKEN_OFF = "generation_failed"
 """Code of an answer that ended early."""
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
@@ -274,42 +276,29 @@ _HTTP_CODES = {
 
 
 def _describe_http(error: HTTPException) -> Failure:
-    code = error.code if isinstance(error, ApiError) else _HTTP_CODES.get(error.status_code)
-    param = error.param if isinstance(error, ApiError) else None
+    is_ours = isinstance(error, ApiError)
+    code = error.code if is_ours else _HTTP_CODES.get(error.status_code)
+    param = error.param if is_ours else None
     kind = INVALID if error.status_code < 500 else SERVER
-    body = error_body(str(error.detail), kind, param, code)
+    # The router's own says "Not Found" only.
+    message = NO_ROUTE if error.status_code == 404 and not is_ours else str(error.detail)
+    body = error_body(message, kind, param, code)
     return Failure(error.status_code, body, dict(error.headers or {}), code)
 
 
 def _describe_validation(error: RequestValidationError) -> Failure:
     """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
-    problems: dict[str, list[str]] = {}
+    problems: dict[str, list[Mapping[str, Any]]] = {}
     for problem in error.errors():
-        problems.setdefault(field_name(location_of(problem)), []).append(problem_text(problem))
-    # A field of several types has a problem with each.
-    lines = [f"{name}: {', or '.join(texts)}" if name else "; ".join(texts) for name, texts in problems.items()]
+        problems.setdefault(field_name(location_of(problem)), []).append(problem)
+    problems = without_other_types(problems)
+    texts = {name: list(map(problem_text, found)) for name, found in problems.items()}
+    lines = [f"{name}: {merged(each)}" if name else "; ".join(each) for name, each in texts.items()]
     shown = lines[:MAX_SHOWN_PROBLEMS]
     if len(lines) > MAX_SHOWN_PROBLEMS:
         shown.append(f"and {len(lines) - MAX_SHOWN_PROBLEMS} more")
     code = "invalid_value"
     return Failure(400, error_body("; ".join(shown), INVALID, next(iter(problems)) or None, code), {}, code)
-
-
-def problem_text(problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a field and what would be right, where pydantic's words do not."""
-    match problem.get("type"):
-        case "extra_forbidden":
-            return "is no field here; correct its name, or leave it out"
-        case "missing":
-            return "is required"
-        case "union_tag_not_found":
-            return f"its field {problem['ctx']['discriminator']} is required"
-        case "union_tag_invalid":
-            known, given = problem["ctx"]["expected_tags"], problem["ctx"]["tag"]
-            return f"its field {problem['ctx']['discriminator']} must be one of {known}, not {given!r}"
-        case "too_long" if (given := problem["ctx"]["actual_length"]) is not None:
-            return f"has {given} entries; at most {problem['ctx']['max_length']} are allowed"
-    return str(problem["msg"])
 
 
 def location_of(problem: Mapping[str, Any]) -> tuple[int | str, ...]:

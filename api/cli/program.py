@@ -325,6 +325,7 @@ def _wrong_usage(error: Any) -> int:
         error.show()  # typer put the help into the message, or prints it itself
         return ExitCode.USAGE
     context = error.ctx
+    error.message = _in_plain_words(error)
     message = _of_its_source(error.format_message(), error)
     if context is not None and hasattr(error, "possibilities"):
         message = _with_option_meant(error.message, error.option_name, context)
@@ -341,6 +342,18 @@ def _of_its_source(message: str, error: Any) -> str:
     source = error.ctx.get_parameter_source(concerned.name) if variable and error.ctx is not None else None
     is_flag = source is not None and source.name == "COMMANDLINE"
     return message.replace(f" (env var: '{variable}')", "") if is_flag else message
+
+
+def _in_plain_words(error: Any) -> Any:
+    """Return the message of an error in the arguments, without pydantic's words, by which typer checks numbers."""
+    cause = error.__cause__
+    if not hasattr(cause, "errors"):
+        return error.message
+    from api.problem_texts import problem_text
+
+    problem = cause.errors()[0]
+    text = problem_text(problem)
+    return error.message if text in problem["msg"] else f"{text}, not {problem['input']!r}"
 
 
 def _with_meant(message: str, names: list[str]) -> str:

@@ -30,7 +30,7 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
     The base's name may contain slashes, as names on hubs do; a client's `%2F` arrives here as a slash.
     """
     if not name:
-        raise HTTPException(404, "Not Found")
+        raise HTTPException(404)
     base = base_card(
         services.base_name,
         services.started_s,

@@ -13,7 +13,8 @@ from pydantic import Discriminator, Field, Tag, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from adapter_store.registry.near_names import near_names
-from api.errors import field_name, problem_text
+from api.errors import field_name
+from api.problem_texts import problem_text
 from api.schemas.base import ClosedBody, Items
 from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields

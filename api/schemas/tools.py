@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from api.asgi.json_body import parse_json
 from api.errors import ApiError, location_of
+from api.problem_texts import problem_text
 from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.tool_parsers.base import Tool
@@ -227,7 +228,7 @@ def _function(number: int, tool: dict[str, Any]) -> Function:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, location_of(problem)))
-        raise InvalidRequest(f"tools[{number}].{where}: {problem['msg']}", param="tools") from None
+        raise InvalidRequest(f"tools[{number}].{where}: {problem_text(problem)}", param="tools") from None
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from adapter_store.errors import ProblemList, show
-from api.errors import field_name, problem_text
+from api.errors import field_name
+from api.problem_texts import problem_text
 from api.schemas.openai import ChatBody, GenerationBody, SamplingFields
 from api.schemas.personas import CHAR, MAX_DEFAULTS_BYTES, USER, Defaults, placeholders, to_text
 from api.schemas.speculation import speculation_params

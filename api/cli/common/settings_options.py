@@ -119,11 +119,12 @@ def _parameters(name: str, panel: str | None, completes: bool) -> Iterator[inspe
         yield _parameter(f"no_{name}", bool, help=off, hidden=not is_on, **shared)
         return
     kind = _flag_type(name)
+    given = kind if kind in (list[str], Path) else str
     shown = _escaped(f"{described(name)}{_aliases(option.aliases)}{_default(name)}")
     shared["metavar"] = option.metavar or _metavar(name, kind)
-    yield _parameter(name, kind, help=shown, **shared)
+    yield _parameter(name, given, help=shown, **shared)
     for alias in option.aliases:
-        yield _parameter(alias, kind, help=f"Same as --{name.replace('_', '-')}.", hidden=not completes, **shared)
+        yield _parameter(alias, given, help=f"Same as --{name.replace('_', '-')}.", hidden=not completes, **shared)
 
 
 def _argument(name: str) -> inspect.Parameter:
@@ -141,7 +142,7 @@ def _parameter(name: str, kind: Any, **options: Any) -> inspect.Parameter:
 
 
 def _flag_type(name: str) -> Any:
-    """Return the type that the command line parses; everything else is validated with the settings."""
+    """Return the type of a flag's value. The command line parses no number: the settings do, and say what is wrong."""
     from api.config.settings import OPTIONS
     from api.config.sources import option_types
 

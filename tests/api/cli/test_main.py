@@ -107,6 +107,8 @@ class TestEvery:
         ("rm", "missing argument 'ID[@VERSION]'. Usage: lorasrv rm [OPTIONS] ID[@VERSION]...."),
         ("list --store {folder}/x", "invalid value for '--store': '{folder}/x' does not exist."),
         ("store gc --store {folder}/x", "invalid value for '--store': '{folder}/x' does not exist."),
+        ("generate hi --max-tokens abc", "invalid value for '--max-tokens': must be a whole number, not 'abc'."),
+        ("doctor --rank 0", "invalid value for '--rank': must be at least 1, not '0'."),
     ],
 )
 def test_what_was_meant_is_told(cli, tmp_path: Path, typed: str, says: str) -> None:

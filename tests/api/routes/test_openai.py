@@ -225,6 +225,12 @@ class TestNaming:
         assert error.items() <= error_of(response).items()
         assert engine.added == []
 
+    @pytest.mark.parametrize("path", ["/chat/completions", "/v1/nothing", "/v1/models/"])
+    def test_a_route_that_is_none_says_where_they_are(self, server, path: str) -> None:
+        response = server.http.get(path)
+        assert coded(response) == (404, "not_found")
+        assert error_of(response)["message"] == "there is no such route; OpenAI's are below /v1"
+
     def test_unknown_names_the_near_ones(self, server, engine) -> None:
         for param in ("model", "adapter_id"):
             for stream in (True, False):

@@ -133,7 +133,7 @@ def test_what_is_refused(served) -> None:
         (400, "adapters", "at most 4", {"adapters": [one] * 5}),
         (400, "adapters", "at least 1", {"adapters": []}),
         (400, "adapters[0].weight", "less than or equal to 4", {"adapters": [one | {"weight": 4.5}]}),
-        (400, "adapters[0].weight", "valid number", {"adapters": [one | {"weight": "0.5"}]}),
+        (400, "adapters[0].weight", "must be a number", {"adapters": [one | {"weight": "0.5"}]}),
         (400, "adapters[0].scale", "", {"adapters": [one | {"scale": 1}]}),
         (400, "adapters", "is no sum", {"model": "one+"}),
         (400, "adapters", "from -4 to 4", {"model": "5*one"}),
