@@ -276,12 +276,13 @@ _HTTP_CODES = {
 
 
 def _describe_http(error: HTTPException) -> Failure:
-    is_ours = isinstance(error, ApiError)
-    code = error.code if is_ours else _HTTP_CODES.get(error.status_code)
-    param = error.param if is_ours else None
+    code, param, message = _HTTP_CODES.get(error.status_code), None, str(error.detail)
+    if isinstance(error, ApiError):
+        code, param = error.code, error.param
+    elif error.status_code == 404:
+        # The router's own says "Not Found" only.
+        message = NO_ROUTE
     kind = INVALID if error.status_code < 500 else SERVER
-    # The router's own says "Not Found" only.
-    message = NO_ROUTE if error.status_code == 404 and not is_ours else str(error.detail)
     body = error_body(message, kind, param, code)
     return Failure(error.status_code, body, dict(error.headers or {}), code)
 
@@ -291,8 +292,8 @@ def _describe_validation(error: RequestValidationError) -> Failure:
     problems: dict[str, list[Mapping[str, Any]]] = {}
     for problem in error.errors():
         problems.setdefault(field_name(location_of(problem)), []).append(problem)
-    problems = without_other_types(problems)
-    texts = {name: list(map(problem_text, found)) for name, found in problems.items()}
+    told = without_other_types(problems)
+    texts = {name: list(map(problem_text, found)) for name, found in told.items()}
     lines = [f"{name}: {merged(each)}" if name else "; ".join(each) for name, each in texts.items()]
     shown = lines[:MAX_SHOWN_PROBLEMS]
     if len(lines) > MAX_SHOWN_PROBLEMS:

@@ -29,36 +29,44 @@ _TEXTS: Mapping[str, str] = {
     "less_than": "must be below {lt}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be above {gt}",
-    "string_too_short": "must be at least {min_length} characters long",
-    "string_too_long": "must be at most {max_length} characters long",
 }
 """Type of a problem -> what to say, with values of the problem's context."""
 _EXAMPLES: Mapping[str, str] = {
-    "AdapterWeight": '{"id": "x", "weight": 1}',
-    "Message": '{"role": "user", "content": "Hello"}',
-    "NamedChoice": '{"type": "function", "function": {"name": "x"}}',
-    "ResponseFormat": '{"type": "json_object"}',
-    "StreamOptions": '{"include_usage": true}',
+    "adapters": '{"id": "x", "weight": 1}',
+    "messages": '{"role": "user", "content": "Hello"}',
+    "tool_choice": '{"type": "function", "function": {"name": "x"}}',
+    "response_format": '{"type": "json_object"}',
+    "stream_options": '{"include_usage": true}',
 }
-"""Class of an object -> one of its values."""
+"""Field of an object, or of a list of objects -> such an object."""
 _LIST = re.compile(r"list\[(.+)\]")
 _SEVERAL = {"str": "texts", "int": "whole numbers", "float": "numbers", "bool": "switches"}
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a field; sizes in the singular where there is one."""
+    """Say what is wrong with a field and what would be right."""
     kind, context = problem.get("type", ""), problem.get("ctx", {})
     match kind:
         case "too_long" if (given := context["actual_length"]) is not None:
-            return f"has {_entries(given)}; at most {context['max_length']} are allowed"
+            return f"has {_counted(given, 'entry', 'entries')}; at most {context['max_length']} are allowed"
         case "too_short":
-            return f"has {_entries(context['actual_length'])}; at least {context['min_length']} must be given"
+            given = context["actual_length"]
+            return f"has {_counted(given, 'entry', 'entries')}; at least {context['min_length']} must be given"
+        case "string_too_short":
+            return f"must have at least {_counted(context['min_length'], 'character', 'characters')}"
+        case "string_too_long":
+            return f"must have at most {_counted(context['max_length'], 'character', 'characters')}"
         case "list_type":
             return f"{_MUST}{_listed(str(problem['loc'][-1]) if problem['loc'] else '')}"
-        case "model_type" if (example := _EXAMPLES.get(context["class_name"])) is not None:
+        # The second where FastAPI validates.
+        case "model_type" | "model_attributes_type" if example := _EXAMPLES.get(_field(problem["loc"])):
             return f"{_MUST}an object such as {example}"
     text = _TEXTS.get(kind)
-    return str(problem["msg"]).removeprefix("Value error, ") if text is None else text.format(**context)
+    if text is None:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    # A bound of 4 is 4.0 where the field is a number.
+    is_whole = {name: isinstance(value, float) and value.is_integer() for name, value in context.items()}
+    return text.format(**{name: int(value) if is_whole[name] else value for name, value in context.items()})
 
 
 def merged(texts: Iterable[str]) -> str:
@@ -84,6 +92,12 @@ def without_other_types(problems: Mapping[str, list[Mapping[str, Any]]]) -> dict
     }
 
 
+def _field(location: tuple[int | str, ...]) -> str:
+    """Return the innermost field of a location, which may end with indices and names of branches of a union."""
+    names = (part for part in reversed(location) if isinstance(part, str) and part.isidentifier())
+    return next((name for name in names if name[0].islower()), "")
+
+
 def _listed(branch: str) -> str:
     """Describe a list by the name of a union's branch, such as `list[list[int]]`; without one it is any list."""
     found = _LIST.fullmatch(branch)
@@ -101,5 +115,5 @@ def _either(parts: list[str]) -> str:
     return f"{', '.join(parts[:-1])}, or {parts[-1]}"
 
 
-def _entries(count: int) -> str:
-    return f"{count} {'entry' if count == 1 else 'entries'}"
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"

@@ -147,10 +147,12 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
     ],
 )
 def test_a_wrong_value_is_told_in_plain_words(body: dict[str, object], says: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        (CompletionBody if "prompt" in body else ChatBody).model_validate(body)
-    problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
-    assert describe(RequestValidationError(problems)).body["error"]["message"] == says
+    model = CompletionBody if "prompt" in body else ChatBody
+    for as_fastapi_does in (False, True):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(body, from_attributes=as_fastapi_does)
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
+        assert describe(RequestValidationError(problems)).body["error"]["message"] == says
 
 
 def test_an_object_without_its_kind_is_told_the_field_that_it_lacks() -> None:

@@ -132,7 +132,7 @@ def test_what_is_refused(served) -> None:
         (400, "adapters", "leave out model and adapter_id", {"adapter_id": "one", "adapters": BOTH}),
         (400, "adapters", "at most 4", {"adapters": [one] * 5}),
         (400, "adapters", "at least 1", {"adapters": []}),
-        (400, "adapters[0].weight", "less than or equal to 4", {"adapters": [one | {"weight": 4.5}]}),
+        (400, "adapters[0].weight", "must be at most 4", {"adapters": [one | {"weight": 4.5}]}),
         (400, "adapters[0].weight", "must be a number", {"adapters": [one | {"weight": "0.5"}]}),
         (400, "adapters[0].scale", "", {"adapters": [one | {"scale": 1}]}),
         (400, "adapters", "is no sum", {"model": "one+"}),

@@ -103,7 +103,7 @@ def test_what_cannot_be_drafted_runs_plain_and_says_so(served: SimpleNamespace) 
         ({"speculation": {"max_draft": -1}}, "speculation.max_draft", "0"),
         ({"speculation": {"max_drafts": 1}}, "speculation.max_drafts", "is no field here"),
         ({"speculation": {"drafters": "lookup"}}, "speculation.drafters", "list"),
-        ({"speculation": {"remember": "perhaps"}}, "speculation.remember", "boolean"),
+        ({"speculation": {"remember": "perhaps"}}, "speculation.remember", "true or false"),
         ({"speculation": "yes"}, "speculation", ""),
         ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type", "content"),
         ({"prediction": {"type": "content"}}, "prediction.content", ""),

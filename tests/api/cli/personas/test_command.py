@@ -78,7 +78,7 @@ def test_a_typo_is_told_before_anything_is_sent(cli, make_adapter, tmp_path: Pat
     ("system", "says"),
     [
         ("3", "system: must be a text, or an object with text"),
-        ('{"text": ""}', "system.text: String should have at least 1 character"),
+        ('{"text": ""}', "system.text: must have at least 1 character"),
         ('{"text": "Mia", "mod": "lock"}', "unknown field system.mod"),
     ],
 )
