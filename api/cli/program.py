@@ -35,7 +35,7 @@ from api.cli.commands import (
 from api.cli.common.command_line import rewritten
 from api.cli.common.options import ServerDefaults, with_api_key, with_finite_numbers, with_option_groups
 from api.cli.common.settings_options import settings_command
-from api.cli.common.suggestions import commands_of, meant, options_of, owners_of
+from api.cli.common.suggestions import ELSEWHERE, commands_of, meant, options_of, owners_of
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
 from api.cli.personas import command as personas
@@ -47,6 +47,8 @@ from lorasrv.errors import ConfigError, LorasrvError
 EXIT_CODES = (
     "Exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 3 server unreachable, 130 interrupted."
 )
+OF_SERVERS = ("serve", "registry", "doctor")
+"""Commands with the options of a server."""
 # Base class of errors in arguments, for which typer has no public name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -361,7 +363,9 @@ def _with_meant(message: str, names: list[str]) -> str:
 
 
 def _with_option_meant(message: str, flag: str, context: Any) -> str:
-    """Name the options that may be meant, or else the commands that have this one."""
+    """Name what another server's option is here, the options that may be meant, or else the commands that have it."""
+    if context.info_name in OF_SERVERS and flag in ELSEWHERE:
+        return f"{message}. {ELSEWHERE[flag]}"
     if names := meant(flag, options_of(context)):
         return _with_meant(message, names)
     owners = owners_of(flag, context.find_root().command)

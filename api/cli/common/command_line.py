@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 _LISTS = frozenset({"--lora-modules"})
 _NAMES_ELSEWHERE = {"run": "chat", "ps": "pool", "ls": "list", "remove": "rm", "start": "serve", "version": "--version"}
+_SHORT_OF_SERVE = {"-tp": "--tp", "-pp": "--pp", "-dp": "--data-parallel-size", "-q": "--quantization"}
+"""vLLM's, which would be parsed letter by letter."""
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
@@ -13,7 +15,10 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     first, *rest = arguments
     if first == "help":
         return [*rest, "--help"]
-    return _spread([_NAMES_ELSEWHERE.get(first, first), *rest])
+    command = _NAMES_ELSEWHERE.get(first, first)
+    if command == "serve":
+        rest = [_SHORT_OF_SERVE.get(argument, argument) for argument in rest]
+    return _spread([command, *rest])
 
 
 def _spread(arguments: Sequence[str]) -> list[str]:

@@ -8,6 +8,47 @@ from typing import Any
 MOST = 3
 """More names than these would be a list to search, which --help is already."""
 EQUAL, SIMILAR, RELATED = 1.0, 0.75, 1 / 3
+ELSEWHERE: Mapping[str, str] = {
+    # vLLM
+    "--data-parallel-size": "Use --replicas",
+    "--max-log-len": "Texts of requests are logged with --log-prompts only",
+    "--generation-config": "The defaults of sampling are a persona's: lorasrv defaults ID FILE",
+    "--override-generation-config": "The defaults of sampling are a persona's: lorasrv defaults ID FILE",
+    "--no-enable-chunked-prefill": "Prompts are always computed in chunks; --max-num-batched-tokens bounds a step",
+    "--chat-template": "The template is the one in the model's folder",
+    "--kv-cache-memory-bytes": "Use --pool-bytes",
+    "--speculative-config": "Drafts need no other model; see --speculation, --drafters and --draft-model",
+    "--num-gpu-blocks-override": "Use --pool-bytes",
+    # SGLang
+    "--model-path": "Use --model",
+    "--lora-paths": "Use --lora-modules",
+    "--lora-target-modules": "Each adapter has its own target modules, and nothing is reserved for them",
+    "--max-loras-per-batch": "There is no limit: a batch may hold any number of adapters",
+    "--max-loaded-loras": "Use --host-cache-bytes; other adapters are loaded from disk",
+    "--lora-backend": "Use --kernels",
+    "--mem-fraction-static": "Use --pool-bytes or --gpu-memory-utilization",
+    "--context-length": "Use --max-model-len",
+    "--max-running-requests": "Use --max-num-seqs",
+    "--max-queued-requests": "Use --max-num-queued-seqs",
+    "--chunked-prefill-size": "Use --max-num-batched-tokens",
+    "--schedule-policy": "Use --scheduling-policy",
+    "--disable-radix-cache": "Use --no-enable-prefix-caching",
+    "--tp-size": "Use --tp",
+    "--pp-size": "Use --pp",
+    "--dp-size": "Use --replicas",
+    # LoRAX, TGI
+    "--model-id": "Use --model",
+    "--hostname": "Use --host",
+    "--num-shard": "Use --tp",
+    "--adapter-memory-fraction": "Use --adapter-pool-fraction, for a fixed split only",
+    "--max-active-adapters": "There is no limit: a batch may hold any number of adapters",
+    "--adapter-cycle-time-s": "Adapters do not take turns; --scheduling-policy fair shares the machine among them",
+    "--max-concurrent-requests": "Use --max-num-queued-seqs",
+    "--max-total-tokens": "Use --max-model-len",
+    "--max-batch-prefill-tokens": "Use --max-num-batched-tokens",
+    "--max-batch-total-tokens": "Use --pool-bytes",
+}
+"""Option of another server -> what to use for `serve`, or why there is none. docs/migrating.md has them all."""
 _WHOLE_WORD = re.compile(r"\w+")
 """Of a help text, where `fallback_base` says nothing about a base."""
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from fake_engine import HANG
 from terminal import terminal
 
 from api.cli.common import options as completion
+from api.cli.common.suggestions import ELSEWHERE
 from api.cli.common.terminal import note, say
 from api.client import Client
 
@@ -89,7 +91,19 @@ class TestEvery:
         ("rm mia --to 2", "no such option: --to. It is an option of rollback."),
         ("serve --listen x", "no such option: --listen. Did you mean --host or --port?"),
         ("serve --pool-size 1GiB", "no such option: --pool-size. Did you mean --pool-bytes?"),
-        ("serve --model-path x", "no such option: --model-path. Did you mean --model or --draft-model?"),
+        ("serve --model-paths x", "no such option: --model-paths. Did you mean --model or --draft-model?"),
+        ("serve --model-path x", "no such option: --model-path. Use --model."),
+        ("serve --max-concurrent-requests 8", "no such option: --max-concurrent-requests. Use --max-num-queued-seqs."),
+        ("serve -dp 2", "no such option: --data-parallel-size. Use --replicas."),
+        (
+            "serve --max-active-adapters 8",
+            "no such option: --max-active-adapters. There is no limit: a batch may hold any number of adapters.",
+        ),
+        (
+            "serve --no-enable-chunked-prefill",
+            "no such option: --no-enable-chunked-prefill. Prompts are always computed in chunks; "
+            "--max-num-batched-tokens bounds a step.",
+        ),
         ("serve --tensor-parallel 2", "no such option: --tensor-parallel. Did you mean --tensor-parallel-size?"),
         ("serve --ctx-size 4096", "no such option: --ctx-size."),
         ("fsck", "no such command 'fsck'. Did you mean store fsck?"),
@@ -121,6 +135,13 @@ def test_the_variable_is_named_where_it_was_the_source(cli, monkeypatch: pytest.
     monkeypatch.setenv("LORASRV_STORE", "/nowhere")
     assert "invalid value for '--store' (env var: 'LORASRV_STORE')" in cli("store", "gc").err
     assert "invalid value for '--store':" in cli("store", "gc", "--store", "/nowhere").err
+def test_what_other_servers_options_are_here() -> None:
+    serve = flags(COMMANDS["serve"])
+    assert set(ELSEWHERE) & serve == set(), "those need no hint"
+    named = {flag for text in ELSEWHERE.values() for flag in re.findall(r"--[a-z-]+", text)}
+    assert named - serve == set()
+    page = PAGE.with_name("migrating.md").read_text("utf-8")
+    assert [flag for flag in ELSEWHERE if f"`{flag}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", sorted(ASKS))
@@ -169,6 +190,7 @@ class TestHabits:
             ("chat -a mia hi", "chat mia hi"),
             ("generate hi --model mia", "generate hi -a mia"),
             ("start --help", "serve --help"),
+            ("serve -tp 2 -pp 2 -q int8 --help", "serve --help"),
             ("remove --help", "rm --help"),
         ],
     )
