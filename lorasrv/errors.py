@@ -239,6 +239,11 @@ def name_of(kind: type[BaseException]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
+def to_install(extra: str) -> str:
+    """Return how to install the packages of an extra (pyproject.toml), for messages: no index has lorasrv."""
+    return f"pip install -e '.[{extra}]' in lorasrv's checkout"
+
+
 @contextmanager
 def naming_file(file: str) -> Iterator[None]:
     """Begin refusals of a model with the name of its file; "" adds nothing."""

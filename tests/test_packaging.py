@@ -1,5 +1,6 @@
 """The wheel holds the four packages, all of their modules and data, and nothing else at the top level."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -34,3 +35,15 @@ def test_every_module_and_data_file_is_inside(wheel_names: set[str]) -> None:
     }
     assert wanted <= wheel_names
     assert any(name.endswith("specs/llama.toml") for name in wanted)
+
+
+def test_nothing_is_told_to_be_installed_from_an_index() -> None:
+    """No index has lorasrv: its extras are installed in the checkout."""
+    places = [ROOT / "README.md", *(p for room in (*PACKAGES, "docs", "examples") for p in (ROOT / room).rglob("*.*"))]
+    texts = {path: path.read_text("utf-8") for path in places if path.suffix in (".md", ".py", ".yaml")}
+    assert [path for path, text in texts.items() if re.search(r"pip install ['\"]?lorasrv", text)] == []
+
+
+def test_commands_are_on_the_path_before_a_page_uses_them() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert 0 < readme.index("source .venv/bin/activate") < readme.index("\nlorasrv ")

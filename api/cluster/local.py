@@ -41,7 +41,7 @@ from api.cluster.shape import ClusterShape
 from api.config.settings import ServerSettings
 from api.server import CannotStart, Progress, Ready, bind, check_guarded
 from lorasrv.config import POOL_FRACTION
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, to_install
 from lorasrv.placement.kinds import make_placement
 from lorasrv.worker.host_memory import free_bytes
 
@@ -113,7 +113,7 @@ def check_options(settings: ServerSettings) -> None:
         ConfigError.
     """
     if find_spec("ray") is None or find_spec("cryptography") is None:
-        raise ConfigError("--replicas needs Ray, which is not installed: pip install 'lorasrv[cluster]'")
+        raise ConfigError(f"--replicas needs Ray, which is not installed: {to_install('cluster')}")
     if settings.profile is not None:
         raise ConfigError("--profile is of one server; leave --replicas out to profile it")
     settings.check_replicated()

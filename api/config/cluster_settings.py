@@ -26,7 +26,7 @@ class ClusterSettings(ReplicationSettings):
     replicas: Annotated[
         _AtLeastOne | None,
         _cluster(
-            "Number of replicas behind one address, each a server in a process of its own; needs lorasrv[cluster]",
+            "Number of replicas behind one address, each a server in a process of its own; needs the extra cluster",
             default="one server without Ray",
         ),
     ] = None

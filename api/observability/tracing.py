@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from api.observability.access_middleware import RequestInfo
 from lorasrv import __version__
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, to_install
 from lorasrv.metrics.request_stats import FinishedRequestStats
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{asker} needs packages that are not installed: pip install 'lorasrv[otel]'") from error
+        raise ConfigError(f"{asker} needs packages that are not installed: {to_install('otel')}") from error
     known = {"service.name": "lorasrv", "service.version": __version__}
     resource = Resource.create(known if "OTEL_SERVICE_NAME" not in environment else {})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

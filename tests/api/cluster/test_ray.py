@@ -28,7 +28,7 @@ from server import eventually
 from api.cluster.local import APP, REGISTRY_APP
 from lorasrv.errors import ConfigError
 
-pytest.importorskip("ray", reason="needs lorasrv[cluster]; make test-cluster installs it")
+pytest.importorskip("ray", reason="needs Ray; make test-cluster installs it")
 pytestmark = [pytest.mark.cluster]
 
 SECRET = "of-the-cluster-that-is-tested"

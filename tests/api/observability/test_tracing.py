@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_server import Reply, Request, answering
 
-sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'lorasrv[otel]'")
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install -e '.[otel]'")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: E402
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402

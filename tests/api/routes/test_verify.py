@@ -231,7 +231,7 @@ class TestRefused:
         monkeypatch.setattr(util, "find_spec", lambda name, *args: None if name == missing else find(name, *args))
         response = verify(server)
         assert coded(response) == (503, "verification_unavailable")
-        assert all(word in error_of(response)["message"] for word in (missing, "pip install 'lorasrv[train]'"))
+        assert all(word in error_of(response)["message"] for word in (missing, "pip install -e '.[train]'"))
 
     def test_an_unknown_adapter(self, verified_by) -> None:
         response = verify(verified_by("answers"), "mio")

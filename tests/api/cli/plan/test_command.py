@@ -79,7 +79,8 @@ def test_a_picture(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patched:
         patched.setattr(importlib.util, "find_spec", lambda name: None)
         refused = plan("--png", tmp_path / "plan.png")
-    assert (refused.code, refused.err) == (2, "lorasrv: --png needs matplotlib: pip install 'lorasrv[plot]'\n")
+    says = "--png needs matplotlib: pip install -e '.[plot]' in lorasrv's checkout"
+    assert (refused.code, refused.err) == (2, f"lorasrv: {says}\n")
     pytest.importorskip("matplotlib")
     assert plan("--png", tmp_path / "plan.png", "--json").code == 0
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
