@@ -26,7 +26,7 @@ def settings(**given: Any) -> Any:
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--replicas needs Ray, .* pip install 'lorasrv\[cluster\]'$"):
+    with pytest.raises(ConfigError, match=r"--replicas needs Ray, .* pip install -e '\.\[cluster\]' in"):
         local.check_options(settings())
 
 
