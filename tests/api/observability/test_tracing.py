@@ -199,5 +199,5 @@ def test_packages_that_are_not_there(
     flag: str | None, environment: dict[str, str], named_in_error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=rf"{named_in_error} needs packages .*pip install 'lorasrv\[otel\]'"):
+    with pytest.raises(ConfigError, match=rf"{named_in_error} needs packages .*pip install -e '\.\[otel\]'"):
         open_tracing(flag, environment)

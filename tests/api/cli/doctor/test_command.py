@@ -71,7 +71,7 @@ class TestCommand:
         done = cli("doctor", "--port", "70000", "--json")
         [_, wrong] = json.loads(done.out)["checks"]
         assert (done.code, wrong["name"], wrong["status"]) == (1, "settings", "fail")
-        assert wrong["text"].startswith("--port: 70000 is not allowed; expected a whole number")
+        assert wrong["text"].startswith("--port: '70000' is not allowed; expected a whole number")
 
     def test_a_check_that_breaks_is_a_finding(self, cli, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken() -> None:
