@@ -44,6 +44,7 @@ FAMILY = """
 name = "shared"
 extends = "qwen3"
 [config]
+only = { model_type = ["shared"] }
 architectures = ["SharedForCausalLM"]
 kv_source_layers = "kv_sources"
 [gguf]

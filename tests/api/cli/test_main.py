@@ -135,6 +135,8 @@ def test_the_variable_is_named_where_it_was_the_source(cli, monkeypatch: pytest.
     monkeypatch.setenv("LORASRV_STORE", "/nowhere")
     assert "invalid value for '--store' (env var: 'LORASRV_STORE')" in cli("store", "gc").err
     assert "invalid value for '--store':" in cli("store", "gc", "--store", "/nowhere").err
+
+
 def test_what_other_servers_options_are_here() -> None:
     serve = flags(COMMANDS["serve"])
     assert set(ELSEWHERE) & serve == set(), "those need no hint"
