@@ -397,7 +397,9 @@ class _Watching:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        # Not awaited: an exception here would make uvicorn serve without what lives with the application.
+        # An exception here would make uvicorn serve without what lives with the application; `keep` looks again.
+        with contextlib.suppress(Exception):
+            await self._watch.refresh()
         keeping = asyncio.create_task(self._watch.keep())
         try:
             await self._app(scope, receive, send)
