@@ -178,7 +178,9 @@ class AdapterExists(AdapterError):
     """Report an id that exists although the caller asked for a new one."""
 
     def __init__(self, adapter_id: str) -> None:
-        super().__init__(f"adapter {adapter_id!r} exists; leave if_not_exists out to add a version to it")
+        super().__init__(
+            f"adapter {adapter_id!r} exists, and only a new id was asked for; choose another, or let it get a version"
+        )
         self.adapter_id = adapter_id
 
 

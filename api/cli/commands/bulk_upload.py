@@ -20,7 +20,7 @@ from adapter_store.registry.references import VERBS, check_adapter_id, suggest_i
 from adapter_store.spec import BaseShapes, Form
 from adapter_store.validation.validate import check_files
 from api.cli.commands import check
-from api.cli.common.options import connected, refusal
+from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, note, print_json, progress, say, short_digest
 from api.client import Client, Refused, ServerUnreachable, problem_line
 from lorasrv.config import MemoryOptions
@@ -314,7 +314,7 @@ def _reasons(error: AdapterInvalid | Refused | OSError) -> tuple[str, ...]:
     if isinstance(error, AdapterInvalid):
         return tuple(problem_line(problem.to_dict()) for problem in error.problems)
     if isinstance(error, Refused):
-        return tuple(error.problems) or (refusal(error),)
+        return tuple(error.problems) or (str(error),)
     return (f"cannot be read: {error.strerror or type(error).__name__}",)
 
 

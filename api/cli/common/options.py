@@ -209,7 +209,7 @@ def connected(
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
         field = re.split(r"[.\[]", error.error.get("param") or "")[0]
-        why = _of_flag(flags[field], field, str(error)) if field in flags else refusal(error)
+        why = _of_flag(flags[field], field, str(error)) if field in flags else str(error)
         is_usage = error.status == BAD_REQUEST and field in flags
         raise CliError(why, code=ExitCode.USAGE if is_usage else ExitCode.REFUSED) from None
 
@@ -276,11 +276,6 @@ def existing_folder(given: Path | None) -> Path | None:
     if path is not None and not path.is_dir():
         raise typer.BadParameter(f"{str(path)!r} is no folder.")
     return path
-
-
-def refusal(error: "Refused") -> str:
-    """Return why the server refused, with the flag in place of the field that it sets."""
-    return str(error).replace("if_not_exists", "--if-not-exists")
 
 
 def configured_store() -> Path:

@@ -1,6 +1,7 @@
 """Questions to a registry whose answers drip: each has a time for the whole answer, not for each piece of it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
@@ -41,6 +42,20 @@ async def dripping(at_once: bytes, drips: bytes, piece: int) -> AsyncIterator[Re
         finally:
             await client.close()
             origin.close()
+
+
+def test_nothing_is_fetched_of_a_registry_that_gives_no_lease() -> None:
+    """Who waits for it would take the threads that read this disk; what is half here goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        origin = HttpOrigin(f"http://127.0.0.1:{nobody.getsockname()[1]}", None)
+        origin.failed("it hangs")
+        origin.is_cut_off = True
+        with pytest.raises(OriginUnreachable, match="it hangs"), origin.fetch("a" * 64, 0):
+            pass
+        nobody.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            nobody.accept()
+        origin.close()
 
 
 @pytest.mark.parametrize("at_once", [b"", HEAD], ids=["head", "body"])

@@ -52,7 +52,7 @@ def test_refused_with_every_reason(run, make_adapter) -> None:
 def test_if_not_exists(run, make_adapter) -> None:
     done = [run("upload", make_adapter(), "--id", "mia", "--if-not-exists") for _ in range(2)]
     assert done[0].code == 0
-    failed(done[1], 1, "adapter 'mia' exists; leave --if-not-exists out")
+    failed(done[1], 1, "adapter 'mia' exists, and only a new id was asked for")
 
 
 def test_no_adapter_in_the_folder(run, tmp_path) -> None:
