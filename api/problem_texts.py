@@ -70,7 +70,7 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Return the problems of one field in a sentence: a field of several types has one with each."""
+    """Join the problems of one field to one text: a field that may be of several types has one for each type."""
     different = list(dict.fromkeys(texts))
     allowed = [text.removeprefix(_MUST) for text in different if text.startswith(_MUST)]
     others = [text for text in different if not text.startswith(_MUST)]

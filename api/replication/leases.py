@@ -56,8 +56,11 @@ class Leases:
         return not self._unknown or self._clock() >= self._all_known_s
 
     async def renew(self, replica: str, revision: int, promised: int) -> None:
-        """Note that a follower has taken over a revision, and extend its lease, which counts there once it has taken
-        over the promised one.
+        """Note which revision a follower has taken over, and extend its lease.
+
+        Args:
+            revision: what it has taken over.
+            promised: what it must have taken over before it may answer by the longer lease.
 
         Raises:
             StoreFull, StoreUnusable: the disk failed; there is no lease.
