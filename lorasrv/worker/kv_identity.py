@@ -124,7 +124,7 @@ def _processor(ops: Ops) -> str:
     own = ""
     if ops.name == "numba":
         # Only where it is loaded anyway.
-        from sgmv_kernels.cpu_runtime.kernel_cache import processor
+        from sgmv_kernels.cpu_runtime.processor import name_and_features
 
-        own = processor()
+        own = name_and_features()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {own}".strip()

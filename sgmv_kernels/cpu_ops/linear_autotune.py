@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 
-import llvmlite.binding as llvm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime.amx import may_use_amx
 from sgmv_kernels.cpu_runtime.measurements import keep, kept
+from sgmv_kernels.cpu_runtime.processor import features
 from sgmv_kernels.formats.adapter_panels import ROW_GROUP
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 
@@ -44,8 +44,8 @@ Product = Callable[[Tensor], Tensor]
 @cache
 def wide_rows() -> int | None:
     """Return the number of rows from which bf16 is worth its copy; None for never."""
-    features = llvm.get_host_cpu_features()
-    if not (features.get("avx512bf16") or features.get("amx-bf16")):
+    known = features()
+    if not (known.get("avx512bf16") or known.get("amx-bf16")):
         return None
     return _rows(FILE, lambda: measured(*_products()))
 

@@ -5,7 +5,7 @@ import logging
 import sys
 from functools import cache
 
-import llvmlite.binding as llvm
+from sgmv_kernels.cpu_runtime.processor import features
 
 logger = logging.getLogger(__name__)
 NEEDED_BY_AMX = ("amx-tile", "amx-int8", "avx512vnni")
@@ -17,8 +17,8 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 @cache
 def may_use_amx() -> bool:
     """Return whether this process may use AMX registers: the processor has them, and the system allows it."""
-    features = llvm.get_host_cpu_features()
-    if not (sys.platform == "linux" and all(features.get(name) for name in NEEDED_BY_AMX)):
+    known = features()
+    if not (sys.platform == "linux" and all(known.get(name) for name in NEEDED_BY_AMX)):
         return False
     is_allowed: bool = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
     if not is_allowed:

@@ -24,6 +24,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from sgmv_kernels.cpu_runtime.kernel_names import Kernel
+from sgmv_kernels.cpu_runtime.processor import name_and_features
 
 logger = logging.getLogger(__name__)
 _KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
@@ -91,6 +92,7 @@ def _compile(module: str, function: str) -> ObjectCode:
 
     logger.info("compiling %s.%s, once on this machine", module, function)
     _provide_halves()
+    llvm.initialize_native_asmparser()  # for ARM's instructions in `quant_ir`
     source = getattr(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}"), function)
     kernel = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(source)
     library = kernel._library
@@ -204,10 +206,5 @@ def _version() -> str:
         known.update(path.read_bytes())
     settings = (item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in OF_TARGET)
     known.update(repr(sorted(settings)).encode())
-    known.update(f"{numba_version()} {llvmlite.__version__} {processor()}".encode())
+    known.update(f"{numba_version()} {llvmlite.__version__} {name_and_features()}".encode())
     return known.hexdigest()[:16]
-
-
-def processor() -> str:
-    """Return the name and the features of the processor that kernels are compiled for."""
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-import llvmlite.binding as llvm
+from sgmv_kernels.cpu_runtime.processor import SIGNED_DOT, features
 
 Kernel = tuple[str, str]
 """A module of `cpu_kernels`, and the kernel's name in it."""
@@ -49,8 +49,8 @@ def further_kernels(kv_format: str) -> tuple[Kernel, ...]:
 
 @cache
 def needs_signed() -> bool:
-    """Return whether int8 codes are multiplied by magnitude and sign, because the processor has no product of bytes
-    that cannot overflow.
+    """Return whether int8 codes are multiplied as signed bytes: by ARM's products, or by magnitude and sign where a
+    product of bytes can overflow.
     """
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("avx2")) and not (features.get("avx512vnni") or features.get("avxvnni"))
+    has = features().get
+    return bool(has(SIGNED_DOT) or (has("avx2") and not (has("avx512vnni") or has("avxvnni"))))

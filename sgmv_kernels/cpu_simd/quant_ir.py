@@ -1,17 +1,18 @@
 """LLVM code for products of weight codes with rounded activations, in the instructions that the processor has.
 
-A vector holds LANES outputs, four neighbours along H of each: the order in which x86 multiplies bytes. Weights lie in
-tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32 are
-whole numbers, the same in whatever way they are computed.
+A vector holds LANES outputs, four neighbours along H of each: the order in which x86 and ARM multiply bytes. Weights
+lie in tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32
+are whole numbers, the same in whatever way they are computed.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
 from sgmv_kernels.cpu_runtime.amx import NEEDED_BY_AMX
+from sgmv_kernels.cpu_runtime.processor import IS_ARM, SIGNED_DOT, features
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Value
 from sgmv_kernels.formats.adapter_panels import TILE
 
@@ -22,9 +23,10 @@ LINES = 8
 _WIDE = LANES == 16
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 BYTES, WORDS, INTS = (ir.VectorType(kind, n * LANES) for kind, n in ((_I8, 4), (_I16, 2), (I32, 1)))
-_FEATURES = llvm.get_host_cpu_features()
+_FEATURES = features()
 HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni") if _WIDE else _FEATURES.get("avxvnni"))
 HAS_AMX = _WIDE and all(_FEATURES.get(name) for name in NEEDED_BY_AMX)
+HAS_SIGNED_DOT = bool(_FEATURES.get(SIGNED_DOT))
 HAS_PAIR_DOT = bool(_FEATURES.get("avx512bw") if _WIDE else _FEATURES.get("avx2"))
 
 
@@ -71,7 +73,7 @@ class SmallDot:
 
     def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
         if not self.in_pairs:
-            return dot_bytes(b, total or filled(INTS, 0), code, quad)
+            return (dot_signed if HAS_SIGNED_DOT else dot_bytes)(b, total or filled(INTS, 0), code, quad)
         pairs = _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad)
         return pairs if total is None else b.add(total, pairs)
 
@@ -92,13 +94,15 @@ class ByteDot:
 
 
 class SignedDot(ByteDot):
-    """Accumulator of signed bytes times signed bytes, as magnitudes times bytes with their signs; for processors with
-    `HAS_PAIR_DOT`.
+    """Accumulator of signed bytes times signed bytes: ARM's products, or those of magnitudes with bytes that have their
+    signs; for processors with `HAS_SIGNED_DOT` or `HAS_PAIR_DOT`.
 
     Two products are added in int16: 2 * 128 * 127 stays below 2^15. Source: ggml's AVX2 kernels (Gerganov).
     """
 
     def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
+        if HAS_SIGNED_DOT:
+            return dot_signed(b, total or filled(INTS, 0), code, quad)
         code, quad = b.bitcast(code, BYTES), b.bitcast(quad, BYTES)
         is_minus = b.icmp_signed("<", code, filled(BYTES, 0))
         magnitude = b.select(is_minus, b.neg(code), code)
@@ -121,6 +125,15 @@ def dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
     return total
 
 
+def dot_signed(b: Any, total: Value, code: Value, quad: Value) -> Value:
+    """Add the products of signed bytes, four to a lane, by ARM's instruction. As assembly: LLVM selects it only for
+    processors whose name it knows."""
+    quarter = ir.VectorType(I32, 4)
+    function = ir.FunctionType(quarter, [quarter] * 3)
+    text = ".arch_extension dotprod\nsdot $0.4s, $2.16b, $3.16b"
+    return _by_registers(b, lambda *parts: b.asm(function, text, "=w,0,w,w", parts, False), INTS, total, code, quad)
+
+
 def dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
     """Add the products of int16 with int16, two to a lane."""
     if HAS_PAIR_DOT:
@@ -136,6 +149,11 @@ def look_up(b: Any, table: Value, codes: Value) -> Value:
     """Return the bytes of a table that codes below 16 choose; `table` is repeated for every 16 bytes of the vector."""
     if HAS_PAIR_DOT:
         return b.bitcast(_x86(b, BYTES, "avx512.pshuf.b.512" if _WIDE else "avx2.pshuf.b", BYTES, table, codes), WORDS)
+    if IS_ARM:
+        sixteen = ir.VectorType(_I8, 16)
+        kind = ir.FunctionType(sixteen, [sixteen] * 2)
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.tbl1.v16i8")
+        return b.bitcast(_by_registers(b, lambda *parts: b.call(function, parts), BYTES, table, codes), WORDS)
     codes = b.bitcast(codes, BYTES)
     found = filled(BYTES, 0)
     for i in range(16):
@@ -154,3 +172,18 @@ def load_table(b: Any, address: Value) -> Value:
 def _x86(b: Any, result: Any, name: str, kind: Any, left: Value, right: Value) -> Value:
     function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [kind, kind]), f"llvm.x86.{name}")
     return b.call(function, [b.bitcast(left, kind), b.bitcast(right, kind)])
+
+
+def _by_registers(b: Any, call: Callable[..., Value], kind: Any, *vectors: Value) -> Value:
+    """Call with every 16 bytes of vectors of a kind, a register of ARM's, and return the results as one vector."""
+    size = 16 * kind.count // BYTES.count
+    results = []
+    for start in range(0, kind.count, size):
+        part = ir.Constant(ir.VectorType(I32, size), list(range(start, start + size)))
+        whole = (b.bitcast(vector, kind) for vector in vectors)
+        results.append(call(*(b.shuffle_vector(vector, vector, part) for vector in whole)))
+    while len(results) > 1:
+        size *= 2
+        both = ir.Constant(ir.VectorType(I32, size), list(range(size)))
+        results = [b.shuffle_vector(*pair, both) for pair in zip(results[::2], results[1::2], strict=True)]
+    return results[0]

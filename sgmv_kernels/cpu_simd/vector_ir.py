@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+from sgmv_kernels.cpu_runtime.processor import features
+
+LANES = 16 if features().get("avx512f") else 8
 """fp32 numbers of one vector."""
 F32, _F16, _I16, I32, I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _I8 = ir.IntType(8)

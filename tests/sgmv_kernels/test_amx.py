@@ -185,7 +185,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx.llvm, "get_host_cpu_features", lambda: dict.fromkeys(amx.NEEDED_BY_AMX, True))
+    monkeypatch.setattr(amx, "features", lambda: dict.fromkeys(amx.NEEDED_BY_AMX, True))
     asked = []
 
     class Refusing:
@@ -196,7 +196,7 @@ def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx.ctypes, "CDLL", lambda name: Refusing())
     assert not amx.may_use_amx.__wrapped__()
     assert asked == [(158, 0x1023, 18)]
-    monkeypatch.setattr(amx.llvm, "get_host_cpu_features", lambda: {"avx512vnni": True})
+    monkeypatch.setattr(amx, "features", lambda: {"avx512vnni": True})
     assert not amx.may_use_amx.__wrapped__()
     assert len(asked) == 1
 

@@ -23,7 +23,7 @@ from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime import launch, measurements
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
-from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT
+from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT, HAS_SIGNED_DOT
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.group_quant import (
     INT4_LEVELS,
@@ -400,6 +400,8 @@ def test_without_the_processors_own_products(
         address_of(linear_cpu.MODULE, name)
     monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
     monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
+    monkeypatch.setattr(simd_codes_ir, "HAS_SIGNED_DOT", False)
+    monkeypatch.setattr(simd_codes_ir, "IS_ARM", False)
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
     is_q3h = codes.levels == Q3H_LEVELS
     kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[codes.levels], None)
@@ -415,7 +417,7 @@ def test_without_the_processors_own_products(
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
-@pytest.mark.skipif(not HAS_PAIR_DOT, reason="the processor has no products of pairs of bytes")
+@pytest.mark.skipif(not (HAS_PAIR_DOT or HAS_SIGNED_DOT), reason="the processor has no products of such bytes")
 @pytest.mark.parametrize(
     "form",
     [
@@ -562,14 +564,14 @@ def test_the_probe_bears_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(measurements, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(linear_probe, "features", lambda: {"amx-bf16": True})
     monkeypatch.setattr(linear_probe, "_products", lambda: ())
     monkeypatch.setattr(linear_probe, "measured", lambda *products: calls.append(1) or 128)
     asked = linear_probe.wide_rows.__wrapped__
     assert [asked(), asked(), len(calls)] == [128, 128, 1]
     (tmp_path / linear_probe.FILE).write_text("{nonsense")
     assert [asked(), len(calls)] == [128, 2]
-    monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"avx2": True})
+    monkeypatch.setattr(linear_probe, "features", lambda: {"avx2": True})
     assert [asked(), len(calls)] == [None, 2]
 
 

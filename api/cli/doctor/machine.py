@@ -18,7 +18,7 @@ NEEDED = (
 )  # fmt: skip
 OPTIONAL = {"peft": "train", "transformers": "train", "triton": "cuda", "matplotlib": "plot"}
 TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "amx-bf16", "neon", "sve")
+FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "amx-bf16", "neon", "dotprod", "sve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ def processor() -> Check:
     import llvmlite.binding as llvm
 
     from lorasrv.offline.planner.machine_profile import cpu_model
+    from sgmv_kernels.cpu_runtime.processor import features
 
-    features = llvm.get_host_cpu_features()
-    known = [name for name in FEATURES if features.get(name)]
+    known = [name for name in FEATURES if features().get(name)]
     text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no known vector instructions'}"
     if platform.machine() in ("x86_64", "AMD64") and "avx2" not in known:
         return Check("warn", text, "kernels are much slower without AVX2; use another machine if possible")
