@@ -39,6 +39,7 @@ from adapter_store.registry.added_tokens import AddedTokens
 from adapter_store.registry.base_identity import BaseIdentity, bind_base
 from adapter_store.registry.content_reader import ContentReader
 from adapter_store.registry.feed import CONTENTS, FeedPage
+from adapter_store.registry.garbage_collector import GarbageCollector
 from adapter_store.registry.index import NO_QUOTA, Content, Index, Upload
 from adapter_store.registry.name_feed import Followed, NameFeed
 from adapter_store.registry.names import Names, read_records
@@ -47,15 +48,7 @@ from adapter_store.registry.references import VERBS, Shares, check_adapter_id, c
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
 from adapter_store.storage.blob_cache import BlobCache, Origin
-from adapter_store.storage.blobs import (
-    REGISTRATION_S,
-    UNREFERENCED_BLOB_AGE_S,
-    UNREFERENCED_BYTES,
-    BlobDirectory,
-    BlobUpload,
-    SweepSummary,
-    disk_errors,
-)
+from adapter_store.storage.blobs import BlobDirectory, BlobUpload, disk_errors
 from adapter_store.storage.leases import BlobLeases
 from adapter_store.storage.pending_uploads import ANONYMOUS_UPLOADER, PendingUploads, Uploader
 from adapter_store.storage.quarantine import Quarantine
@@ -130,6 +123,16 @@ class AdapterStore:
             self._leases = BlobLeases(
                 self._lock, self._blobs, self._check_open, self._index.may_reference, self.pending_uploads
             )
+            self.collector = GarbageCollector(
+                self._lock,
+                self._index,
+                self._blobs,
+                self._refcounts,
+                self._leases,
+                self.pending_uploads,
+                self._quarantine,
+                self._check_open,
+            )
             self.added_tokens = AddedTokens(
                 self._blobs, self._leases, self.pending_uploads, self.compositions, self._content, self._check_owner
             )
@@ -147,7 +150,7 @@ class AdapterStore:
                 self._check_open,
             )
             bind_base(self._index, identity, self._content_reader.spec, accept_base_change)
-            self.collect()
+            self.collector.collect()
             self._blobs.sweep(self._index.referenced_digests())
             self.snapshots = SnapshotFiles(root, self._owners)
             self._undo = undo.pop_all()
@@ -156,7 +159,7 @@ class AdapterStore:
         if self._origin is None:
             return BlobDirectory(self.root)
         max_bytes = CACHE_BYTES if self.quota.store_bytes is None else self.quota.store_bytes
-        return BlobCache(self.root, self._origin, max_bytes, self._held_digests)
+        return BlobCache(self.root, self._origin, max_bytes, lambda: self.collector.held_digests())
 
     def __enter__(self) -> Self:
         return self
@@ -183,16 +186,11 @@ class AdapterStore:
                 self.snapshots.remove_versions(name, versions)
             if page.is_last:
                 with contextlib.suppress(StoreUnusable, StoreFull):
-                    self.collect()
+                    self.collector.collect()
         for _, digest, *_ in page.rows[CONTENTS]:
             # It was uploaded again, perhaps because it was damaged.
             self._quarantine.clear(digest)
         return followed
-
-    def _held_digests(self) -> set[str]:
-        with self._lock:
-            contents = [self._index.content(key) for key in self._refcounts.held()]
-            return {content.weights_digest for content in contents if content is not None}
 
     @property
     def is_writable(self) -> bool:
@@ -461,7 +459,7 @@ class AdapterStore:
             self.snapshots.remove_versions(record.adapter_id, versions)
             # The deletion is committed, whether or not the weights can be removed now.
             with contextlib.suppress(StoreUnusable, StoreFull):
-                self.collect()
+                self.collector.collect()
             contents = tuple(dict.fromkeys(v.key for v in selected if v.key is not None))
             gone = tuple(filter(unnamed.__contains__, contents))
             return Deletion(record.adapter_id, tuple(sorted(versions)), contents, gone, aliases)
@@ -484,49 +482,6 @@ class AdapterStore:
         hold = self._refcounts.acquire(key)
         self._quarantine.check(key)
         return hold
-
-    def collect(self) -> int:
-        """Remove contents that no version refers to and nothing holds, with their weights; return how many.
-
-        `delete` calls it; contents that were held then are removed by a later call.
-        """
-        with self._lock:
-            self._check_open()
-            deleted = self._refcounts.mark_deleted(self._index.unreferenced_contents())
-            if deleted:
-                try:
-                    unused = self._index.delete_contents(deleted)
-                except BaseException:
-                    self._refcounts.add(deleted)
-                    raise
-                self._leases.remove_unused(sorted(unused))
-                self._quarantine.forget(deleted)
-            return len(deleted)
-
-    def remove_orphans(
-        self, age_s: float = UNREFERENCED_BLOB_AGE_S, max_bytes: int = UNREFERENCED_BYTES
-    ) -> SweepSummary:
-        """Remove weights that nothing refers to: those uploaded more than `age_s` seconds ago and, while the rest takes
-        more than `max_bytes`, the oldest that are not about to be registered.
-
-        Raises:
-            StoreUnusable: the disk refused; the next call continues.
-        """
-        # Thousands of files are examined outside the lock, which requests wait for; few of them are removed.
-        files = self._blobs.oldest_first()
-        self.pending_uploads.forget_above(max_bytes)
-        with self._lock:
-            self._check_open()
-            self._index.discard_failed_commit()
-            needed = self._referenced() | self._leases.leased()
-            orphans = [file for file in files if file.name not in needed]
-            left, doomed = sum(file.nbytes for file in orphans), set()
-            for file in orphans:
-                too_many = left > max_bytes and not self.pending_uploads.is_pending(file.name)
-                if file.age_s > (REGISTRATION_S if too_many else age_s):
-                    doomed.add(file.name)
-                    left -= file.nbytes
-            return self._blobs.remove_old(doomed, min(age_s, REGISTRATION_S))
 
     def _referenced(self) -> set[str]:
         with self._lock:

@@ -230,8 +230,8 @@ async def _collect(store: AdapterStore) -> None:
     while True:
         await asyncio.sleep(COLLECT_EVERY_S)
         try:
-            await run_in_threadpool(store.collect)
-            await run_in_threadpool(store.remove_orphans)
+            await run_in_threadpool(store.collector.collect)
+            await run_in_threadpool(store.collector.remove_orphans)
         except AdapterError as error:
             _LOG.warning("cannot remove deleted adapters from the disk now: %s", error)
 

@@ -212,13 +212,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         before = len(self.present)
-        count = self.store.collect()
+        count = self.store.collector.collect()
         self.collected()
         assert count == before - len(self.present)
 
     @rule()
     def remove_orphans(self) -> None:
-        self.store.remove_orphans(-1.0)
+        self.store.collector.remove_orphans(-1.0)
         self.uploaded &= self.present
 
     @rule(name=names, place=places, value=st.integers(0, 9))

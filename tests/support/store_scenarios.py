@@ -144,7 +144,7 @@ class Hand:
 
     def release(self) -> None:
         self.held.clear()
-        self.store.collect()
+        self.store.collector.collect()
 
     def checkpoint_often(self) -> None:
         """Checkpoint every few pages instead of every thousand, so that it happens in a scenario."""
@@ -204,11 +204,11 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "gc": Scenario(
         (*up("mia", 1), put(2), put(3)),
-        (lambda h: h.store.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline)
+        (lambda h: h.store.collector.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline)
     ),
     "gc above the bound of bytes": Scenario(
         (*up("mia", 1), put(2), put(3), Hand.reopen, *up("zoe", 4)),
-        (Hand.age_all, lambda h: h.store.remove_orphans(max_bytes=0), put(5))
+        (Hand.age_all, lambda h: h.store.collector.remove_orphans(max_bytes=0), put(5))
     ),
     "limits": Scenario(
         up("mia", 1), tuple(change("mia", limits=of) for of in ({"max_running": 2}, {"tokens_per_s": 1.5}, {}))
@@ -287,7 +287,7 @@ class Outcome:
             assert not list((root / "tmp").iterdir()), "an unfinished upload is left"
             gone = frozenset().union(*self.blobs[: done + 1]).difference(*self.blobs[done : done + 2])
             assert litter or not blobs(root) & gone, "deleted weights are back"
-            store.remove_orphans(age_s=-1.0)
+            store.collector.remove_orphans(age_s=-1.0)
             assert blobs(root) == named, "an orphan survived"
             hand = Hand(Path(), opened=store)
             for name, last in self._last_versions(done).items():

@@ -58,11 +58,11 @@ class TestCollect:
                 if path.name != young:
                     os.utime(path, (past, past))
             with store._leases.lease(old), store.pending_uploads.using(ANONYMOUS, old):
-                assert store.remove_orphans().num_blobs == 0
+                assert store.collector.remove_orphans().num_blobs == 0
                 assert old in blobs(root)
             assert old not in blobs(root), "the last to leave removes it"
             assert young in blobs(root)
-            assert store.remove_orphans(-1.0).num_blobs == 1
+            assert store.collector.remove_orphans(-1.0).num_blobs == 1
             for record in store.list_adapters():
                 store.load(record.key)
 
@@ -79,7 +79,7 @@ class TestCheck:
         for path in links:
             path.symlink_to(mine)
         with AdapterStore(root, BASE, quota=StoreQuota(store_bytes=1 << 30)) as store:
-            assert store.remove_orphans(-1.0).num_blobs == 1
+            assert store.collector.remove_orphans(-1.0).num_blobs == 1
             assert not store.blob_exists("0" * 64)
             add(store, "new", 5)
         with OfflineStore(root) as closed:

@@ -154,7 +154,7 @@ def test_a_held_content_outlives_its_deletion_at_the_owner(store: AdapterStore, 
         follower.resolve("mia")
     assert follower.load(ref.key).spec.key == ref.key
     del hold
-    follower.collect()
+    follower.collector.collect()
     with pytest.raises(AdapterNotFound):
         follower.hold(ref.key)
 

@@ -157,7 +157,7 @@ def test_what_is_uploaded_again_while_orphans_are_listed_stays(
         return found
 
     monkeypatch.setattr(store._blobs, "oldest_first", meanwhile)
-    assert store.remove_orphans().num_blobs == 0
+    assert store.collector.remove_orphans().num_blobs == 0
     assert blobs(store).keys() == {digest}
 
 
@@ -172,7 +172,7 @@ def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatc
         return list_files()
 
     monkeypatch.setattr(store._blobs, "oldest_first", listing)
-    store.remove_orphans()
+    store.collector.remove_orphans()
 
 
 def test_many_versions_go_with_one_fsync(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,15 +58,17 @@ def test_unregistered_weights_are_bounded_in_bytes_too(tmp_path: Path, monkeypat
         for age_s, name in zip((7200, 1000, 900, 800, 5), (mia, *rest), strict=True):
             os.utime(next(store.root.rglob(name)), (time.time() - age_s,) * 2)
         two = 2 * len(files[1])
-        assert store.remove_orphans(max_bytes=two).num_blobs == 0, "their uploader may be about to register them"
+        assert store.collector.remove_orphans(max_bytes=two).num_blobs == 0, (
+            "their uploader may be about to register them"
+        )
         with monkeypatch.context() as later:
             now_s = time.monotonic() + REGISTRATION_S + 1
             later.setattr("adapter_store.storage.pending_uploads.time", SimpleNamespace(monotonic=lambda: now_s))
-            assert store.remove_orphans(max_bytes=two).num_blobs == 2
+            assert store.collector.remove_orphans(max_bytes=two).num_blobs == 2
         assert not store.pending_uploads.has_uploaded(ANONYMOUS, rest[0]), "to be sent again"
         assert blobs(store).keys() == {mia, *rest[2:]}
     with AdapterStore(tmp_path, BASE) as store:
-        assert store.remove_orphans(max_bytes=0).num_blobs == 1, "a restart forgets uploaders, but not ages"
+        assert store.collector.remove_orphans(max_bytes=0).num_blobs == 1, "a restart forgets uploaders, but not ages"
         assert blobs(store).keys() == {mia, rest[3]}
         store.load(store.resolve("mia").key)
         store.register("late", build.config(), rest[3])

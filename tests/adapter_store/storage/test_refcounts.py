@@ -61,9 +61,9 @@ def test_a_hold_while_its_deletion_is_committed_keeps_the_bytes(store: AdapterSt
         hold = pool.submit(store.hold, key).result(timeout=5)
     assert not store.is_named(key)
     assert store.load(key).spec.key == key
-    assert store.collect() == 0
+    assert store.collector.collect() == 0
     del hold
-    assert store.collect() == 1
+    assert store.collector.collect() == 1
     with pytest.raises(AdapterNotFound):
         store.load(key)
 
@@ -79,7 +79,7 @@ def test_a_hold_while_its_content_is_dropped_is_refused(fails: bool, store: Adap
         hold = store.hold(key)
         assert store.load(hold.key).spec.key == key
         del hold
-        assert store.collect() == 1
+        assert store.collector.collect() == 1
     with pytest.raises(AdapterNotFound):
         store.hold(key)
 
@@ -108,13 +108,13 @@ def test_a_hold_wins_or_is_refused_and_never_loses_its_bytes(store: AdapterStore
         try:
             for _ in range(60):
                 store.delete("mia")
-                store.collect()
+                store.collector.collect()
                 store.register("mia", config, put(store, data))
         finally:
             over.set()
         counts = [asker.result(timeout=30) for asker in askers]
     assert sum(held for held, _ in counts) > 0
     store.delete("mia")
-    store.collect()
+    store.collector.collect()
     assert store._refcounts._counts == {}
     assert not store.blob_exists(digest_of(data))

@@ -188,10 +188,10 @@ class TestEnds:
         done = beside.submit(verify, server, timeout_s=3)
         eventually(children.jobs)
         server.http.delete("/v1/adapters/mia").raise_for_status()
-        store.collect()
+        store.collector.collect()
         assert Path(children.jobs()[0]["weights"]).is_file()
         assert done.result(20).status_code == 504
-        eventually(lambda: store.collect() or not Path(children.jobs()[0]["weights"]).exists())
+        eventually(lambda: store.collector.collect() or not Path(children.jobs()[0]["weights"]).exists())
 
     def test_the_server_stops(self, verified_by, children: Children, eventually, dispatcher, beside) -> None:
         server = verified_by("hangs")

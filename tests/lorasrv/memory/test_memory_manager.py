@@ -101,7 +101,7 @@ async def test_accepted_requests_are_served_though_their_adapter_is_deleted(engi
     store.delete("two")
     assert [tokens(await collect(stream)) for stream in streams] == [alone(p, GREEDY, "two") for p in (PROMPT, LONG)]
     assert tokens([first, *(await collect(used))]) == alone(PROMPT, GREEDY, "one")
-    await until(lambda: store.collect() > 0)
+    await until(lambda: store.collector.collect() > 0)
     with pytest.raises(AdapterNotFound):
         store.load(keys["two"])
     with pytest.raises(AdapterNotFound):
