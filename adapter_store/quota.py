@@ -1,6 +1,6 @@
 """Limits on what may be stored, in total and per principal. Only what versions refer to counts."""
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from adapter_store.errors import QuotaExceeded
@@ -18,8 +18,40 @@ class Usage:
     bytes: int
 
 
-Usages = Mapping[str | None, Usage]
-"""Usage by principal; the key None holds the total."""
+class UsageTotals:
+    """Keep what each principal has stored, and the total (principal None), while versions come and go.
+
+    A change costs the same, however many versions there are. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[str | None, Usage] = {}
+        # Versions by principal and digest of the weights.
+        self._sharing: Counter[tuple[str | None, str]] = Counter()
+
+    def of(self, principal: str | None) -> Usage:
+        """Return what a principal has stored."""
+        return self._used.get(principal, Usage(0, 0))
+
+    def with_version(self, principal: str | None, digest: str, num_bytes: int) -> Usage:
+        """Return what it would have with one version more, of these weights."""
+        used = self.of(principal)
+        return Usage(used.versions + 1, used.bytes + (0 if self._sharing[principal, digest] else num_bytes))
+
+    def add(self, principal: str, digest: str, num_bytes: int) -> None:
+        """Count a new version of a principal; without weights, the digest is empty and there are 0 bytes."""
+        for owner in (None, principal):
+            self._used[owner] = self.with_version(owner, digest, num_bytes)
+            self._sharing[owner, digest] += 1
+
+    def remove(self, principal: str, digest: str, num_bytes: int) -> None:
+        """Count a version no more that was added with the same facts."""
+        for owner in (None, principal):
+            self._sharing[owner, digest] -= 1
+            if is_last := not self._sharing[owner, digest]:
+                del self._sharing[owner, digest]
+            used = self.of(owner)
+            self._used[owner] = Usage(used.versions - 1, used.bytes - (num_bytes if is_last else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +67,20 @@ class StoreQuota:
     store_bytes_per_key: int | None = None
     bytes_limit: str = "store_bytes_per_key"
 
-    @property
-    def is_set(self) -> bool:
-        """Return whether any limit is set."""
-        return any(limit is not None for limit in self._limits(None) + self._limits(ANONYMOUS))
-
     def with_bytes(self, max_bytes: int | None) -> "StoreQuota":
         """Return the quota for a principal with a byte limit of its own; None keeps the common limit."""
         return (
             self if max_bytes is None else replace(self, store_bytes_per_key=max_bytes, bytes_limit="max_stored_bytes")
         )
 
-    def check(self, principal: str, before: Usages, after: Usages) -> None:
-        """Check the usage after adding a version against the limits.
+    def check(self, totals: UsageTotals, principal: str, digest: str, num_bytes: int) -> None:
+        """Check the usage with one version more against the limits.
 
         Args:
+            totals: the usage without it.
             principal: the owner of the new version.
-            before: usage without the version, of the principal and in total (key None).
-            after: usage with the version.
+            digest: of its weights; empty without any.
+            num_bytes: of its weights.
 
         Raises:
             QuotaExceeded: the principal, or all together, would exceed a limit.
@@ -60,7 +88,7 @@ class StoreQuota:
         for owner in (None, principal):
             max_versions, max_bytes = self._limits(owner)
             suffix = "" if owner is None else "_per_key"
-            old, new = before[owner], after[owner]
+            old, new = totals.of(owner), totals.with_version(owner, digest, num_bytes)
             if max_versions is not None and new.versions > max_versions:
                 _refuse(f"max_adapters{suffix}", "adapter versions", old.versions, new.versions, max_versions)
             # Weights already stored cost nothing, even if the quota was lowered below the usage meanwhile.

@@ -17,6 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,10 +41,10 @@ from adapter_store.registry.base_identity import BaseIdentity, bind_base
 from adapter_store.registry.content_reader import ContentReader
 from adapter_store.registry.feed import CONTENTS, FeedPage
 from adapter_store.registry.garbage_collector import GarbageCollector
-from adapter_store.registry.index import NO_QUOTA, Content, Index, Upload
+from adapter_store.registry.index import Content, Index, Upload
 from adapter_store.registry.name_feed import Followed, NameFeed
 from adapter_store.registry.names import Names, read_records
-from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions, usage_of
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
@@ -55,10 +56,12 @@ from adapter_store.storage.quarantine import Quarantine
 from adapter_store.storage.refcounts import CompositionHold, ContentHold, ContentRefcounts
 from adapter_store.storage.root_lock import lock_root, opening_errors
 from adapter_store.storage.snapshots import SnapshotFiles, owner_of
+from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 from adapter_store.validation.validate import max_adapter_bytes
 
 IfMatch = Collection[str] | None
 """States that an id may be in for a change to be applied (`records.check_preconditions`); None: any state."""
+NO_QUOTA = StoreQuota()
 CACHE_BYTES = 16 << 30
 """Bytes of weights that a follower keeps if its quota names none."""
 
@@ -113,7 +116,8 @@ class AdapterStore:
             undo.callback(os.close, lock_root(root))
             self._blobs = self._open_blobs()
             self._index = Index(root / "index.sqlite3")
-            self.pending_uploads = PendingUploads(self._blobs, self._referenced, self._quarantine.clear)
+            self._unreferenced = UnreferencedBlobs(self._blobs, self._index.is_referenced)
+            self.pending_uploads = PendingUploads(self._blobs, self._unreferenced, self._stored)
             self._content_reader = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
             self._refcounts = ContentRefcounts(self._index.keys())
@@ -121,7 +125,12 @@ class AdapterStore:
                 self._lock, self._index, self._blobs, self._check_open, self._check_owner
             )
             self._leases = BlobLeases(
-                self._lock, self._blobs, self._check_open, self._index.may_reference, self.pending_uploads
+                self._lock,
+                self._blobs,
+                self._check_open,
+                self._index.may_reference,
+                self.pending_uploads,
+                self._unreferenced,
             )
             self.collector = GarbageCollector(
                 self._lock,
@@ -130,13 +139,17 @@ class AdapterStore:
                 self._refcounts,
                 self._leases,
                 self.pending_uploads,
+                self._unreferenced,
                 self._quarantine,
                 self._check_open,
             )
             self.added_tokens = AddedTokens(
                 self._blobs, self._leases, self.pending_uploads, self.compositions, self._content, self._check_owner
             )
-            self._names = Names(read_records(self._index, self._reserved, follows=origin is not None), draw)
+            records = read_records(self._index, self._reserved, follows=origin is not None)
+            self._names = Names(records, draw)
+            # Of an owner: a follower registers nothing.
+            self._usage = usage_of(records.values(), self._index.owners())
             identity = BaseIdentity.of(base, base_sample)
             follows = None if origin is None else origin.address
             self.feed = NameFeed(
@@ -151,7 +164,9 @@ class AdapterStore:
             )
             bind_base(self._index, identity, self._content_reader.spec, accept_base_change)
             self.collector.collect()
-            self._blobs.sweep(self._index.referenced_digests())
+            referenced = self._index.referenced_digests()
+            self._blobs.sweep(referenced)
+            self._unreferenced.recount(self._blobs.names() - referenced)
             self.snapshots = SnapshotFiles(root, self._owners)
             self._undo = undo.pop_all()
 
@@ -346,8 +361,16 @@ class AdapterStore:
             quota = self.quota.with_bytes(max_bytes)
             return self._add_version(name, upload, defaults=defaults, alias=alias, principal=principal, quota=quota)
 
-    def _add_version(self, name: AdapterId, upload: Upload | None, **options: Any) -> Registration:
-        version, created, record = self._index.add_version(name, upload, time.time(), **options)
+    def _add_version(
+        self, name: AdapterId, upload: Upload | None, *, principal: str, quota: StoreQuota, **options: Any
+    ) -> Registration:
+        weights = ("", 0) if upload is None else (upload.content.weights_digest, upload.report.weights_bytes)
+        admit = partial(quota.check, self._usage, principal, *weights)
+        version, created, record = self._index.add_version(
+            name, upload, time.time(), principal=principal, admit=admit, **options
+        )
+        if created:
+            self._usage.add(principal, *weights)
         if upload is not None:
             self._refcounts.add((upload.content.key,))
         self._names.replace(name, record)
@@ -454,8 +477,12 @@ class AdapterStore:
             aliases = record.aliases_of(versions)
             if aliases and not force:
                 raise VersionInUse(reference, record.adapter_id, aliases)
+            owners = self._index.owners(record.adapter_id)
             left, unnamed = self._index.delete_versions(record, versions)
             self._names.replace(record.adapter_id, left)
+            for v in selected:
+                owner = owners.get((record.adapter_id, v.version), ANONYMOUS)
+                self._usage.remove(owner, v.weights_digest, v.bytes)
             self.snapshots.remove_versions(record.adapter_id, versions)
             # The deletion is committed, whether or not the weights can be removed now.
             with contextlib.suppress(StoreUnusable, StoreFull):
@@ -483,10 +510,11 @@ class AdapterStore:
         self._quarantine.check(key)
         return hold
 
-    def _referenced(self) -> set[str]:
-        with self._lock:
-            self._check_open()
-            return self._index.referenced_digests()
+    def _stored(self, digest: str) -> None:
+        self._quarantine.clear(digest)
+        # The weights are stored, even if the index fails now or was closed meanwhile.
+        with self._lock, contextlib.suppress(StoreUnusable, StoreFull):
+            self._unreferenced.recount((digest,))
 
     def _owners(self) -> set[str]:
         return {owner_of(name, v.version) for name, record in self._names.records.items() for v in record.versions}

@@ -15,6 +15,7 @@ from adapter_store.storage.leases import BlobLeases
 from adapter_store.storage.pending_uploads import PendingUploads
 from adapter_store.storage.quarantine import Quarantine
 from adapter_store.storage.refcounts import ContentRefcounts
+from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 
 
 class GarbageCollector:
@@ -27,6 +28,7 @@ class GarbageCollector:
         refcounts: tells which contents are held.
         leases: tells which weights are being registered.
         pending_uploads: tells which weights may still be registered.
+        unreferenced: counts what is left.
         quarantine: forgets contents that are removed.
         check_open: raises StoreUnusable once the store is closed.
     """
@@ -39,6 +41,7 @@ class GarbageCollector:
         refcounts: ContentRefcounts,
         leases: BlobLeases,
         pending_uploads: PendingUploads,
+        unreferenced: UnreferencedBlobs,
         quarantine: Quarantine,
         check_open: Callable[[], None],
     ) -> None:
@@ -48,6 +51,7 @@ class GarbageCollector:
         self._refcounts = refcounts
         self._leases = leases
         self._pending_uploads = pending_uploads
+        self._unreferenced = unreferenced
         self._quarantine = quarantine
         self._check_open = check_open
 
@@ -92,7 +96,10 @@ class GarbageCollector:
                 if file.age_s > (REGISTRATION_S if too_many else age_s):
                     doomed.add(file.name)
                     left -= file.nbytes
-            return self._blobs.remove_old(doomed, min(age_s, REGISTRATION_S))
+            try:
+                return self._blobs.remove_old(doomed, min(age_s, REGISTRATION_S))
+            finally:
+                self._unreferenced.recount(doomed)
 
     def held_digests(self) -> set[str]:
         """Return the digests of the weights that something holds."""

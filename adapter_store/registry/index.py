@@ -10,12 +10,12 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from adapter_store.formats.adapter_config import canonical_json, decisive_fields
-from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
+from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.database import sql_errors
 from adapter_store.registry.feed import ChangeFeed
 from adapter_store.registry.records import AdapterRecord, Change, VersionRecord
@@ -23,7 +23,6 @@ from adapter_store.registry.references import Shares, check_shares
 from adapter_store.spec import BF16, AdapterId, AdapterKey, Form
 from adapter_store.validation.report import UploadReport
 
-NO_QUOTA = StoreQuota()
 _NO_WEIGHTS = '{"rank_max": 0, "weights_bytes": 0}'
 
 
@@ -221,10 +220,11 @@ class Index(ChangeFeed):
                 found.setdefault(digest, []).append(f"{adapter_id}@{version}")
         return found
 
-    def owners(self) -> dict[tuple[AdapterId, int], str]:
-        """Return the principal of each version that has one other than "anonymous"."""
+    def owners(self, adapter_id: AdapterId | None = None) -> dict[tuple[AdapterId, int], str]:
+        """Return the principal of each version that has one other than "anonymous", or of those of one id."""
+        where, values = ("", ()) if adapter_id is None else (" WHERE adapter_id = ?", (adapter_id,))
         with sql_errors():
-            rows = self._db.execute("SELECT adapter_id, version, principal FROM owners")
+            rows = self._db.execute(f"SELECT adapter_id, version, principal FROM owners{where}", values)
             return {(adapter_id, version): principal for adapter_id, version, principal in rows}
 
     def owner(self, adapter_id: AdapterId, version: int) -> str:
@@ -239,20 +239,6 @@ class Index(ChangeFeed):
         with sql_errors():
             return dict(self._db.execute("SELECT adapter_id, version FROM last_versions ORDER BY 1").fetchall())
 
-    def usage(self, principal: str | None = None) -> Usage:
-        """Return the usage of a principal, or the total."""
-        of = (
-            "FROM versions LEFT JOIN owners USING (adapter_id, version) LEFT JOIN contents USING (key) "
-            "LEFT JOIN uploads USING (adapter_id, version) WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
-        )
-        # Every content of one file has the same number of bytes.
-        each = f"SELECT max(json_extract(report, '$.weights_bytes')) AS bytes {of} GROUP BY weights_digest"
-        values = (principal, ANONYMOUS)
-        with sql_errors():
-            count = self._db.execute(f"SELECT count(*) {of}", values).fetchone()[0]
-            total = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM ({each})", values).fetchone()[0]
-        return Usage(int(count), int(total))
-
     def add_version(
         self,
         adapter_id: AdapterId,
@@ -262,7 +248,7 @@ class Index(ChangeFeed):
         defaults: str = "",
         alias: str | None = None,
         principal: str = ANONYMOUS,
-        quota: StoreQuota = NO_QUOTA,
+        admit: Callable[[], None] = lambda: None,
     ) -> tuple[int, bool, AdapterRecord]:
         """Point the id, and the alias, to this content with these defaults, adding a version unless the id has had
         both together before. Defaults of another owner are not told from unknown ones.
@@ -270,12 +256,10 @@ class Index(ChangeFeed):
         Args:
             upload: the weights; None: none.
             defaults: as JSON; "": none.
+            admit: called before a version is added; nothing changes if it raises.
 
         Returns:
             The version, whether it is new, and the id's new record.
-
-        Raises:
-            QuotaExceeded: a new version would exceed the quota.
         """
         with self._changing(adapter_id):
             version = self._find_version(
@@ -283,24 +267,17 @@ class Index(ChangeFeed):
             )
             created = version is None
             if version is None:
-                version = self._add_within_quota(adapter_id, upload, defaults, now_s, principal, quota)
+                admit()
+                version = self._add_version(adapter_id, upload, defaults, now_s, principal)
             else:
                 self._set_current(adapter_id, version)
             if alias is not None:
                 self._set_alias(adapter_id, alias, {version: 1.0})
             return version, created, self.records(adapter_id)[adapter_id]
 
-    def _add_within_quota(
-        self,
-        adapter_id: AdapterId,
-        upload: Upload | None,
-        defaults: str,
-        now_s: float,
-        principal: str,
-        quota: StoreQuota,
+    def _add_version(
+        self, adapter_id: AdapterId, upload: Upload | None, defaults: str, now_s: float, principal: str
     ) -> int:
-        counted = (None, principal) if quota.is_set else ()
-        before = {owner: self.usage(owner) for owner in counted}
         if upload is not None:
             self._insert_content(upload.content, now_s)
         version = self._next_version(adapter_id)
@@ -310,8 +287,6 @@ class Index(ChangeFeed):
             (adapter_id, version, now_s),
         )
         self._insert_version(adapter_id, version, upload, defaults, now_s, principal)
-        if quota.is_set:
-            quota.check(principal, before, {owner: self.usage(owner) for owner in counted})
         return version
 
     def _insert_version(

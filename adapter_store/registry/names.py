@@ -59,8 +59,12 @@ class Names:
 
     def update(self, changed: Mapping[AdapterId, AdapterRecord | None]) -> None:
         """Update ids, all at once; None removes one."""
-        records = {name: record for name, record in self._records.items() if name not in changed}
-        records |= {name: record for name, record in changed.items() if record is not None}
+        records = dict(self._records)
+        for name, record in changed.items():
+            if record is None:
+                records.pop(name, None)
+            else:
+                records[name] = record
         self._records = records
 
     def resolve(self, reference: str, sticky_to: tuple[str, ...] = ()) -> AdapterRef:

@@ -1,12 +1,13 @@
 """Records that the store returns about an id, and the changes it accepts, as frozen data."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from adapter_store.errors import AdapterChanged, AdapterExists, VersionNotFound
 from adapter_store.formats.adapter_config import canonical_json
+from adapter_store.quota import ANONYMOUS, UsageTotals
 from adapter_store.registry.references import AliasTarget, Shares, check_alias, check_shares
 from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, Form
 from adapter_store.validation.report import UploadReport
@@ -155,6 +156,20 @@ class Registration:
     ref: AdapterRef
     created: bool
     report: UploadReport | None
+
+
+def usage_of(records: Iterable[AdapterRecord], owners: Mapping[tuple[AdapterId, int], str]) -> UsageTotals:
+    """Count what versions take.
+
+    Args:
+        records: every id.
+        owners: the principal of each version that has one other than "anonymous".
+    """
+    totals = UsageTotals()
+    for record in records:
+        for v in record.versions:
+            totals.add(owners.get((record.adapter_id, v.version), ANONYMOUS), v.weights_digest, v.bytes)
+    return totals
 
 
 def check_preconditions(

@@ -307,6 +307,18 @@ class BlobDirectory:
             if refused is not None:
                 raise refused
 
+    def names(self) -> set[str]:
+        """Return the digests of blobs, and the names of what else is in their folder."""
+        with disk_errors("listing weights"):
+            return set(os.listdir(self._blobs))
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a blob, or of a foreign file; 0 if there is none."""
+        with disk_errors("looking for weights"), contextlib.suppress(FileNotFoundError):
+            facts = (self._blobs / name).lstat()
+            return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
+        return 0
+
     def sizes(self) -> dict[str, int]:
         """Return each blob's bytes by digest, and those of foreign files by name."""
         with disk_errors("listing weights"):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from adapter_store.errors import BlobNotFound, StoreFull, StoreUnusable
 from adapter_store.storage.blobs import BlobDirectory
 from adapter_store.storage.pending_uploads import PendingUploads
+from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 
 
 class BlobLeases:
@@ -22,6 +23,7 @@ class BlobLeases:
         check_open: raises StoreUnusable once the store is closed.
         is_referenced: returns whether a content refers to a digest.
         pending_uploads: tells which weights still have a pending upload.
+        unreferenced: counts what is left.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class BlobLeases:
         check_open: Callable[[], None],
         is_referenced: Callable[[str], bool],
         pending_uploads: PendingUploads,
+        unreferenced: UnreferencedBlobs,
     ) -> None:
         self._lock = lock
         self._blobs = blobs
         self._check_open = check_open
         self._is_referenced = is_referenced
         self._pending_uploads = pending_uploads
+        self._unreferenced = unreferenced
         self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -71,6 +75,9 @@ class BlobLeases:
         # registration failed; after `close` the folder may belong to another server.
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
-            self._blobs.remove(
-                [digest for digest in unused if not self._is_referenced(digest)], self._pending_uploads.is_pending
-            )
+            try:
+                self._blobs.remove(
+                    [digest for digest in unused if not self._is_referenced(digest)], self._pending_uploads.is_pending
+                )
+            finally:
+                self._unreferenced.recount(digests)

@@ -12,13 +12,14 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from adapter_store.errors import QuotaExceeded
 from adapter_store.quota import ANONYMOUS
 from adapter_store.storage.blobs import REGISTRATION_S, UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload
+from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 
 MAX_REMEMBERED = 100_000
 """Most uploads whose uploader is remembered."""
@@ -54,16 +55,14 @@ class PendingUploads:
 
     Args:
         blobs: the weights.
-        referenced: returns the digests that contents refer to.
+        unreferenced: the bytes of those that no content refers to.
         on_stored: called with the digest of every completed upload.
     """
 
-    def __init__(
-        self, blobs: BlobDirectory, referenced: Callable[[], Collection[str]], on_stored: Callable[[str], None]
-    ) -> None:
+    def __init__(self, blobs: BlobDirectory, unreferenced: UnreferencedBlobs, on_stored: Callable[[str], None]) -> None:
         self._lock = threading.Lock()
         self._blobs = blobs
-        self._referenced = referenced
+        self._unreferenced = unreferenced
         self._on_stored = on_stored
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._awaited: Counter[str] = Counter()
@@ -155,10 +154,7 @@ class PendingUploads:
 
     def _check(self, length: int, max_bytes: int | None, uploader: Uploader) -> None:
         if max_bytes is not None:
-            sizes = self._blobs.sizes()
-            sent = sum(length for _, length in self._blobs.in_progress()) + sum(
-                sizes[name] for name in sizes.keys() - self._referenced()
-            )
+            sent = sum(length for _, length in self._blobs.in_progress()) + self._unreferenced.num_bytes
             _refuse_above("store_bytes", sent, length, max_bytes)
         if uploader.max_bytes is not None:
             in_progress = self._in_progress[uploader.principal] = self._by(uploader.principal)

@@ -33,7 +33,7 @@ class TestQuotas:
             first = add(store, "mia", 0)
             size = first.report.weights_bytes
             store.register("zoe", build.config(lora_alpha=3), put(store, build.file(seed=0)))
-            assert store._index.usage() == Usage(2, size)
+            assert store._usage.of(None) == Usage(2, size)
         with self.open(tmp_path, store_bytes=2 * size) as store:
             add(store, "mia", 1)
             with pytest.raises(QuotaExceeded) as caught:
@@ -80,10 +80,10 @@ class TestQuotas:
             upload(2, "bob")
             with pytest.raises(QuotaExceeded, match=r"\(max_adapters\)"):
                 upload(3, "eve")
-            assert store._index.usage("ann").versions == store._index.usage("anonymous").versions == 1
+            assert store._usage.of("ann").versions == store._usage.of("anonymous").versions == 1
             store.delete("a1")
             upload(3, "ann")
         with self.open(tmp_path, store_bytes_per_key=1) as store:
             with pytest.raises(QuotaExceeded, match="store_bytes_per_key"):
                 add(store, "a9", 9, principal="ann")
-            assert store._index.usage("ann").versions == 1
+            assert store._usage.of("ann").versions == 1

@@ -20,6 +20,7 @@ from safetensors_bytes import tiled, with_header
 
 from adapter_store.errors import AdapterInvalid, DigestMismatch
 from adapter_store.maintenance.offline_store import OfflineStore
+from adapter_store.quota import Usage
 from adapter_store.registry.index import sql_errors
 from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
@@ -253,6 +254,23 @@ def observe(store: AdapterStore) -> State:
     }
 
 
+def check_totals(store: AdapterStore) -> None:
+    """Compare what the store counts as it changes with a count of everything."""
+    referenced = store._index.referenced_digests()
+    unreferenced = {name: size for name, size in store._blobs.sizes().items() if name not in referenced}
+    assert (store._unreferenced.num_bytes, store._unreferenced._sizes) == (sum(unreferenced.values()), unreferenced)
+    query = (
+        "SELECT coalesce(principal, 'anonymous'), weights_digest, json_extract(report, '$.weights_bytes') "
+        "FROM versions LEFT JOIN owners USING (adapter_id, version) LEFT JOIN contents USING (key) "
+        "LEFT JOIN uploads USING (adapter_id, version)"
+    )
+    rows = store._index._db.execute(query).fetchall()
+    for principal in {None, "anonymous", *store._usage._used}:
+        own = [(digest, size) for owner, digest, size in rows if principal in (None, owner)]
+        sizes = {digest: size for digest, size in own if digest is not None}
+        assert store._usage.of(principal) == Usage(len(own), sum(sizes.values())), principal
+
+
 def blobs(root: Path) -> frozenset[str]:
     """Return the weights on the disk, by digest."""
     folder = root / "blobs" / "sha256"
@@ -287,8 +305,10 @@ class Outcome:
             assert not list((root / "tmp").iterdir()), "an unfinished upload is left"
             gone = frozenset().union(*self.blobs[: done + 1]).difference(*self.blobs[done : done + 2])
             assert litter or not blobs(root) & gone, "deleted weights are back"
+            check_totals(store)
             store.collector.remove_orphans(age_s=-1.0)
             assert blobs(root) == named, "an orphan survived"
+            check_totals(store)
             hand = Hand(Path(), opened=store)
             for name, last in self._last_versions(done).items():
                 hand.upload(name, 70)

@@ -1,0 +1,34 @@
+"""Bytes of stored weights that no content refers to, as a sum that every change keeps: no upload counts the folder."""
+
+from collections.abc import Callable, Iterable
+
+from adapter_store.storage.blobs import BlobDirectory
+
+
+class UnreferencedBlobs:
+    """Sum the bytes of blobs that no content refers to, and of foreign files that were there at the start.
+
+    Whoever changes a blob, or what refers to it, has it counted again. The caller of `recount` holds the store's lock.
+
+    Args:
+        blobs: the weights.
+        is_referenced: returns whether a content refers to a digest.
+    """
+
+    def __init__(self, blobs: BlobDirectory, is_referenced: Callable[[str], bool]) -> None:
+        self._blobs = blobs
+        self._is_referenced = is_referenced
+        self._sizes: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def recount(self, names: Iterable[str]) -> None:
+        """Count these files as they are now.
+
+        Raises:
+            StoreUnusable: the disk refused to say.
+        """
+        for name in names:
+            size = 0 if self._is_referenced(name) else self._blobs.size(name)
+            self.num_bytes += size - self._sizes.pop(name, 0)
+            if size:
+                self._sizes[name] = size
