@@ -14,12 +14,15 @@ A, B, MAGNITUDE, B_BIAS, BASE_BIAS, BIAS, WEIGHT = "A", "B", "magnitude", "B bia
 FROZEN, TOKEN_ROWS, SECOND_COPY = "base weight", "trained rows", "second copy"
 """Parts of the embedding and of the head: the base's own weight as it was saved, rows of some tokens, and a copy of
 WEIGHT that PEFT does not read."""
-_SUFFIXES = {
-    ".lora_A.weight": A,
-    ".lora_B.weight": B,
+_LORA_EXTRAS = {
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
     ".lora_B.bias": B_BIAS,
+}
+_SUFFIXES = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    **_LORA_EXTRAS,
     ".base_layer.bias": BASE_BIAS,
     ".bias": BIAS,
     ".weight": WEIGHT,
@@ -28,6 +31,7 @@ _SUFFIXES = {
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
 _END_SUFFIXES = {
+    **_LORA_EXTRAS,
     ".base_layer.weight": FROZEN,
     ".original_module.weight": FROZEN,
     ".token_adapter.base_layer.weight": FROZEN,
@@ -35,12 +39,12 @@ _END_SUFFIXES = {
     ".modules_to_save.weight": SECOND_COPY,
     ".weight": WEIGHT,
 }
-"""What a tensor of the embedding or of the head is, beside LoRA, by the end of its name."""
+"""What a tensor of the embedding or of the head is, beside A and B, by the end of its name."""
 _FULL_COPY = (
     "a full copy of a linear's weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or "
     "train again without it in modules_to_save"
 )
-_EMBEDDING = "not LoRA of the embedding as PEFT saves it, or is its DoRA; train again without embed_tokens"
+_EMBEDDING = "not LoRA of the embedding as PEFT saves it; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
     "LoRA of a vision or audio part, which this base does not have; train the language layers only "
@@ -85,7 +89,7 @@ KNOWN_FORMS = (
     (".lora_a.weight", "trainer_names", _TRAINER),
     (".lora_b.weight", "trainer_names", _TRAINER),
     ("embed_tokens.lora_", "unsupported_embedding", _EMBEDDING),
-    ("lm_head.lora_", "unsupported_embedding", "DoRA or lora_bias of the head; train again without lm_head"),
+    ("lm_head.lora_", "unsupported_embedding", "not LoRA of the head as PEFT saves it; train again without lm_head"),
     ("lm_head.", "unsupported_modules_to_save", "no weight of the head as PEFT saves it; save the adapter again"),
     ("embed_tokens.", "unsupported_modules_to_save", "no weight of the embedding as PEFT saves it; save it again"),
     ("proj.weight", "unsupported_modules_to_save", _FULL_COPY),

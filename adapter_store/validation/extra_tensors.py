@@ -11,7 +11,7 @@ from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import B_BIAS, BASE_BIAS, BIAS, MAGNITUDE, WEIGHT, A, B, module_name
 from adapter_store.spec import BaseShapes, LoraModule, SavedTensor
-from adapter_store.validation.target_modules import OUTSIDE_LAYERS
+from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_ends
 
 Parts = Mapping[str, str]
 """Part -> name of the tensor, of one module."""
@@ -26,15 +26,21 @@ def check_lora_extras(
     config: AdapterConfig | None,
     problems: ProblemList,
 ) -> dict[str, str | None]:
-    """Return the tensors beside A and B of one adapted linear, as fields of `LoraModule`."""
+    """Return the tensors beside A and B of one adapted module, as fields of `LoraModule`; the tables of the vocabulary
+    are served without any.
+    """
     at, width = module_name(base, *site), base.widths(site[1])[1]
     found: dict[str, str | None] = {}
     for part, field, option in ((MAGNITUDE, "magnitude", "use_dora"), (B_BIAS, "b_bias", "lora_bias")):
         name = found[field] = parts.get(part)
+        what = "lora_magnitude_vector" if part == MAGNITUDE else "lora_B.bias"
+        if name is not None and at in base.ends:
+            message = f"has a {what}; outside the layers {option} is not served. Train again without {at}"
+            problems.add("unsupported_embedding", at, message)
+            continue
         if name is not None:
             _check_width(name, at, width, header, problems)
         if config is not None and getattr(config, option) != (name is not None):
-            what = "lora_magnitude_vector" if part == MAGNITUDE else "lora_B.bias"
             says = f"has no {what}, but the config says {option}=true" if name is None else f"has a {what}"
             fix = "save the adapter again" if name is None else f"set {option} to true if it was trained so"
             problems.add(f"{option}_mismatch", at, f"{says}; {fix}")
@@ -75,7 +81,7 @@ def match_saved(
 def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
     """Record a problem if PEFT would share one LoRA between the head and the embedding: where they are tied."""
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
-    if base.tied and config.ensure_weight_tying and not adapted.isdisjoint(base.ends):
+    if ties_ends(base, config) and not adapted.isdisjoint(base.ends):
         message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
@@ -114,7 +120,7 @@ def check_promised(
             message = f"{show(own)} is a pattern for PEFT, in which a dot is any letter, and names {hidden}; name that"
             problems.add("unsupported_modules_to_save", "modules_to_save", message)
     promised = [name for name in whole if name.endswith(config.modules_to_save)]
-    if base.tied and config.ensure_weight_tying and base.embedding in promised:
+    if ties_ends(base, config) and base.embedding in promised:
         promised += [end for end in base.ends if end not in promised]
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"

@@ -8,6 +8,7 @@ modules, or by an expression that is not matched here, the tensors are the only 
 from collections.abc import Collection
 
 from adapter_store.errors import ProblemList
+from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.module_selection import ModuleSelection
 from adapter_store.formats.tensor_names import TensorPlace, module_name
 from adapter_store.spec import BaseShapes
@@ -41,16 +42,22 @@ def check_complete(missing: tuple[str, ...], num_expected: int, problems: Proble
         )
 
 
+def ties_ends(base: BaseShapes, config: AdapterConfig) -> bool:
+    """Return whether what the config names of the embedding or of the head is for both."""
+    return base.tied and config.ensure_weight_tying
+
+
 def check_targeted(
-    selection: ModuleSelection, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
+    config: AdapterConfig, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
 ) -> None:
     """Record a problem if there are tensors for modules that the config leaves out."""
+    selection, tied = config.selection, tuple(base.ends) if ties_ends(base, config) else ()
     if not selection.is_known:
         return
     unnamed = {
         (place.layer, place.module)
         for place in places
-        if not any(selection.selects(name) for name in spellings(place, base))
+        if not any(map(selection.selects, tied if place.module in tied else spellings(place, base)))
     }
     if unnamed:
         first = module_name(base, *min(unnamed))

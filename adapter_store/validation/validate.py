@@ -185,7 +185,7 @@ def _check_modules(
     allow_partial: bool,
 ) -> tuple[str, ...]:
     """Compare the config's modules with the tensors'; return the names of those without tensors."""
-    check_targeted(adapter_config.selection, base, matched.places, problems)
+    check_targeted(adapter_config, base, matched.places, problems)
     check_promised(matched.groups, base, adapter_config, problems)
     check_tying(matched.groups, base, adapter_config, problems)
     found = {(place.layer, place.module) for place in matched.places}

@@ -62,6 +62,11 @@ OTHERS = (
         "PEFT does not load it; train it in one way",
     ),
     (
+        "DoRA (`use_dora`) or `lora_bias` of `lm_head` or `embed_tokens`",
+        "unsupported_embedding",
+        "train again without that module",
+    ),
+    (
         "`ensure_weight_tying` with LoRA of `lm_head` or `embed_tokens`, where they are tied",
         "unsupported_ensure_weight_tying",
         "PEFT shares one LoRA between both; train again without it",

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from store_kit import BASE, Tensors, build, check, problems_of
+from store_kit import BASE, PREFIX, Tensors, build, check, problems_of
 
-from adapter_store.errors import AdapterInvalid
 from adapter_store.spec import VocabRows
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 
@@ -26,6 +25,12 @@ def checked(tensors: Tensors, tied: bool = False, **config: Any) -> Any:
     return check(build.config(**config), build.file(build.tensors() | tensors), base=TIED if tied else UNTIED)
 
 
+LORA_OF_THE_EMBEDDING = {
+    f"base_model.model.{EMBEDDING}.lora_embedding_A": torch.ones(4, 9),
+    f"base_model.model.{EMBEDDING}.lora_embedding_B": torch.ones(32, 4),
+}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_of_a_head_that_is_to_be_tied(tied: bool) -> None:
     """PEFT shares one LoRA with the embedding where the base ties them, and ties nothing where it does not."""
@@ -36,8 +41,8 @@ def test_lora_of_a_head_that_is_to_be_tied(tied: bool) -> None:
     }
     fields = {"target_modules": ["q_proj", "v_proj", "lm_head"], "ensure_weight_tying": True}
     if tied:
-        with pytest.raises(AdapterInvalid, match="ensure_weight_tying"):
-            checked(lora, tied, **fields)
+        found = problems_of(lambda: checked(lora | LORA_OF_THE_EMBEDDING, tied, **fields))
+        assert list(found) == ["unsupported_ensure_weight_tying"], "PEFT targets both"
     else:
         assert HEAD in {module.module for module in checked(lora, tied, **fields).spec.modules}
 
@@ -115,6 +120,13 @@ def lora(module: str, vocab: int = 9) -> Tensors:
     return {f"base_model.model.{module}.{half}": torch.ones(shape) for half, shape in halves.items()}
 
 
+def beside_lora(what: str) -> Tensors:
+    widths = {"q_proj": 32, "v_proj": 16}
+    return {
+        f"{PREFIX}{layer}.self_attn.{module}.{what}": torch.ones(n) for layer in (0, 1) for module, n in widths.items()
+    }
+
+
 QV = ["q_proj", "v_proj"]
 ADDED: dict[str, Any] = {"added_tokens": [{"id": 9, "content": "<mood>"}]}
 REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
@@ -125,6 +137,21 @@ REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
     ),
     "a copy that the config does not name": (
         rows(9, f"{HEAD}.modules_to_save.weight"), False, {}, "unread_weight", "not find lm_head.modules_to_save"
+    ),
+    "DoRA of the head": (
+        lora(HEAD) | beside_lora("lora_magnitude_vector") | rows(9, f"{HEAD}.lora_magnitude_vector"), False,
+        {"use_dora": True, "target_modules": [*QV, "lm_head"]},
+        "unsupported_embedding", "lm_head has a lora_magnitude_vector; outside the layers use_dora is not served",
+    ),
+    "DoRA of the head without its magnitude": (
+        lora(HEAD) | beside_lora("lora_magnitude_vector"), False,
+        {"use_dora": True, "target_modules": [*QV, "lm_head"]},
+        "use_dora_mismatch", "lm_head has no lora_magnitude_vector",
+    ),
+    "a bias beside LoRA of the head": (
+        lora(HEAD) | rows(9, f"{HEAD}.lora_B.bias") | beside_lora("lora_B.bias"), False,
+        {"lora_bias": True, "target_modules": [*QV, "lm_head"]},
+        "unsupported_embedding", "lm_head has a lora_B.bias",
     ),
     "a copy beside LoRA": (
         rows(9, f"{HEAD}.weight") | lora(HEAD), False,
