@@ -40,10 +40,12 @@ _END_SUFFIXES = {
     ".weight": WEIGHT,
 }
 """What a tensor of the embedding or of the head is, beside A and B, by the end of its name."""
-_FULL_COPY = (
-    "a full copy of a linear's weights beside the LoRA; merge the adapter into the base (peft: merge_and_unload), or "
-    "train again without it in modules_to_save"
+FULL_COPY = (
+    "a full copy of a linear's weights, and only norms, head and embedding are served so; merge the adapter into the "
+    "base (peft: merge_and_unload) and serve that, or train again without it in modules_to_save"
 )
+_COPIES = (".modules_to_save", ".original_module", ".base_layer")
+"""What stands between a module's name and its whole weight, if anything does."""
 _EMBEDDING = "not LoRA of the embedding as PEFT saves it; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
@@ -92,7 +94,6 @@ KNOWN_FORMS = (
     ("lm_head.lora_", "unsupported_embedding", "not LoRA of the head as PEFT saves it; train again without lm_head"),
     ("lm_head.", "unsupported_modules_to_save", "no weight of the head as PEFT saves it; save the adapter again"),
     ("embed_tokens.", "unsupported_modules_to_save", "no weight of the embedding as PEFT saves it; save it again"),
-    ("proj.weight", "unsupported_modules_to_save", _FULL_COPY),
 )
 
 
@@ -162,7 +163,10 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
     layer = _layer_number(layer_text)
     is_known = module in base.norms if part == WEIGHT else part and module in base.modules
     if not plain.text.startswith(prefix) or not dot or layer is None or not is_known:
-        _describe(name, base, problems)
+        code, what = ("unsupported_modules_to_save", FULL_COPY) if _is_full_copy(rest, base) else _recognise(name)
+        expected = f"{prefix}N.M.lora_A.weight or lora_B, N below {base.num_layers}"
+        message = f"is {what}. Expected {expected}, M one of {', '.join(base.modules)}"
+        problems.add(code, show(name)[1:-1], message)
         return None
     if layer >= base.num_layers:
         message = f"layer {layer} of {base.num_layers}: this base has layers 0 to {base.num_layers - 1}"
@@ -200,11 +204,12 @@ def _layer_number(text: str) -> int | None:
     return int(text)
 
 
-def _describe(name: str, base: BaseShapes, problems: ProblemList) -> None:
-    code, what = _recognise(name)
-    expected = f"{WRAPPER}{base.layer_prefix}N.M.lora_A.weight or lora_B, N below {base.num_layers}"
-    message = f"is {what}. Expected {expected}, M one of {', '.join(base.modules)}"
-    problems.add(code, show(name)[1:-1], message)
+def _is_full_copy(rest: str, base: BaseShapes) -> bool:
+    """Return whether a name, from the layer on, is for the whole weight of a linear."""
+    module = rest.removesuffix(".weight")
+    for copy in _COPIES:
+        module = module.partition(copy)[0]
+    return module != rest and module in base.modules
 
 
 def _recognise(name: str) -> tuple[str, str]:

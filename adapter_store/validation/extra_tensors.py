@@ -54,7 +54,10 @@ def match_saved(
     config: AdapterConfig | None,
     problems: ProblemList,
 ) -> tuple[SavedTensor, ...]:
-    """Return the tensors that replace the base's; record a problem for each that PEFT would leave out."""
+    """Return the tensors that replace the base's; record a problem for each that PEFT would leave out.
+
+    A linear in modules_to_save is refused there (`check_promised`), whatever tensors it has.
+    """
     saved = []
     inside = {site: parts for site, parts in groups.items() if site[1] not in base.ends}
     for (layer, module), parts in sorted(inside.items()):
@@ -68,6 +71,8 @@ def match_saved(
         elif name := parts.get(BASE_BIAS) or parts.get(BIAS):
             if parts.keys() >= {BASE_BIAS, BIAS}:
                 problems.add("duplicate_module", at, "has two tensors for its bias, bias and base_layer.bias")
+            if config is not None and is_copied(at, config):
+                continue
             width = base.modules[module][1]
             parameter = f"{at}.base_layer.bias" if A in parts or B in parts else f"{at}.bias"
             _check_bias(at, module, parameter, parts, base, config, problems)
@@ -125,6 +130,11 @@ def check_promised(
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"
         problems.add("missing_saved_modules", "modules_to_save", message)
+
+
+def is_copied(name: str, config: AdapterConfig) -> bool:
+    """Return whether modules_to_save names a module or one that it lies in: PEFT puts no LoRA on it."""
+    return any(part.endswith(config.modules_to_save) for part in (name, *_containers(name)))
 
 
 def _containers(name: str) -> Iterator[str]:

@@ -49,6 +49,7 @@ from adapter_store.validation.extra_tensors import (
     check_lora_extras,
     check_promised,
     check_tying,
+    is_copied,
     match_saved,
     missing_biases,
     notices_of,
@@ -189,10 +190,11 @@ def _check_modules(
     check_promised(matched.groups, base, adapter_config, problems)
     check_tying(matched.groups, base, adapter_config, problems)
     found = {(place.layer, place.module) for place in matched.places}
-    missing = (
+    expected = (
         *missing_modules(adapter_config.selection, base, found, header.tensors),
         *missing_biases(matched.groups, base, adapter_config),
     )
+    missing = tuple(name for name in expected if not is_copied(name, adapter_config))
     if not allow_partial:
         check_complete(missing, len(found) + len(missing), problems)
     return missing
@@ -268,7 +270,7 @@ def match_modules(
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
     of_lora = tuple(place for place in places.values() if place.part in (A, B))
     if not of_lora:
-        problems.add("no_modules", FILE, "matches no linear module of this base; serving it would change nothing")
+        problems.add("no_modules", FILE, "holds LoRA of no linear module of this base; without any, nothing is served")
     return MatchedTensors(tuple(modules), saved, groups, of_lora, tuple(notices), heads, rows, vocabulary.size, added)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from page_parts import table, with_parts
 
 from adapter_store.formats.adapter_config import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
-from adapter_store.formats.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
+from adapter_store.formats.tensor_names import FULL_COPY, KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS, MAX_ROW_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -51,6 +51,7 @@ OTHERS = (
         "unsupported_tokenizer",
         "the error names the token or the part; `--no-tokenizer` serves an adapter that needs no tokens of its own",
     ),
+    ("a copy of a linear (`modules_to_save`)", "unsupported_modules_to_save", FULL_COPY),
     (
         "LoRA beside a copy (`modules_to_save`) of the same module",
         "unsupported_modules_to_save",

@@ -22,6 +22,12 @@ FOREIGN = {
     "base_model.model.layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "model.layers.0.self_attn.q_proj.weight": "unsupported_modules_to_save",
+    f"{Q0}.weight": "unsupported_modules_to_save",
+    f"{Q0}.modules_to_save.weight": "unsupported_modules_to_save",
+    f"{Q0}.modules_to_save.default.weight": "unsupported_modules_to_save",
+    f"{Q0}.original_module.weight": "unsupported_modules_to_save",
+    f"{Q0}.base_layer.weight": "unsupported_modules_to_save",
+    f"{PREFIX}0.mlp.other_proj.weight": "unknown_tensor",
     f"{PREFIX}0.other_norm.weight": "unknown_tensor",
     f"{PREFIX}0.self_attn.q_norm.bias": "unknown_tensor",
     f"{Q0}.lora_A.a.b.weight": "unknown_tensor",
@@ -60,7 +66,7 @@ def test_an_adapter_that_matches_nothing_is_an_error_with_examples() -> None:
     tensors = {f"decoder.{name}": t for name, t in build.tensors().items()}
     found = problems_of(lambda: check(build.config(), build.file(tensors)))
     assert set(found) == {"no_modules", "unknown_tensor"}
-    assert "change nothing" in found["no_modules"].message
+    assert "LoRA of no linear module" in found["no_modules"].message
     assert found["unknown_tensor"].message.count("decoder.base_model") == 3
     assert "8 places" in found["unknown_tensor"].message
 

@@ -119,6 +119,28 @@ def test_refusals(case: str) -> None:
     assert said in f"{found[code].field} {found[code].message}"
 
 
+def copies(linear: str, name: str = "weight") -> Tensors:
+    n_in, n_out = BASE.modules[linear]
+    stems = [f"{PREFIX}{layer}.{linear}" for layer in (0, 1)]
+    return {f"{stem}.{name}": torch.ones(n_out, n_in) for stem in stems} | {
+        f"{s}.bias": torch.ones(n_out) for s in stems
+    }
+
+
+@pytest.mark.parametrize("name", ["weight", "modules_to_save.weight"])
+def test_copies_of_linears_are_refused_as_what_they_are(name: str) -> None:
+    """PEFT puts no LoRA on them, and saves their biases too; a linear need not be called so."""
+    copy = build.config(target_modules=["q_proj", "k_proj"], modules_to_save=["k_proj"])
+    found = problems_of(lambda: check(copy, build.file(QS | copies("self_attn.k_proj", name)), base=BIASED))
+    assert list(found) == ["unsupported_modules_to_save"]
+    dense = replace(BIASED, modules={"dense" if m.endswith("k_proj") else m: w for m, w in BASE.modules.items()})
+    tensors = {key.replace("self_attn.k_proj", "dense"): t for key, t in copies("self_attn.k_proj", name).items()}
+    tensors = {key: t for key, t in tensors.items() if not key.endswith("bias")}
+    found = problems_of(lambda: check(build.config(), build.file(build.tensors() | tensors), base=dense))
+    assert list(found) == ["unsupported_modules_to_save"]
+    assert "merge the adapter into the base" in found["unsupported_modules_to_save"].message
+
+
 def test_an_adapter_of_saved_tensors_alone_is_refused() -> None:
     config = build.config(modules_to_save=["model.norm"])
     found = problems_of(lambda: check(config, build.file(FINAL), base=BIASED))
