@@ -45,7 +45,7 @@ from adapter_store.registry.index import Content, Index, Upload
 from adapter_store.registry.name_feed import Followed, NameFeed
 from adapter_store.registry.names import Names, read_records
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions, usage_of
-from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
+from adapter_store.registry.references import RESERVED_IDS, VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
 from adapter_store.storage.blob_cache import BlobCache, Origin
@@ -308,7 +308,7 @@ class AdapterStore:
             StoreFull, StoreUnusable: the disk refused.
         """
         self._check_owner()
-        name = check_adapter_id(adapter_id, self._reserved)
+        name = check_adapter_id(adapter_id, self._reserved | RESERVED_IDS)
         digest = check_digest(weights_digest)
         if alias is not None:
             check_alias(alias)
@@ -347,7 +347,7 @@ class AdapterStore:
             InvalidAdapterId, InvalidAlias, AdapterExists, AdapterChanged, QuotaExceeded, StoreFull, StoreUnusable: as
                 `register`.
         """
-        name = check_adapter_id(adapter_id, self._reserved)
+        name = check_adapter_id(adapter_id, self._reserved | RESERVED_IDS)
         if alias is not None:
             check_alias(alias)
         with self._lock:

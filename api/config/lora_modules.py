@@ -21,7 +21,7 @@ from adapter_store.formats.peft_dir import CHUNK_BYTES, CONFIG_NAME, MLX_WEIGHTS
 from adapter_store.formats.safetensors_file import header_cap_bytes, read_header
 from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.records import Registration
-from adapter_store.registry.references import VERBS, check_adapter_id
+from adapter_store.registry.references import RESERVED_IDS, check_adapter_id
 from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
@@ -103,7 +103,7 @@ def add_folder(
         OSError: the folder cannot be read.
         AdapterError: as `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
     """
-    name = check_adapter_id(adapter_id, VERBS)
+    name = check_adapter_id(adapter_id, RESERVED_IDS)
     with open_adapter_dir(folder, opener) as found, found.open_weights() as weights:
         peft = found if tokenizer is None else with_own_tokens(found, tokenizer)
         digest = hashlib.file_digest(weights, "sha256").hexdigest()

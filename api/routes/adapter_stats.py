@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from adapter_store.registry.references import BASE_ID
 from adapter_store.spec import AdapterId, AdapterKey
 from api.errors import ApiError
 from api.serving.model_list import digest_text
@@ -19,7 +20,6 @@ from lorasrv.metrics.usage_ledger import BASE_KEY
 
 router = APIRouter()
 _LOG = logging.getLogger(__name__)
-BASE = "base"
 
 
 @router.get("/v1/adapters/{adapter_id}/stats")
@@ -43,7 +43,7 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
 
 
 def _is_base(name: str, services: Services, view: ScopedStore) -> bool:
-    return name in (BASE, services.base_name) and view.is_unrestricted and AdapterId(name) not in view.records()
+    return name in (BASE_ID, services.base_name) and view.is_unrestricted and AdapterId(name) not in view.records()
 
 
 async def _read(services: Services, adapter_id: str, keys: list[AdapterKey]) -> dict[AdapterKey, Usage]:

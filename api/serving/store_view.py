@@ -18,7 +18,7 @@ from adapter_store.errors import AdapterNotFound, InvalidDigest, QuotaExceeded, 
 from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
-from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_digest
+from adapter_store.registry.references import RESERVED_IDS, Shares, check_adapter_id, check_digest
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from adapter_store.storage.blobs import BlobUpload
 from adapter_store.storage.pending_uploads import Uploader
@@ -146,7 +146,7 @@ class ScopedStore:
             InvalidAdapterId: malformed.
             ApiError: 403, the caller may not use such ids.
         """
-        check_adapter_id(adapter_id, VERBS)
+        check_adapter_id(adapter_id, RESERVED_IDS)
         if not self.sees(adapter_id):
             globs = ", ".join(self.caller.adapters) or "none at all"
             message = f"this key may use adapter ids like {globs}, and not {show(adapter_id)}"

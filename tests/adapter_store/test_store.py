@@ -15,6 +15,7 @@ from store_kit import BASE, add, blobs, build, digest_of, litter, put, registere
 
 from adapter_store.errors import AdapterExists, AdapterInvalid, AdapterNotFound, InvalidAdapterId, StoreUnusable
 from adapter_store.registry.records import Change
+from adapter_store.spec import AdapterId
 from adapter_store.store import AdapterStore
 
 
@@ -79,13 +80,30 @@ def test_versions_and_their_deletion(store: AdapterStore) -> None:
     assert add(store, "mia", 1).ref.version == 4
 
 
-@pytest.mark.parametrize("adapter_id", ["Mia", "../x", "tiny-llama", "warm", "verify", "", "a@1", "a\n"])
+@pytest.mark.parametrize("adapter_id", ["Mia", "../x", "tiny-llama", "warm", "base", "", "a@1", "a\n"])
 def test_refused_ids_leave_the_weights_alone(adapter_id: str, store: AdapterStore) -> None:
     digest = put(store, build.file())
     with pytest.raises(InvalidAdapterId):
         store.register(adapter_id, build.config(), digest)
     assert store.list_adapters() == []
     assert blobs(store).keys() == {digest}
+
+
+def test_an_adapter_that_is_called_as_statistics_call_the_base_stays(store: AdapterStore) -> None:
+    """Earlier versions let an adapter have that id."""
+    mia = add(store, "mia").ref
+    with store._lock:
+        store._index.add_version(AdapterId("base"), store._index.upload(mia.adapter_id, 1), 0.0)
+    store.close()
+    with AdapterStore(store.root, BASE) as reopened:
+        assert reopened.resolve("base").key == mia.key
+        reopened.change("base", Change(aliases={"prod": 1}))
+        with pytest.raises(InvalidAdapterId, match="taken by the server") as refused:
+            add(reopened, "base", 1)
+        assert refused.value.suggestion == "base-adapter"
+        with pytest.raises(InvalidAdapterId):
+            reopened.register_defaults("base", "{}")
+        reopened.delete("base", force=True)
 
 
 def test_an_invalid_adapter_leaves_nothing(store: AdapterStore) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
-from adapter_store.registry.references import VERBS, check_adapter_id, suggest_id
+from adapter_store.registry.references import RESERVED_IDS, check_adapter_id, suggest_id
 from adapter_store.spec import BaseShapes, Form
 from adapter_store.validation.validate import check_files
 from api.cli.commands import check
@@ -71,10 +71,10 @@ def adapter_id_of(named: str | Path, slugify: bool) -> str:
     wanted = Path(os.path.abspath(named)).name if isinstance(named, Path) else named
     if not (slugify or isinstance(named, Path)):
         try:
-            return check_adapter_id(wanted, VERBS)
+            return check_adapter_id(wanted, RESERVED_IDS)
         except InvalidAdapterId as error:
             raise CliError(f"{error}, or --slugify", code=ExitCode.USAGE) from error
-    slug = suggest_id(wanted, VERBS)
+    slug = suggest_id(wanted, RESERVED_IDS)
     if slug is None:
         raise CliError(f"no id can be derived from {show(wanted)}; give one with --id", code=ExitCode.USAGE)
     if slug != wanted:
@@ -109,7 +109,7 @@ class Tree:
         return [FoundAdapter(folder, place, ids[folder]) for folder, place in places.items()]
 
     def _adapter_id(self, wanted: str) -> str:
-        return suggest_id(wanted, VERBS) or wanted if self.slugify else wanted
+        return suggest_id(wanted, RESERVED_IDS) or wanted if self.slugify else wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _check_ids(ids: Mapping[Path, str], wanted: Mapping[Path, str]) -> None:
     bad = []
     for name in ids.values():
         try:
-            check_adapter_id(name, VERBS)
+            check_adapter_id(name, RESERVED_IDS)
         except InvalidAdapterId as error:
             bad.append(str(error))
     if bad:
