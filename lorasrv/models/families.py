@@ -330,6 +330,8 @@ class _Source:
             return table.get("means", {}).get(checked, checked)
         if field in _MAY_BE_NONE and key in self.values:
             return None
+        if "null_field" in table and key in self.values:
+            return known[table["null_field"]]
         if "default_field" in table:
             return known[table["default_field"]]
         if "default" not in table:

@@ -277,6 +277,10 @@ def write_tiny(
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if family.startswith("gemma") else 0.0)
     size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(path, **size)
+    # transformers would write what it took null for.
+    nulls = {key: None for key, value in changes.items() if value is None}
+    said = json.loads((path / "config.json").read_text("utf-8"))
+    (path / "config.json").write_text(json.dumps(said | nulls, indent=2) + "\n", "utf-8")
     (path / "tokenizer.json").write_text(tiny_tokenizer_json(), "utf-8")
     (path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     return path

@@ -92,6 +92,23 @@ def test_windows_of_layers(family: str, config: dict[str, Any], layers: list[int
     assert [spec.window(layer) for layer in range(spec.num_layers)] == layers
 
 
+@pytest.mark.parametrize("said", [{}, {"num_key_value_heads": None}])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3"])
+def test_key_heads_that_are_not_said_are_those_of_transformers(name: str, said: dict[str, Any]) -> None:
+    """Some take null for one a query head, and another number where nothing is said."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    config |= {"num_attention_heads": 64, "hidden_size": 256} | said
+    try:
+        wanted = getattr(transformers, f"{name}Config")(**config).num_key_value_heads
+    except StrictDataclassFieldValidationError:
+        assert said
+        return
+    assert of(name.removesuffix("Text"), config).num_kv_heads == wanted
+
+
 def test_gemma_defaults_are_those_of_transformers() -> None:
     from transformers import Gemma2Config, Gemma3TextConfig
 
