@@ -72,6 +72,8 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
         raise InvalidRequest("{param}: no value satisfies the schema false", param=param)
     whole = {} if schema is True else dict(schema)
     _check_depth(whole, param)
+    # What follows looks at parts of it more than once.
+    _check_size(json.dumps(whole), param)
     check_schema(whole, param)
     if not can_end(whole):
         raise InvalidRequest("{param}: no finite value satisfies the schema: it requires itself", param=param)
@@ -171,10 +173,14 @@ def lark_of(text: str, param: str) -> Grammar:
 
 
 def _checked(text: str, param: str) -> Grammar:
+    _check_size(text, param)
+    return Grammar(text, param)
+
+
+def _check_size(text: str, param: str) -> None:
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_TEXT_BYTES:
         raise InvalidRequest(f"{{param}} has {size} bytes as a grammar, more than {MAX_TEXT_BYTES}", param=param)
-    return Grammar(text, param)
 
 
 def _parsed(text: str, param: str) -> Any:

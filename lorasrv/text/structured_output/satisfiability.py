@@ -17,10 +17,12 @@ from urllib.parse import unquote
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t]+|//[^\n]*) | (?P<line>\n) | (?P<text>"(?:\\.|[^"\\\n])*"i? | /(?![/*])(?:\\.|[^/\\\n])+/[a-z]*)
-    | (?P<name>[!?]?[A-Za-z_][A-Za-z0-9_]*) | (?P<often>\{\s*\d*\s*(?:,\s*\d*\s*)?\} | ~\s*\d+(?:\s*\.\.\s*\d+)?)
+    | (?P<name>[!?]?[A-Za-z_][A-Za-z0-9_]*)
+    | (?P<often>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\} | ~\s*+\d++(?:\s*+\.\.\s*+\d++)?)
     | (?P<sign>[()|?*+:])""",
     re.VERBOSE,
 )
+"""Possessive where a part may be empty: two runs of blanks beside each other would be tried in all their divisions."""
 MAX_WORK = 500_000
 """Tokens of rules to look at; a rule is looked at again each time a rule it names is found to end."""
 MAX_GROUPS = 100
@@ -135,7 +137,7 @@ class _Body:
 
     @staticmethod
     def _may_be_none(text: str) -> bool:
-        return text in "?*" or re.match(r"[{~]\s*0*\s*([,}.]|$)", text) is not None
+        return text in "?*" or re.match(r"[{~]\s*+0*+\s*+([,}.]|$)", text) is not None
 
 
 MAX_VISITS = 10_000
@@ -155,6 +157,9 @@ class _Walk:
         self._root = root
         self._visits = 0
         self._level = 0
+        # A schema is visited once for each reference to it.
+        self._targets: dict[str, Any] = {}
+        self._needed: dict[int, list[Any]] = {}
 
     def ends(self, schema: Any, inside: frozenset[str]) -> bool:
         """Return whether a schema can end. `inside` are the references being followed: a reference to one of them
@@ -175,13 +180,17 @@ class _Walk:
         if isinstance(ref, str):
             if ref in inside:
                 return False
-            if not self.ends(self._target(ref), inside | {ref}):
+            if ref not in self._targets:
+                self._targets[ref] = self._target(ref)
+            if not self.ends(self._targets[ref], inside | {ref}):
                 return False
         for name, needed in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             parts = schema.get(name)
             if isinstance(parts, list) and parts and not needed(self.ends(part, inside) for part in parts):
                 return False
-        return all(self.ends(part, inside) for part in _needed(schema))
+        if id(schema) not in self._needed:
+            self._needed[id(schema)] = _needed(schema)
+        return all(self.ends(part, inside) for part in self._needed[id(schema)])
 
     def _target(self, ref: str) -> Any:
         # Others name a document elsewhere, or an anchor, which llguidance finds.

@@ -12,6 +12,8 @@ ENFORCED_DATA = frozenset({"const", "enum"})
 DATA = ENFORCED_DATA | {"default", "examples", "example"}
 """Keywords whose values are no schemas."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_IDS = 32
+"""Each is a place from which every reference may lead."""
 MAX_NUMBER = 2**53
 """llguidance computes with floats, which are exact up to here."""
 
@@ -21,9 +23,13 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
 
     Raises:
         InvalidRequest: a pattern is too large, a number is not exact in a float, more properties are wanted than are
-            named as required, or a reference points into literal data, in which nothing was checked.
+            named as required, too many parts have an `$id`, or a reference points into literal data, in which nothing
+            was checked.
     """
     bases = [schema, *(part for part in _schemas(schema) if "$id" in part)]
+    if (num_ids := len(bases) - 1) > MAX_IDS:
+        why = f"{{param}}: {num_ids} parts have an $id, more than {MAX_IDS}; refer to them by #/$defs/... instead"
+        raise InvalidRequest(why, param=param)
     for part in _schemas(schema):
         ref = part.get("$ref")
         if isinstance(ref, str) and any(_is_in_data(base, ref) for base in bases):

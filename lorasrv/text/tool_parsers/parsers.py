@@ -89,15 +89,35 @@ class LlamaReader:
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_SIGNS = re.compile(rf'"|{CLOSE}|\\(?!{CLOSE}).', re.DOTALL)
+"""What tells whether a closing tag stands in a string of JSON: quotes, closing tags, escapes."""
 
 
-def _end_of_call(text: str) -> int:
-    """Return where the first closing tag is that stands in no string of the JSON before it; -1 without one."""
-    at = text.find(CLOSE)
-    while at >= 0 and _ESCAPED.sub("", text[:at]).count('"') % 2:
-        at = text.find(CLOSE, at + 1)
-    return at
+class _Inside:
+    """Collect the text behind an opening tag, and find its end; each character is looked at once."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._looked_at, self._is_string = 0, False
+
+    def find_end(self, text: str) -> int:
+        """Add text, and return where the first closing tag is that stands in no string of the JSON before it; -1
+        without one.
+        """
+        self.text += text
+        # Further on, a closing tag may still be incomplete.
+        certain = len(self.text) - len(CLOSE)
+        for sign in _SIGNS.finditer(self.text, self._looked_at):
+            if sign[0] == CLOSE:
+                if not self._is_string:
+                    return sign.start()
+            elif sign.start() >= certain:
+                break
+            elif sign[0] == '"':
+                self._is_string = not self._is_string
+            self._looked_at = sign.end()
+        self._looked_at = max(self._looked_at, certain)
+        return -1
 
 
 class TaggedReader:
@@ -111,7 +131,7 @@ class TaggedReader:
         self._names = names
         self._parallel = parallel
         self._outside = ""
-        self._inside: str | None = None
+        self._inside: _Inside | None = None
         self._has_called = False
 
     def push(self, text: str) -> list[Part]:
@@ -120,7 +140,7 @@ class TaggedReader:
     def flush(self) -> list[Part]:
         parts = self._read("", is_whole=True)
         if self._inside is not None:
-            parts += self._ended(self._inside, "")
+            parts += self._ended(self._inside.text, "")
             self._inside, self._outside = None, ""
             return parts
         text, self._outside = self._outside, ""
@@ -128,22 +148,21 @@ class TaggedReader:
 
     def _read(self, text: str, *, is_whole: bool) -> list[Part]:
         """Return what is certain with this text; `is_whole` if it is the last one."""
-        if self._inside is not None:
-            self._inside += text
-        else:
+        if self._inside is None:
             self._outside += text
         parts: list[Part] = []
         while self._inside is not None or OPEN in self._outside:
             if self._inside is None:
-                before, _, self._inside = self._outside.partition(OPEN)
+                before, _, text = self._outside.partition(OPEN)
+                self._inside = _Inside()
                 parts += self._said(before, "")
-            at = _end_of_call(self._inside)
+            at = self._inside.find_end(text)
             if at < 0 and is_whole:
                 # What looked like a string was none.
-                at = self._inside.find(CLOSE)
+                at = self._inside.text.find(CLOSE)
             if at < 0:
                 break
-            inside, rest = self._inside[:at], self._inside[at + len(CLOSE) :]
+            inside, rest = self._inside.text[:at], self._inside.text[at + len(CLOSE) :]
             parts += self._ended(inside, CLOSE)
             self._outside, self._inside = rest, None
         if self._inside is None:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,33 @@ def test_repetitions(pattern: str, count: int) -> None:
 )
 def test_grammars_that_end(text: str, ends: bool) -> None:
     assert lark_can_end(text) == ends
+
+
+BLANKS = " " * 200_000
+MANY = [f"x{i}" for i in range(14_000)]
+LOOP = {"type": "object", "properties": {"x0": {"$ref": "#/$defs/a"}}, "required": MANY}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(source.grammar_of, f"start: a{{{BLANKS}x"),
+        partial(source.grammar_of, f"start: a{{{BLANKS}5}}\na: /x/"),
+        partial(source.json_of, {"allOf": [{"$id": "a"}] * 4000 + [{"$ref": "#/x"}] * 4000}),
+        partial(source.json_of, {"anyOf": [{"$ref": "#/$defs/a"}] * 3300, "$defs": {"a": LOOP}}),
+        partial(
+            source.json_of, {"allOf": [{"$ref": "#/$defs/a"}] * 3300, "$defs": {"a": {"$ref": "#/" + "x/" * 60_000}}}
+        ),
+        partial(source.json_of, {"required": ["x"] * 1_000_000}),
+    ],
+    ids=["no count", "a count", "ids", "required", "a long reference", "too large"],
+)
+def test_no_text_takes_long_to_look_through(make: Callable[[str], object]) -> None:
+    """In this process, and under the interpreter's lock: some of these took minutes."""
+    begun_s = time.process_time()
+    with suppress(InvalidRequest):
+        make("p")
+    assert time.process_time() - begun_s < 5
 
 
 def test_what_is_malformed_or_too_deep_to_look_through_is_left_to_the_compiler() -> None:

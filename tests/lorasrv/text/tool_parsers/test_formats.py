@@ -1,5 +1,7 @@
 """Tool calls: which format a template has, how answers are read whatever pieces they come in, and forced calls."""
 
+import re
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -112,6 +114,15 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
 )
 def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
     assert "".join(read(form, words)) == "".join(words)
+
+
+def test_a_long_answer_of_closing_tags_is_looked_through_once() -> None:
+    """In the event loop, again with each token: 2000 of them took it 40 s."""
+    begun_s = time.process_time()
+    text = '{"name": "clock", "arguments": {"x": "' + "</tool_call>" * 4000 + '"}}'
+    [call] = read(HERMES, ["<tool_call>", *re.split("(?<=>)", text), "</tool_call>"])
+    assert call == ToolCall("clock", f'{{"x": "{"</tool_call>" * 4000}"}}')
+    assert time.process_time() - begun_s < 10
 
 
 @pytest.mark.parametrize(
