@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -98,7 +98,11 @@ class Upload:
 
 
 class FileManager:
-    """Own the files; `records` are ordered by age, oldest first."""
+    """Own the files; `records` are ordered by age, oldest first.
+
+    Args:
+        awaited: returns the principal and the expected bytes of each file that a running batch may still bring.
+    """
 
     def __init__(
         self,
@@ -106,11 +110,13 @@ class FileManager:
         records: dict[str, FileRecord],
         bounds: BatchBounds,
         clock: Callable[[], float] = time.time,
+        awaited: Callable[[], Iterable[tuple[str, int]]] = tuple,
     ) -> None:
         self.records = records
         self.bounds = bounds
         self._folder = folder
         self._clock = clock
+        self._awaited = awaited
         self._announced: Counter[str] = Counter()
 
     def get(self, file_id: str, param: str = "file_id") -> FileRecord:
@@ -138,7 +144,7 @@ class FileManager:
         most = self.bounds.max_file_bytes
         if announced > most + MAX_FORM_BYTES:
             raise ApiError(413, f"a file has at most {most} bytes", code="file_too_large", param="file")
-        self._check_room(announced, caller)
+        self.check_room([announced], caller)
         self._announced[caller.principal] += announced
         try:
             upload = await in_thread(Upload, self._folder, most)
@@ -207,30 +213,36 @@ class FileManager:
         age = min(age_s or self.bounds.max_age_s, self.bounds.max_age_s)
         return FileRecord(file_id, size, now, now + age, filename[:MAX_NAME_CHARS], purpose, principal)
 
-    def _check_room(self, size: int, caller: Caller) -> None:
+    def check_room(self, new: Sequence[int], caller: Caller, param: str = "file") -> None:
+        """Check that the caller may have further files of these bytes.
+
+        Raises:
+            ApiError: 507.
+        """
         limit, who = caller.limits.max_stored_bytes, caller.principal
-        sizes = [record.bytes for record in self.records.values() if record.principal == who]
-        own = sum(sizes) + self._announced[who]
+        held = [*((record.principal, record.bytes) for record in self.records.values()), *self._awaited()]
+        sizes = [size for principal, size in held if principal == who]
+        own, size = sum(sizes) + self._announced[who], sum(new)
         if limit is not None and own + size > limit:
-            raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)")
+            raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)", param)
         most_files, most_bytes = (most_of(n, who) for n in (self.bounds.max_files, self.bounds.max_total_bytes))
-        if len(sizes) >= most_files:
-            raise _full(f"there are {len(sizes)} files already, which is the most allowed")
+        if len(sizes) + len(new) > most_files:
+            raise _full(f"there are {len(sizes)} files already, and {most_files} are allowed", param)
         if own + size > most_bytes:
-            raise _full(f"files have {own} bytes, and {most_bytes} are allowed")
+            raise _full(f"files have {own} bytes, and {most_bytes} are allowed", param)
         # The message does not reveal the usage of others.
-        used = sum(record.bytes for record in self.records.values()) + self._announced.total()
-        if len(self.records) >= self.bounds.max_files or used + size > self.bounds.max_total_bytes:
-            raise _full("there is no room among the files of all keys")
+        used = sum(size for _, size in held) + self._announced.total()
+        if len(held) + len(new) > self.bounds.max_files or used + size > self.bounds.max_total_bytes:
+            raise _full("there is no room among the files of all keys", param)
 
 
 def new_file_id() -> str:
     return f"file-{secrets.token_hex(12)}"
 
 
-def _full(why: str) -> ApiError:
+def _full(why: str, param: str) -> ApiError:
     message = f"{why}; delete those that are not needed any more"
-    return ApiError(507, message, code="quota_exceeded", param="file", headers={"x-should-retry": "false"})
+    return ApiError(507, message, code="quota_exceeded", param=param, headers={"x-should-retry": "false"})
 
 
 async def unbroken(work: Awaitable[T]) -> T:

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds, FileManager, Share, in_thread, new_file_id, unbroken
 from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
-from api.batches.records import BatchRecord, BatchStatus, problem
+from api.batches.records import BatchRecord, BatchStatus, FileRecord, problem
 from api.batches.results import LineReply, ResultSink, ResultsUnreadable, ScannedResults, Tally, recovered, refused
 from api.batches.runner import DEFAULT_CONCURRENCY, Ask, LineRunner, Sleep
 from api.batches.storage import BatchFolder
@@ -59,7 +60,7 @@ class BatchManager:
         self.bounds = bounds or BatchBounds()
         self._folder = BatchFolder(root / FOLDER)
         files, self.records = self._folder.read()
-        self.files = FileManager(self._folder, files, self.bounds, clock)
+        self.files = FileManager(self._folder, files, self.bounds, clock, self._awaited)
         self._ask_as = ask_as
         self._clock = clock
         self._sleep = sleep
@@ -127,7 +128,8 @@ class BatchManager:
             window: completion window as written, and in seconds.
 
         Raises:
-            ApiError: the file does not exist or is not for batches, or too many batches are open.
+            ApiError: the file does not exist or is not for batches, too many batches are open, or their results would
+                have no room.
             StoreFull, StoreUnusable.
         """
         file = self.files.get(input_file_id, "input_file_id")
@@ -135,6 +137,7 @@ class BatchManager:
             message = f"the file's purpose is {file.purpose}, and must be batch"
             raise ApiError(400, message, code="invalid_value", param="input_file_id")
         self._check_open(caller.principal)
+        self.files.check_room(_results_of(file), caller, "input_file_id")
         now = int(self._clock())
         batch_id = f"batch_{secrets.token_hex(12)}"
         results = (new_file_id(), new_file_id())
@@ -154,7 +157,7 @@ class BatchManager:
 
     def _check_open(self, principal: str) -> None:
         most = self.bounds.max_open_batches
-        owners = [record.principal for record in self.records.values() if not record.state.is_over]
+        owners = [record.principal for record in self._open()]
         if owners.count(principal) >= (own := most_of(most, principal)):
             message = f"{own} batches are open already; wait until one is over"
         elif len(owners) >= most:
@@ -210,18 +213,37 @@ class BatchManager:
             # Each time anew: while one is deleted, a client may delete another, or begin a batch of it.
             if file_id in self.files.records and file_id not in self._needed():
                 await self.files.delete(file_id)
-        over = [record for record in self.records.values() if record.state.is_over]
-        num_too_many = len(self.records) - self.bounds.max_batches
-        now = self._clock()
-        for number, record in enumerate(over):
-            if number < num_too_many or record.created_at + 2 * self.bounds.max_age_s <= now:
-                del self.records[record.id]
-                self._tasks.pop(record.id, None)
-                await in_thread(self._folder.remove_batch, record.id)
+        for record in self._forgettable():
+            del self.records[record.id]
+            self._tasks.pop(record.id, None)
+            await in_thread(self._folder.remove_batch, record.id)
+
+    def _forgettable(self) -> list[BatchRecord]:
+        """Return the batches that are too old, and the oldest of the keys that have most while there are too many; none
+        that is open.
+        """
+        over: defaultdict[str, deque[BatchRecord]] = defaultdict(deque)
+        found: list[BatchRecord] = []
+        oldest = self._clock() - 2 * self.bounds.max_age_s
+        for record in self.records.values():
+            if record.state.is_over:
+                (found if record.created_at <= oldest else over[record.principal]).append(record)
+        for _ in range(len(self.records) - len(found) - self.bounds.max_batches):
+            if most := max(over.values(), key=len, default=None):
+                found.append(most.popleft())
+        return found
+
+    def _open(self) -> list[BatchRecord]:
+        return [record for record in self.records.values() if not record.state.is_over]
 
     def _needed(self) -> set[str]:
-        open_ones = [record for record in self.records.values() if not record.state.is_over]
-        return {name for r in open_ones for name in (r.input_file_id, r.output_file, r.error_file)}
+        return {name for r in self._open() for name in (r.input_file_id, r.output_file, r.error_file)}
+
+    def _awaited(self) -> Iterator[tuple[str, int]]:
+        """Yield the principal and the expected bytes of each file that an open batch may bring."""
+        for record in self._open():
+            file = self.files.records.get(record.input_file_id)
+            yield from ((record.principal, size) for size in _results_of(file))
 
     async def _tidy(self) -> None:
         while True:
@@ -378,6 +400,11 @@ class BatchManager:
     async def _write(self, record: BatchRecord) -> None:
         await in_thread(self._folder.write_batch, record)
         self.records[record.id] = record
+
+
+def _results_of(file: FileRecord | None) -> tuple[int, int]:
+    """Return the expected bytes of the two files of a batch's results: as many as its input has."""
+    return (0 if file is None else file.bytes), 0
 
 
 def _is_cancelled() -> bool:

@@ -320,21 +320,46 @@ async def test_a_key_over_its_limits_delays_no_other(root: Path, ask: Asked) -> 
 
 async def test_one_key_leaves_room_for_others(manager) -> None:
     """A key has at most half of files, bytes and open batches, and is not told what others have."""
-    batches = manager(BatchBounds(max_files=6, max_total_bytes=1000, max_open_batches=4))
-    files = [await put(batches, b"x" * 10, ANN) for _ in range(3)]
-    with pytest.raises(ApiError, match="3 files already"):
+    batches = manager(BatchBounds(max_files=20, max_total_bytes=1000, max_open_batches=4))
+    files = [await put(batches, b"x" * 10, ANN) for _ in range(10)]
+    with pytest.raises(ApiError, match="10 files already"):
         await put(batches, b"x", ANN)
     with pytest.raises(ApiError, match="files have 0 bytes, and 500 are allowed"):
         await put(batches, b"x" * 501, BOB)
-    await put(batches, b"x" * 500, BOB)
+    await put(batches, b"x" * 490, BOB)
     with pytest.raises(ApiError, match="507: there is no room among the files of all keys; delete"):
         await put(batches, b"x" * 480, Caller("cid", frozenset()))
+    for file in files[4:]:
+        await batches.delete_file(file.id)
     creating = [asyncio.create_task(batches.create(files[0].id, URL, DAY, caller=ANN)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(ApiError, match="2 batches are open already"):
         await batches.create(files[0].id, URL, DAY, caller=ANN)
     await batches.create(files[0].id, URL, DAY, caller=BOB)
     await asyncio.gather(*creating)
+    await batches.close()
+
+
+async def test_results_take_the_room_of_their_key(manager) -> None:
+    """Batches of one small file, again and again, leave other keys theirs: files, bytes and finished batches."""
+    batches = manager(BatchBounds(max_files=12, max_total_bytes=20_000, max_batches=4))
+    bobs = await put(batches, content(1), BOB)
+    finished = await over(batches, (await batches.create(bobs.id, URL, DAY, caller=BOB)).id)
+    small, large = await put(batches, content(4), ANN), await put(batches, content(1) + b"\n" * 9000, ANN)
+    with pytest.raises(ApiError, match=r"507: files have \d+ bytes, and 10000 are allowed; delete"):
+        await batches.create(large.id, URL, DAY, caller=ANN)
+    await batches.delete_file(large.id)
+    last = [await over(batches, (await batches.create(small.id, URL, DAY, caller=ANN)).id) for _ in range(2)][-1]
+    with pytest.raises(ApiError, match="507: there are 5 files already, and 6 are allowed"):
+        await batches.create(small.id, URL, DAY, caller=ANN)
+    await batches.delete_file(last.output_file)
+    for _ in range(6):
+        # They fail before anything runs, and bring no files.
+        await over(batches, (await batches.create(small.id, "/v1/chat/completions", DAY, caller=ANN)).id)
+    await batches.tidy()
+    assert len(batches.records) == 4
+    assert finished.id in batches.records
+    await put(batches, b"x", BOB)
     await batches.close()
 
 
