@@ -72,6 +72,9 @@ class GrammarCompiler:
         if (why := self._refused.get(grammar.text)) is not None:
             raise _refusal(grammar, why)
         kept = self._kept.get((own, grammar.text))
+        if kept is not None and kept.has_failed:
+            del self._kept[own, grammar.text]
+            return None
         if kept is not None and own is not None:
             # Those of tokenizers used last are kept.
             self._tries.get(own)

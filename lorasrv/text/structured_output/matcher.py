@@ -152,10 +152,15 @@ def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.
 
 
 class CompiledGrammar:
-    """Implement `TokenConstraint`. `nbytes` is the measured memory use."""
+    """Implement `TokenConstraint`. `nbytes` is the measured memory use.
+
+    All states of one share a lexer, which keeps what each of them has met. `has_failed` once that was too much for one
+    of them: then it is for all, and later ones.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...], nbytes: int) -> None:
         self.nbytes = nbytes
+        self.has_failed = False
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = ends
@@ -163,7 +168,7 @@ class CompiledGrammar:
         self.begin().allowed()
 
     def begin(self) -> "GrammarState":
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        return GrammarState(self, self._matcher.deep_copy(), self._vocab_size, self._ends)
 
 
 class GrammarState:
@@ -172,8 +177,11 @@ class GrammarState:
     After a failure, `error` says why; only the end is allowed then, and the engine ends the request.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...]
+    ) -> None:
         self.error: str | None = None
+        self._grammar = grammar
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = ends
@@ -196,7 +204,7 @@ class GrammarState:
         return 0 if self.error is not None else self._matcher.validate_tokens(list(token_ids))
 
     def copy(self) -> "GrammarState":
-        copied = GrammarState(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        copied = GrammarState(self._grammar, self._matcher.deep_copy(), self._vocab_size, self._ends)
         copied.error = self.error
         return copied
 
@@ -210,6 +218,7 @@ class GrammarState:
         return self._mask
 
     def _fail(self) -> None:
+        self._grammar.has_failed = True
         self.error = f"the grammar cannot be followed any further: {one_line(self._matcher.get_error())}"
 
     def _allow_only_ends(self) -> None:

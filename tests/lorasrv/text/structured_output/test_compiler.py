@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -343,6 +344,22 @@ def test_a_costly_grammar_ends_its_process_only(builtin_compiling: Compiling, fi
         ticking.cancel()
 
     builtin_compiling.run(scenario())
+
+
+def test_what_one_answer_has_used_up_is_there_for_the_next(builtin_compiling: Compiling) -> None:
+    """Answers of one grammar share its lexer: one that exceeded its limit of states failed all later ones."""
+    grammar = source.regex_of("[ab]*a[ab]{60}c", "p")
+    letters = [compiled_vocabulary(builtin_compiling.tokenizer)[letter] for letter in (b"a", b"b")]
+    first, chance = builtin_compiling.compile(grammar), random.Random(1)
+    state = first.begin()
+    while state.error is None:
+        state.allowed()
+        state.advance(chance.choice(letters))
+    assert "too many states" in state.error
+    second = builtin_compiling.compile(grammar).begin()
+    assert allowed(second) >= set(letters)
+    assert second.error is None
+    assert builtin_compiling.compile(grammar) is builtin_compiling.compile(grammar), "it is kept again"
 
 
 @pytest.mark.parametrize(("error", "says"), [(asyncio.CancelledError, ""), (EngineOverloaded, "killed by the system")])
