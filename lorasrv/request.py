@@ -50,7 +50,7 @@ class ConstraintState(Protocol):
         """Advance by a token that was allowed."""
 
     def forced(self) -> Sequence[int]:
-        """Return the usual tokens of the text that must come next, if there is only one."""
+        """Return the usual tokens of the text that must come next, if there is only one; of a long one, the first."""
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, may come next one after the other."""

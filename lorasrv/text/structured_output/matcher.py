@@ -73,8 +73,14 @@ class Vocabulary:
         return llguidance.LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.ends))  # type: ignore[arg-type]
 
 
+FORCED_BYTES = 256
+"""Most of a forced text that is tokenized: more than drafts take, and it is done again for each mask of each answer."""
+
+
 class _Wrapper:
-    """Implement llguidance's tokenizer interface, which tokenizes text forced by a grammar."""
+    """Implement llguidance's tokenizer interface, which tokenizes text that a grammar forces; of a long one the
+    beginning, from which each next step goes on.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -91,6 +97,13 @@ class _Wrapper:
 
     def __call__(self, text: str | bytes) -> list[int]:
         wanted = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+        if len(wanted) <= FORCED_BYTES:
+            return self._tokens_of(wanted)
+        # Between two characters; the last token may be the beginning of a longer one.
+        end = next((at for at in range(FORCED_BYTES, FORCED_BYTES - 4, -1) if wanted[at] & 0xC0 != 0x80), FORCED_BYTES)
+        return self._tokens_of(wanted[:end])[:-1]
+
+    def _tokens_of(self, wanted: bytes) -> list[int]:
         return self._usual(wanted) or self._longest_first(wanted)
 
     def _usual(self, wanted: bytes) -> list[int]:
