@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
@@ -67,14 +66,12 @@ from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.generation import key_salt
+from api.serving.served_engine import ServedEngine
 from api.serving.services import Services
 from api.serving.tgi_responses import LORAX_HEADERS
 from lorasrv import __version__
 from lorasrv.errors import EngineDead, InvalidLimits, LorasrvError
 from lorasrv.offline.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 _LOG = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -117,7 +114,7 @@ _ROUTES = (
 
 
 def create_app(
-    engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings, follower: Follower | None = None
+    engine: ServedEngine, store: AdapterStore, settings: ServerSettings, follower: Follower | None = None
 ) -> FastAPI:
     """Build an application around an engine, which it starts and shuts down; the caller closes the store.
 
@@ -165,7 +162,7 @@ class _AppParts:
 
     @classmethod
     def of(
-        cls, engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings, follower: Follower | None
+        cls, engine: ServedEngine, store: AdapterStore, settings: ServerSettings, follower: Follower | None
     ) -> "_AppParts":
         clock = time.monotonic if follower is None else follower.clock
         limits = AdapterLimits(engine, store, settings.limits("adapter"), ShareHolder(engine, clock))
@@ -246,7 +243,7 @@ async def _followed(services: Services, changed: Followed) -> None:
         _LOG.warning("limits of changed adapters are not applied: %s", error)
 
 
-async def _forget_answers(keys: KeyCache, engine: "AsyncEngine") -> None:
+async def _forget_answers(keys: KeyCache, engine: ServedEngine) -> None:
     """Drop what was said to keys that have ended, from which later answers would be drafted."""
     with suppress(EngineDead):
         while True:

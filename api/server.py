@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.registry.feed import is_followed
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from adapter_store.store import AdapterStore
     from api.batches.manager import BatchManager
+    from api.serving.served_engine import ServedEngine
     from api.serving.services import Services
-    from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.metrics.trace_recorder import TraceRecorder
 
 WAITING = "waiting for the registry"
@@ -232,16 +232,16 @@ def serve_on(
             first_page(store, RegistryClient(origin, settings.read_registry_key()))
         faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress, partial(read_tokenizer, settings.model))
+        engine: ServedEngine
         if computes:
             fetch = PageClient.of(settings.read_cluster_secret())
             engine = AsyncEngine.build(settings.engine_config(), store, progress, observers, fetch)
-        else:
-            engine = cast(AsyncEngine, StoreEngine.build(settings.engine_config().model, store))
-        compiling_early.close()
-        if computes:
             faults.arm_engine(engine)
-            if further and resolve_device(settings.device).type == "cpu":
-                opened.enter_context(compiling_in_background(further, BACKGROUND_DELAY_S))
+        else:
+            engine = StoreEngine.build(settings.engine_config().model, store)
+        compiling_early.close()
+        if further and resolve_device(settings.device).type == "cpu":
+            opened.enter_context(compiling_in_background(further, BACKGROUND_DELAY_S))
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:
@@ -371,7 +371,7 @@ class _EngineServer(DrainingServer):
         await super().shutdown(sockets)
 
 
-def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.socket, seconds: float) -> Ready:
+def _ready(settings: ServerSettings, engine: "ServedEngine", listener: socket.socket, seconds: float) -> Ready:
     host, port = listener.getsockname()[:2]
     snapshot = engine.metrics.snapshot()
     return Ready(

@@ -6,16 +6,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from adapter_store.errors import OriginUnreachable
 from api.replication.headers import RENEW_S
 from api.replication.shares import GRACE_S, MAX_SHARES, SHARED_LIMITS, ShareReport, answers_of
 from lorasrv.config import NO_SHARE, WHOLE, LimitShare
+from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.errors import EngineDead
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 _LOG = logging.getLogger(__name__)
 TELL_AGAIN_S = 0.2
@@ -45,6 +43,14 @@ class _Holding:
     asked_for: int = 0
 
 
+class SharingEngine(Protocol):
+    """Declare what a share holder needs of an engine; `AsyncEngine` implements it."""
+
+    in_flight: InFlightRequests
+
+    async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare: ...
+
+
 class ShareHolder:
     """Tell an engine what it may use of the limits of adapters. For the event loop's thread.
 
@@ -54,7 +60,7 @@ class ShareHolder:
         clock: monotonic seconds.
     """
 
-    def __init__(self, engine: "AsyncEngine", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: SharingEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self._ask: Callable[[], Awaitable[object]] | None = None
         self._ask_soon: Callable[[], object] = lambda: None

@@ -10,7 +10,8 @@ from typing import Any, NoReturn, Self
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.config import NO_SHARE, Limits, LimitShare, ModelOptions
+from lorasrv.config import NO_SHARE, Limits, LimitShare, ModelOptions, SchedulerOptions
+from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.messages import AdapterStatus
 from lorasrv.engine.watchdog import Heartbeat
@@ -32,14 +33,8 @@ NO_WEIGHTS = "none"
 _PAGE_TOKENS = 16
 
 
-class _NoQueue:
-    """Count the tokens that wait: none."""
-
-    num_tokens = 0
-
-
 class StoreEngine:
-    """Stand for an engine. Its names are those of `AsyncEngine` that a server reads.
+    """Stand for an engine, as `ServedEngine` declares what a server calls on one.
 
     Args:
         checkpoint: the base that adapters and personas are checked for.
@@ -63,7 +58,7 @@ class StoreEngine:
         self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids))
         self.metrics, self.heartbeat = EngineMetrics(EngineStats()), Heartbeat()
         self.profile, self.step_stats = StepProfile(), StepStats()
-        self.queue_limiter = _NoQueue()
+        self.queue_limiter = QueueLimiter(SchedulerOptions(), self.metrics.snapshot)
         self.in_flight = InFlightRequests(lambda *_: None)
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False
@@ -138,7 +133,18 @@ class StoreEngine:
         """
         _refuse()
 
+    @property
+    def fingerprint(self) -> NoReturn:
+        _refuse()
+
+    @property
+    def pages(self) -> NoReturn:
+        _refuse()
+
     async def add_choices(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse()
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
         _refuse()
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> NoReturn:

@@ -20,6 +20,7 @@ from api.asgi.sse import ByteStream, run_until_disconnect
 from api.config.replication_settings import DECODE
 from api.errors import ApiError
 from api.replication.page_frames import LAYOUT, PageOffer, check_of, frames, stream_bytes
+from api.serving.served_engine import ServedEngine
 from api.serving.services import Services, ServicesDep
 from lorasrv.errors import LeaseEnded, PagesDiffer
 from lorasrv.outputs import PageLease
@@ -27,7 +28,6 @@ from lorasrv.request import FixedPrefix
 from lorasrv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.engine.page_lender import PageLender
 
 NUM_READERS = 2
@@ -131,7 +131,7 @@ async def _offer(services: Services, body: OfferBody, prompt: PromptBody | None)
     return lease
 
 
-async def _compute(engine: "AsyncEngine", prompt: PromptBody, wait_s: float) -> None:
+async def _compute(engine: ServedEngine, prompt: PromptBody, wait_s: float) -> None:
     """Compute the pages of a prompt, in turn with the other requests of its key.
 
     Raises:

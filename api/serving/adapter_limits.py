@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.store import AdapterStore
@@ -11,8 +11,11 @@ from api.replication.share_holder import ShareHolder
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits
 
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
+
+class LimitingEngine(Protocol):
+    """Declare what enforces limits; `AsyncEngine` implements it."""
+
+    async def set_limits(self, adapter_id: str, limits: Limits | None) -> None: ...
 
 
 class AdapterLimits:
@@ -22,7 +25,7 @@ class AdapterLimits:
         shares: told which adapters have limits of their own.
     """
 
-    def __init__(self, engine: "AsyncEngine", store: AdapterStore, defaults: Limits, shares: ShareHolder) -> None:
+    def __init__(self, engine: LimitingEngine, store: AdapterStore, defaults: Limits, shares: ShareHolder) -> None:
         self._engine = engine
         self.shares = shares
         self._store = store

@@ -6,7 +6,7 @@ flood costs little, and again when its size is known. The engine's observers cou
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from api.auth.principal import Caller
 from api.auth.rate_limits import RateLimiter
@@ -14,7 +14,6 @@ from api.errors import cause_of
 from lorasrv.outputs import OutputStream
 
 if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.engine.request_stream import RequestStream
 
 Prompt = str | Sequence[int]
@@ -22,11 +21,17 @@ AddPrompt = Callable[[Prompt], "Awaitable[Sequence[RequestStream]]"]
 """Adds one prompt to the engine and returns its answers."""
 
 
+class AdmittingEngine(Protocol):
+    """Declare what refuses requests early; `AsyncEngine` implements it."""
+
+    def check_admission(self, principal: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionController:
     """Admit requests to one engine."""
 
-    engine: "AsyncEngine"
+    engine: AdmittingEngine
     rate_limiter: RateLimiter
 
     async def check(self, caller: Caller) -> None:

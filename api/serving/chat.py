@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from api.schemas.openai import ChatBody
 from api.schemas.tools import Message
@@ -12,13 +12,22 @@ from api.serving.openai_responses import ChatFormat, ToolCallFormat
 from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
 from lorasrv.errors import InvalidRequest
+from lorasrv.models.spec import ModelSpec
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
 
 if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.text.chat_template import ChatTemplate
+
+
+class ChatEngine(Protocol):
+    """Declare what prompts of chats are made with; `AsyncEngine` implements it."""
+
+    spec: ModelSpec
+    max_model_len: int
+    tokenizer: Tokenizer
+    chat_template: "ChatTemplate | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class ChatPlan:
 
 def plan_chat(
     body: ChatBody,
-    engine: "AsyncEngine",
+    engine: ChatEngine,
     persona: AppliedPersona | None = None,
     own_tokenizer: Tokenizer | None = None,
 ) -> ChatPlan:
@@ -75,7 +84,7 @@ def plan_chat(
     return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer), dropped)
 
 
-def vocab_size_of(engine: "AsyncEngine", own: Tokenizer | None) -> int:
+def vocab_size_of(engine: ChatEngine, own: Tokenizer | None) -> int:
     """Return above which number there are no tokens; the engine knows whether those below have rows."""
     return max(engine.spec.vocab_size, 0 if own is None else own.vocab_size)
 
@@ -111,7 +120,7 @@ def check_tools_supported(messages: Sequence[Message], template: "ChatTemplate",
 
 def _prompt(
     body: ChatBody,
-    engine: "AsyncEngine",
+    engine: ChatEngine,
     template: "ChatTemplate",
     tokenizer: Tokenizer,
     variables: dict[str, Any],

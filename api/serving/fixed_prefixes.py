@@ -8,22 +8,19 @@ import threading
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.spec import AdapterRef
+from adapter_store.spec import AdapterKey, AdapterRef
 from adapter_store.storage.snapshots import owner_of
 from api.schemas.openai import ChatBody
-from api.serving.chat import plan_chat
+from api.serving.chat import ChatEngine, plan_chat
 from api.serving.personas import PROMPT_FIELDS, AppliedPersona, Personas, StoredPersona, apply_to_body
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import FixedPrefix
 from lorasrv.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 MAX_CACHED = 256
 _CONVERSATIONS = (("Bo", "Hello"), ("Xi", "9"))
@@ -38,10 +35,18 @@ class PrefixTokens:
     token_ids: tuple[int, ...]
 
 
+class PrefixEngine(ChatEngine, Protocol):
+    """Declare what fixed prefixes are rendered with; `AsyncEngine` implements it."""
+
+    page_size_tokens: int
+
+    async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None: ...
+
+
 class FixedPrefixes:
     """Render fixed prefixes, keeping those used last. Safe to use from many threads."""
 
-    def __init__(self, engine: "AsyncEngine", personas: Personas) -> None:
+    def __init__(self, engine: PrefixEngine, personas: Personas) -> None:
         self._engine = engine
         self._personas = personas
         self._lock = threading.Lock()

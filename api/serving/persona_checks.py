@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
@@ -14,16 +14,13 @@ from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody
 from api.schemas.personas import USER, Defaults, to_text
-from api.serving.chat import plan_chat, vocab_size_of
+from api.serving.chat import ChatEngine, plan_chat, vocab_size_of
 from api.serving.field_checks import INVALID, TURN, FieldChecks
 from api.serving.model_list import digest_text
 from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
 from lorasrv.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 CONTEXT_SHARE = 4
 """A persona's prompt may take the context divided by this."""
@@ -80,7 +77,7 @@ def _pinned(component: Component) -> dict[str, Any]:
 class _Check(FieldChecks):
     """Collect the faults of one persona's defaults, as a request to this engine would meet them."""
 
-    def __init__(self, engine: "AsyncEngine", own: Tokenizer | None) -> None:
+    def __init__(self, engine: ChatEngine, own: Tokenizer | None) -> None:
         super().__init__(vocab_size_of(engine, own))
         self._engine, self._own = engine, own
         self.warnings: list[str] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
@@ -29,13 +29,11 @@ from api.serving.admission import AdmissionController
 from api.serving.fixed_prefixes import FixedPrefixes
 from api.serving.model_list import ModelList, adapter_card, base_card
 from api.serving.personas import Personas
+from api.serving.served_engine import ServedEngine
 from api.serving.store_view import ScopedStore, ScopedStores
 from lorasrv.fair_lock import FairLock
 from lorasrv.metrics.usage_ledger import Ledger
 from lorasrv.offline.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 2.0
@@ -89,7 +87,7 @@ class StoreProbe:
 class Services:
     """Hold the parts of one server."""
 
-    engine: "AsyncEngine"
+    engine: ServedEngine
     store: AdapterStore
     settings: ServerSettings
     limits: AdapterLimits
@@ -112,7 +110,7 @@ class Services:
     @classmethod
     def create(
         cls,
-        engine: "AsyncEngine",
+        engine: ServedEngine,
         store: AdapterStore,
         settings: ServerSettings,
         limits: AdapterLimits,

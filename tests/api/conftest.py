@@ -30,7 +30,7 @@ from api.cli.main import main
 from api.config.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
+    from api.serving.served_engine import ServedEngine
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -115,7 +115,7 @@ def make_server(
     engine.is_alive = True
 
     def start(**settings: Any) -> Server:
-        dispatcher[0].app = create_app(cast("AsyncEngine", engine), store, ServerSettings(**settings))
+        dispatcher[0].app = create_app(cast("ServedEngine", engine), store, ServerSettings(**settings))
         return dispatcher[1]
 
     return start

@@ -13,8 +13,8 @@ from api.config.settings import ServerSettings
 from api.observability.metrics.registry import collected, make_registry
 from api.observability.metrics.requests import HttpFigures
 from api.observability.metrics.resident_adapters import ResidentAdapters
+from api.serving.served_engine import ServedEngine
 from api.serving.services import Services
-from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepStats
@@ -39,7 +39,7 @@ def metrics_of_a_new_server() -> list[Metric]:
     settings = ServerSettings(metrics_compat="vllm")
     parts = {"engine": engine, "store": store, "settings": settings, "connections_cut": no_cuts()}
     services = SimpleNamespace(**parts, base_name="base")
-    residents = ResidentAdapters(cast(AsyncEngine, engine), cast(AdapterStore, store))
+    residents = ResidentAdapters(cast(ServedEngine, engine), cast(AdapterStore, store))
     return collected(make_registry(cast(Services, services), HttpFigures(), residents))
 
 

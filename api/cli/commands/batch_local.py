@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
 
 from api.batches.in_process import in_process_client
 from api.batches.runner import Ask
@@ -11,11 +10,9 @@ from api.config.settings import ServerSettings
 from api.replication.share_holder import ShareHolder
 from api.server import open_store
 from api.serving.adapter_limits import AdapterLimits
+from api.serving.served_engine import ServedEngine
 from api.serving.services import Services
 from lorasrv.offline.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 Progress = Callable[[str, float], None]
 
@@ -39,7 +36,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
 
 
 @asynccontextmanager
-async def _running(engine: "AsyncEngine", services: Services) -> AsyncIterator[Ask]:
+async def _running(engine: ServedEngine, services: Services) -> AsyncIterator[Ask]:
     await engine.start()
     try:
         await services.limits.apply_all()

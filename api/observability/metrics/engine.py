@@ -17,11 +17,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from adapter_store.store import AdapterStore
+from api.serving.served_engine import ServedEngine
 from lorasrv import __version__
 from lorasrv.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.metrics.engine_stats import EngineStats
 
 
@@ -115,7 +115,7 @@ TIERS = {
 class EngineCollector(Collector):
     """Read one snapshot per scrape, without disturbing the engine's thread."""
 
-    def __init__(self, engine: "AsyncEngine", base_name: str) -> None:
+    def __init__(self, engine: ServedEngine, base_name: str) -> None:
         self._engine = engine
         self._base_name = base_name
 

@@ -1,7 +1,6 @@
 """Register all collectors of one server and render their text."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -13,13 +12,10 @@ from api.observability.metrics.resident_adapters import ResidentAdapters
 from api.observability.metrics.vllm_names import VllmCollector
 from api.serving.services import Services
 
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
-
 
 def make_registry(services: Services, http: HttpFigures, residents: ResidentAdapters | None) -> CollectorRegistry:
     """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
-    engine: AsyncEngine = services.engine
+    engine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)
     engine.request_stats.listeners.append(top.ended)
     registry = CollectorRegistry()

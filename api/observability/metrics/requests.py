@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,12 +17,9 @@ from prometheus_client.registry import Collector
 
 from api.observability.access_middleware import RequestInfo
 from api.observability.metrics.engine import histogram
+from api.serving.served_engine import ServedEngine
 from lorasrv.metrics.histogram import Histogram
 from lorasrv.metrics.request_stats import FinishedRequestStats
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
-
 
 # Histograms of RequestStats; the metric's name ends in its unit.
 DURATIONS = {
@@ -39,7 +35,7 @@ OTHER = "other"
 class TrafficCollector(Collector):
     """Export the event loop's statistics of engine requests."""
 
-    def __init__(self, engine: "AsyncEngine") -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

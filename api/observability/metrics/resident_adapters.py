@@ -5,17 +5,14 @@ here (vllm-project/vllm#51433, read by llm-d-router#2792). What is only in host 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
+from api.serving.served_engine import ServedEngine
 from lorasrv.errors import EngineDead
-
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
 
 LEVEL = "gpu"
 """The pool, in vLLM's word, wherever its memory is."""
@@ -24,7 +21,7 @@ LEVEL = "gpu"
 class ResidentAdapters(Collector):
     """Export adapters in the pool by id, as they were at the last look."""
 
-    def __init__(self, engine: "AsyncEngine", store: AdapterStore) -> None:
+    def __init__(self, engine: ServedEngine, store: AdapterStore) -> None:
         self._engine = engine
         self._store = store
         # Content -> whether it is pinned.

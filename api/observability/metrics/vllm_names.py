@@ -6,13 +6,11 @@ Gateway API inference extension: the value is the sample's time, the labels are 
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from lorasrv.engine.async_engine import AsyncEngine
+from api.serving.served_engine import ServedEngine
 
 SUCCESSES = ("stop", "length", "abort")
 
@@ -20,7 +18,7 @@ SUCCESSES = ("stop", "length", "abort")
 class VllmCollector(Collector):
     """Export the metrics. `max_lora` is the most adapters in one step."""
 
-    def __init__(self, engine: "AsyncEngine", base_name: str, max_lora: int) -> None:
+    def __init__(self, engine: ServedEngine, base_name: str, max_lora: int) -> None:
         self._engine = engine
         self._base_name = base_name
         self._max_lora = max_lora
