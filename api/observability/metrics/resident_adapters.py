@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from api.serving.served_engine import ServedEngine
-from lorasrv.errors import EngineDead
+from lorasrv.errors import EngineDead, NoEngine
 
 LEVEL = "gpu"
 """The pool, in vLLM's word, wherever its memory is."""
@@ -28,10 +28,10 @@ class ResidentAdapters(Collector):
         self._seen: dict[AdapterKey, bool] = {}
 
     async def look(self) -> None:
-        """Ask the engine; one that does not run has none."""
+        """Ask the engine; one that does not run, or computes nothing, has none."""
         try:
             pool = await self._engine.pool_map()
-        except EngineDead:
+        except (EngineDead, NoEngine):
             self._seen = {}
         else:
             self._seen = {adapter.key: adapter.pinned for adapter in pool.adapters}

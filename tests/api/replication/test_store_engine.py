@@ -26,7 +26,7 @@ def http(
     folder = tmp_path_factory.mktemp("registry") / "store"
     for store in filled_store(folder, model, {"mia": adapter_dirs["one"]}):
         engine = StoreEngine.build(ModelOptions(model=str(model)), store)
-        app = create_app(engine, store, ServerSettings(store=folder, cluster_secret=SECRET))
+        app = create_app(engine, store, ServerSettings(store=folder, cluster_secret=SECRET, metrics_compat="vllm"))
         with listening(app) as running, httpx2.Client(base_url=f"http://127.0.0.1:{running.port}") as client:
             yield client
 
@@ -53,3 +53,9 @@ def test_what_computes_is_refused(http: httpx2.Client, method: str, path: str, b
 
 def test_texts_are_counted_with_the_real_tokenizer(http: httpx2.Client) -> None:
     assert http.post("/tokenize", json={"prompt": "x"}).json()["count"] > 0
+
+
+def test_its_metrics_name_no_adapter_in_a_pool(http: httpx2.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert "lorasrv_up 1.0" in answer.text
