@@ -30,7 +30,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import checkpoint_name
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import Completion, RequestId, RequestOutput, refused
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.own_tokenizers import with_own_tokens
@@ -301,9 +301,8 @@ class LLM:
         first, composition = named
         request_id = RequestId(f"offline-{next(self._numbers)}")
         name = "" if first is None else first.adapter_id
-        return self.input_processor.process(
-            request_id, _checked(prompt), sampling, composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy
-        )
+        options = RequestOptions(adapter_key=composition.key, adapter_id=name, beams=beams, kv_policy=kv_policy)
+        return self.input_processor.process(request_id, _checked(prompt), sampling, options)
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
         """Return the tokenizer of an adapter, which may have tokens of its own; None is the base.

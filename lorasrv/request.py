@@ -429,29 +429,19 @@ class Peer:
     computes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCoreRequest:
-    """Carry a request to the engine: frozen, no tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Hold what a request may have beside its prompt and sampling."""
 
-    request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams
-    # Content, or sum of contents, that answers: what cached pages belong to.
+    # Content, or sum of contents, that answers: what cached pages belong to; None is the base.
     adapter_key: AdapterKey | None = None
-    # What has to be in the pool for it.
-    terms: tuple[AdapterTerm, ...] = ()
-    # Tier of the adapter on arrival, before any work for this request.
-    found: AdapterTier | None = None
     principal: str = ANONYMOUS
     on_cold: OnCold = OnCold.WAIT
     # Requests share prefix pages only with requests of the same salt.
     cache_salt: str = ""
     # None if all tokens are under that salt.
     prefix: FixedPrefix | None = None
-    # First choice of the same prompt, whose pages this one shares.
-    fork_of: RequestId | None = None
-    # Account that the request counts on, whatever version the name means; "" is the base.
+    # Account that the request counts on, whatever version the name means; "" is the base, or `adapter_key`.
     adapter_id: str = ""
     # Content that is charged for a sum of adapters, "" for the base; None: `adapter_key`.
     charged_key: AdapterKey | None = None
@@ -459,14 +449,42 @@ class EngineCoreRequest:
     priority: int = 0
     # From arrival to the last token.
     timeout_s: float | None = None
-    # Keeps the adapter in the store until the request has finished.
-    hold: object = None
     # Which tokens may come next; None: any.
     constraint: TokenConstraint | None = None
     text: TextOptions = PLAIN_TEXT
     # Options of the beam search that the request belongs to.
     beams: BeamOptions | None = None
     speculation: SpeculationParams = ANY_SPECULATION
+    # Which keys and values its tokens see; None: all before them.
+    kv_policy: KvPolicy | None = None
+    # First tokens of the answer, which another engine of the same fingerprint has generated: they are computed like a
+    # preempted request's.
+    resumed_token_ids: tuple[int, ...] = ()
+    # Asked for the prompt's pages before they are computed.
+    peer: Peer | None = None
+    # Whether its pages alone are wanted, by a peer that counts the request.
+    is_for_peer: bool = False
+
+
+NO_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreRequest(RequestOptions):
+    """Carry a request to the engine: frozen, no tensors; its options as they can be followed."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    # What has to be in the pool for its adapter.
+    terms: tuple[AdapterTerm, ...] = ()
+    # Tier of the adapter on arrival, before any work for this request.
+    found: AdapterTier | None = None
+    # First choice of the same prompt, whose pages this one shares.
+    fork_of: RequestId | None = None
+    # Keeps the adapter in the store until the request has finished.
+    hold: object = None
     # Text that the client expects as the answer.
     prediction_token_ids: tuple[int, ...] = ()
     # Tokens that Medusa heads can draft, and whether the adapter has heads of its own.
@@ -478,14 +496,6 @@ class EngineCoreRequest:
     accept: str | None = None
     # Why it is not drafted though drafts are asked for; None if it may be.
     not_drafted: str | None = None
-    # Which keys and values its tokens see; None: all before them.
-    kv_policy: KvPolicy | None = None
-    # First tokens of the answer, which another engine has generated: they are computed like a preempted request's.
-    resumed_token_ids: tuple[int, ...] = ()
-    # Asked for the prompt's pages before they are computed.
-    peer: Peer | None = None
-    # Whether its pages alone are wanted, by a peer that counts the request.
-    is_for_peer: bool = False
 
     @property
     def adapter_bytes(self) -> int | None:

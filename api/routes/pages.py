@@ -24,7 +24,7 @@ from api.serving.served_engine import ServedEngine
 from api.serving.services import Services, ServicesDep
 from lorasrv.errors import LeaseEnded, PagesDiffer
 from lorasrv.outputs import PageLease
-from lorasrv.request import FixedPrefix
+from lorasrv.request import FixedPrefix, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -138,10 +138,8 @@ async def _compute(engine: ServedEngine, prompt: PromptBody, wait_s: float) -> N
         LorasrvError, AdapterError: as `AsyncEngine.add`.
     """
     own = prompt.prefix
-    stream = engine.generate(
-        prompt.token_ids,
-        _ONE_TOKEN,
-        adapter=None if prompt.adapter is None else AdapterKey(prompt.adapter),
+    options = RequestOptions(
+        adapter_key=None if prompt.adapter is None else AdapterKey(prompt.adapter),
         adapter_id=prompt.adapter_id,
         principal=prompt.principal,
         cache_salt=prompt.salt,
@@ -150,7 +148,7 @@ async def _compute(engine: ServedEngine, prompt: PromptBody, wait_s: float) -> N
         timeout_s=wait_s,
         is_for_peer=True,
     )
-    async for _ in stream:
+    async for _ in engine.generate(prompt.token_ids, _ONE_TOKEN, options):
         pass
 
 

@@ -32,7 +32,7 @@ from api.serving.resumption import StreamResumption, seeded
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import OnCold, persona_salt
+from lorasrv.request import OnCold, RequestOptions, persona_salt
 from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer
@@ -147,24 +147,23 @@ async def generate(
         resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, planned.grammar)
         if resumption.goes_on:
             writer = writer.continuing(resumption)
-    engine, shared, own = services.engine, _shared_options(fields, target, caller), target.own_tokenizer
-    if not target.components or target.is_stored:
-        # Sums that requests name may be any number: nothing of theirs is kept on the disk.
-        shared["prefix"] = await services.prefixes.of_prompt(target.persona, planned.prompts[0])
+    engine, options, own = services.engine, _options(planned, fields, target, caller), target.own_tokenizer
+    # Sums that requests name may be any number: nothing of theirs is kept on the disk.
+    may_keep = not target.components or target.is_stored
+    prefix = await services.prefixes.of_prompt(target.persona, planned.prompts[0]) if may_keep else None
 
     async def begin() -> AddPrompt:
-        await services.limits.shares.ready(shared["adapter_id"], len(planned.prompts) * planned.width)
+        await services.limits.shares.ready(options.adapter_id, len(planned.prompts) * planned.width)
         grammar = planned.grammar
+        constraint = None if grammar is None else await engine.grammars.compile(grammar, caller.principal, own)
+        resumed = () if resuming is None else resuming.token_ids
         add = partial(
             engine.add_choices,
             sampling=planned.sampling,
             count=planned.width,
-            **shared,
+            options=replace(options, prefix=prefix, constraint=constraint, resumed_token_ids=resumed),
             request_id=planned.request_id,
-            constraint=None if grammar is None else await engine.grammars.compile(grammar, caller.principal, own),
-            text=planned.text,
-            beams=planned.beams,
-            **({} if resuming is None else resuming.options),
+            versions=target.versions,
         )
         return add if resuming is None else resuming.watched(add)
 
@@ -358,8 +357,8 @@ async def _plan(
     )
 
 
-def _shared_options(fields: RequestFields, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngine.add_choices` that all protocols share.
+def _options(plan: GenerationPlan, fields: RequestFields, target: ResolvedModel, caller: Caller) -> RequestOptions:
+    """Return the options that are known before the request is admitted.
 
     Raises: ApiError: 403, a negative priority needs a key of scope admin.
     """
@@ -367,20 +366,21 @@ def _shared_options(fields: RequestFields, target: ResolvedModel, caller: Caller
     if priority < 0 and not caller.may(Scope.ADMIN):
         # Such requests precede all requests of priority 0, regardless of the shares of keys.
         raise ApiError(403, "priority below 0 requires a key of scope admin", code="forbidden", param="priority")
-    return {
-        "principal": caller.principal,
-        "adapter": target.ref.key if target.ref else None,
-        "adapter_id": target.ref.adapter_id if target.ref else "",
-        "charged_key": target.charged_key,
-        "versions": target.versions,
-        "on_cold": fields.on_cold or OnCold.WAIT,
-        "cache_salt": _salt(fields.cache_salt, target, caller),
-        "priority": priority,
-        "timeout_s": fields.timeout_s,
-        "speculation": speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
-        "kv_policy": fields.kv_policy and fields.kv_policy.policy,
-        "peer": PEER.get(),
-    }
+    return RequestOptions(
+        adapter_key=target.ref.key if target.ref else None,
+        principal=caller.principal,
+        on_cold=fields.on_cold or OnCold.WAIT,
+        cache_salt=_salt(fields.cache_salt, target, caller),
+        adapter_id=target.ref.adapter_id if target.ref else "",
+        charged_key=target.charged_key,
+        priority=priority,
+        timeout_s=fields.timeout_s,
+        text=plan.text,
+        beams=plan.beams,
+        speculation=speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
+        kv_policy=None if fields.kv_policy is None else fields.kv_policy.policy,
+        peer=PEER.get(),
+    )
 
 
 def _salt(given: str | None, target: ResolvedModel, caller: Caller) -> str:

@@ -45,17 +45,17 @@ class StreamResumption:
         self._digest = ""
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Return what the engine is told.
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the first tokens of the answer, which another replica has generated.
 
         Raises:
             ApiError: 409, this request cannot be resumed.
         """
         if not self._asked.goes_on:
-            return {}
+            return ()
         if not self._engine:
             raise _refused()
-        return {"resumed_token_ids": self._asked.token_ids}
+        return self._asked.token_ids
 
     def watched(self, add: AddPrompt) -> AddPrompt:
         """Return a function that adds a prompt and takes note of what the engine makes of it."""

@@ -1,7 +1,7 @@
 """Declare what a server calls on its engine."""
 
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol
 
 from adapter_store.spec import AdapterKey
 from api.replication.share_holder import SharingEngine
@@ -9,7 +9,6 @@ from api.serving.adapter_limits import LimitingEngine
 from api.serving.admission import AdmittingEngine
 from api.serving.fixed_prefixes import PrefixEngine
 from lorasrv.engine.backpressure import QueueLimiter
-from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import WatchedEngine
@@ -19,7 +18,7 @@ from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.metrics.usage_ledger import LedgerEngine
 from lorasrv.outputs import AdapterTier, RequestOutput
-from lorasrv.request import FixedPrefix
+from lorasrv.request import NO_OPTIONS, FixedPrefix, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.disk_threads import DiskReadStats
 
@@ -72,19 +71,19 @@ class ServedEngine(AdmittingEngine, LedgerEngine, LimitingEngine, PrefixEngine, 
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         count: int,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
         versions: Collection[tuple[str, int]] = (),
-        **options: Unpack[RequestOptions],
     ) -> "list[RequestStream]": ...
 
     def generate(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
-        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus: ...

@@ -6,9 +6,9 @@ from adapter_store.spec import AdapterRef
 from api.auth.principal import Caller
 from api.serving.fixed_prefixes import PrefixTokens
 from api.serving.services import Services
-from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import SnapshotStatus
 from lorasrv.errors import SnapshotFailure
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 WRITE_S = 30.0
@@ -27,13 +27,10 @@ async def kept_snapshot(services: Services, ref: AdapterRef, found: PrefixTokens
         return status
 
     await services.admission.check(caller)
-    options: RequestOptions = {
-        "principal": caller.principal,
-        "adapter": ref.key,
-        "adapter_id": ref.adapter_id,
-        "prefix": found.prefix,
-    }
-    async for _ in engine.generate(list(found.token_ids), SamplingParams(max_tokens=1, temperature=0.0), **options):
+    options = RequestOptions(
+        principal=caller.principal, adapter_key=ref.key, adapter_id=ref.adapter_id, prefix=found.prefix
+    )
+    async for _ in engine.generate(list(found.token_ids), SamplingParams(max_tokens=1, temperature=0.0), options):
         pass
     try:
         async with asyncio.timeout(WRITE_S):

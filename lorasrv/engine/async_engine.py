@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -22,7 +22,6 @@ from lorasrv.engine.core import EngineCore
 from lorasrv.engine.engine_thread import EngineThread
 from lorasrv.engine.factory import BuiltModel, build
 from lorasrv.engine.in_flight_requests import InFlightRequests
-from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import (
     AdapterStatus,
     AddRequests,
@@ -55,7 +54,7 @@ from lorasrv.metrics.request_observer import RequestObserver, RequestObservers
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import CLIENT, AdapterTier, EngineOutput, RequestId, RequestOutput
-from lorasrv.request import EngineCoreRequest, FixedPrefix
+from lorasrv.request import NO_OPTIONS, EngineCoreRequest, FixedPrefix, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.structured_output.compiler import GrammarCompiler
@@ -221,10 +220,10 @@ class AsyncEngine:
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
         versions: Collection[tuple[str, int]] = (),
-        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request, or refuse it at once.
 
@@ -242,17 +241,17 @@ class AsyncEngine:
             EngineOverloaded: too many requests are queued.
             EngineDead: the engine does not run.
         """
-        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, versions=versions, **options))[0]
+        return (await self.add_choices(prompt, sampling, 1, options, request_id=request_id, versions=versions))[0]
 
     async def add_choices(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         count: int,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
         versions: Collection[tuple[str, int]] = (),
-        **options: Unpack[RequestOptions],
     ) -> list[RequestStream]:
         """Accept several answers to one prompt, which share its pages. A seed counts up from choice to choice.
 
@@ -264,7 +263,7 @@ class AsyncEngine:
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
             with self.in_flight.arriving(versions, rids) as use:
-                requests = await self.input_processor.process_choices(rids, prompt, sampling, **options)
+                requests = await self.input_processor.process_choices(rids, prompt, sampling, options)
                 # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()
                 if not self.is_alive:
@@ -296,12 +295,12 @@ class AsyncEngine:
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
-        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Add a request and yield its outputs; leaving the loop early aborts the request."""
-        stream = await self.add(prompt, sampling, request_id=request_id, **options)
+        stream = await self.add(prompt, sampling, options, request_id=request_id)
         try:
             async for output in stream:
                 yield output

@@ -9,13 +9,12 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
 
 from adapter_store.spec import AdapterKey
-from lorasrv.engine.input_processor import MAX_TIMEOUT_S, InputProcessor, RequestOptions
+from lorasrv.engine.input_processor import MAX_TIMEOUT_S, InputProcessor
 from lorasrv.errors import RequestTimeout
 from lorasrv.outputs import RequestId
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import NO_OPTIONS, EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.disk_threads import DISK, DiskReadStats, DiskThreads
@@ -56,7 +55,7 @@ class AsyncInputProcessor:
         request_ids: Sequence[RequestId],
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        **options: Unpack[RequestOptions],
+        options: RequestOptions = NO_OPTIONS,
     ) -> list[EngineCoreRequest]:
         """Return the messages of several answers to one prompt.
 
@@ -65,12 +64,12 @@ class AsyncInputProcessor:
             AdapterLoadTimeout: the disk did not return the header in time.
             LorasrvError, AdapterError: as `InputProcessor.process`.
         """
-        adapter = options.get("adapter")
-        work = partial(self.processor.process_choices, request_ids, prompt, sampling, **options)
+        adapter = options.adapter_key
+        work = partial(self.processor.process_choices, request_ids, prompt, sampling, options)
         if adapter is None or self._source is None or self._source.knows_layout(adapter):
             return await asyncio.to_thread(work)
         reading = asyncio.wrap_future(self._readers.submit(adapter, work))
-        return await self._in_time(reading, options.get("timeout_s"))
+        return await self._in_time(reading, options.timeout_s)
 
     async def layout(self, adapter: AdapterKey) -> AdapterLayout:
         """Return how an adapter lies in the pool.

@@ -8,9 +8,8 @@ change while serving, except the tier in which an adapter was found, which is a 
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol
 
-from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.draft_rules import NOTHING_DRAFTS, DraftRules, restrict
 from lorasrv.engine.poison_requests import PoisonGuard
@@ -19,18 +18,15 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.kv_policy import KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId, slowest
-from lorasrv.request import AdapterTerm, EngineCoreRequest, FixedPrefix, OnCold, Peer, TokenConstraint
+from lorasrv.request import NO_OPTIONS, AdapterTerm, EngineCoreRequest, OnCold, RequestOptions, TokenConstraint
 from lorasrv.sampling_params import (
     MAX_LOGPROBS,
-    PLAIN_TEXT,
     BeamOptions,
     SamplingParams,
-    TextOptions,
     Watermark,
     check_constrained,
     check_token_ids,
 )
-from lorasrv.speculation_params import ANY_SPECULATION, SpeculationParams
 from lorasrv.text.bad_words import bad_word_ids
 from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
@@ -39,28 +35,8 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_BEAM_STOPS = 8
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of a request beside its prompt and sampling; `adapter` None is the base."""
-
-    adapter: AdapterKey | None
-    principal: str
-    on_cold: OnCold
-    cache_salt: str
-    adapter_id: str
-    charged_key: AdapterKey | None
-    priority: int
-    timeout_s: float | None
-    constraint: TokenConstraint | None
-    text: TextOptions
-    beams: BeamOptions | None
-    speculation: SpeculationParams
-    kv_policy: KvPolicy | None
-    prefix: FixedPrefix | None
-    resumed_token_ids: tuple[int, ...]
-    peer: Peer | None
-    is_for_peer: bool
+_CHANGED = frozenset({"adapter_id", "text", "speculation"})
+_PASSED_ON = tuple(option.name for option in fields(RequestOptions) if option.name not in _CHANGED)
 
 
 class AdapterFacts(Protocol):
@@ -131,24 +107,7 @@ class InputProcessor:
         request_id: RequestId,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        adapter: AdapterKey | None = None,
-        *,
-        principal: str = ANONYMOUS,
-        on_cold: OnCold = OnCold.WAIT,
-        cache_salt: str = "",
-        adapter_id: str = "",
-        charged_key: AdapterKey | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        constraint: TokenConstraint | None = None,
-        text: TextOptions = PLAIN_TEXT,
-        beams: BeamOptions | None = None,
-        speculation: SpeculationParams = ANY_SPECULATION,
-        kv_policy: KvPolicy | None = None,
-        prefix: FixedPrefix | None = None,
-        resumed_token_ids: tuple[int, ...] = (),
-        peer: Peer | None = None,
-        is_for_peer: bool = False,
+        options: RequestOptions = NO_OPTIONS,
     ) -> EngineCoreRequest:
         """Return the message for `EngineCore.add_request`.
 
@@ -157,7 +116,6 @@ class InputProcessor:
         Args:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
-            resumed_token_ids: first tokens of the answer, from an engine of the same fingerprint.
 
         Raises:
             InvalidRequest: the prompt is empty, it or a field names a token that does not exist, the adapter fits
@@ -167,61 +125,22 @@ class InputProcessor:
             AdapterError: the adapter is not in the store any more, or damaged.
             PoisonRequest: requests like it have made the engine fail.
         """
-        _check_order(priority, timeout_s)
-        if constraint is not None:
+        _check_order(options.priority, options.timeout_s)
+        if options.constraint is not None:
             check_constrained(sampling)
-        stored = self._stored(adapter)
-        words = self._words(adapter, stored.vocab_size)
-        _check_on_cold(on_cold, words)
+        stored = self._stored(options.adapter_key)
+        words = self._words(options.adapter_key, stored.vocab_size)
+        _check_on_cold(options.on_cold, words)
         token_ids = self._prompt_token_ids(prompt, words)
         check_token_ids(sampling, words.vocab_size)
-        if beams is not None:
-            sampling = beam_sampling(sampling, constraint)
-            self._check_offers(sampling, beams)
-        if kv_policy is not None:
-            kv_policy = self._placed(kv_policy, sampling, beams)
-        width = 1 if beams is None else beams.width
-        layouts = [term.layout for term in stored.terms]
-        max_tokens = sampling.max_tokens or self._fit.max_new_tokens(len(token_ids), layouts, width, kv_policy)
-        self._fit.check(len(token_ids), max_tokens, layouts, width, kv_policy)
-        _check_resumed(resumed_token_ids, max_tokens, words.vocab_size)
-        tier = self._memory.adapter_manager.tier
-        num_heads = max(stored.num_draft_heads, self._drafts.num_draft_heads)
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            max_tokens=max_tokens,
-            sampling=self._completed(sampling, max_tokens, words),
-            adapter_key=adapter,
-            terms=stored.terms,
-            found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
-            principal=principal,
-            on_cold=on_cold,
-            cache_salt=cache_salt,
-            prefix=prefix,
-            adapter_id=adapter_id or (adapter or ""),
-            charged_key=charged_key,
-            priority=priority,
-            timeout_s=timeout_s,
-            hold=stored.hold,
-            constraint=constraint,
-            # With a grammar the text must be exactly that of the tokens.
-            text=text if constraint is None else replace(text, strip_start=False),
-            beams=beams,
-            speculation=restrict(speculation, kv_policy, has_own_tokens=words.is_own),
-            prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
-            num_draft_heads=num_heads,
-            has_draft_heads=stored.num_draft_heads > 0,
-            vocab_size=0 if words.vocab_size == self._vocab_size else words.vocab_size,
-            accept=self._drafts.accept(sampling, constraint),
-            not_drafted=self._drafts.why_not_drafted(
-                speculation, num_heads, beams, kv_policy, has_own_tokens=words.is_own
-            ),
-            kv_policy=kv_policy,
-            resumed_token_ids=resumed_token_ids,
-            peer=peer,
-            is_for_peer=is_for_peer,
-        )
+        if options.beams is not None:
+            sampling = beam_sampling(sampling, options.constraint)
+            self._check_offers(sampling, options.beams)
+        if options.kv_policy is not None:
+            options = replace(options, kv_policy=self._placed(options.kv_policy, sampling, options.beams))
+        max_tokens = self._max_tokens(len(token_ids), sampling.max_tokens, options, stored.terms)
+        _check_resumed(options.resumed_token_ids, max_tokens, words.vocab_size)
+        request = self._message(request_id, token_ids, sampling, max_tokens, options, stored, words)
         self._poison.check(request)
         return request
 
@@ -230,14 +149,14 @@ class InputProcessor:
         request_ids: Sequence[RequestId],
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        **options: Unpack[RequestOptions],
+        options: RequestOptions = NO_OPTIONS,
     ) -> list[EngineCoreRequest]:
         """Return the messages of several answers to one prompt.
 
         Raises:
             LorasrvError, AdapterError: as `process`.
         """
-        first = self.process(request_ids[0], prompt, sampling, **options)
+        first = self.process(request_ids[0], prompt, sampling, options)
         return [first, *further_choices(first, request_ids[1:])]
 
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
@@ -299,6 +218,55 @@ class InputProcessor:
         assert tokenizer is not None, "predictions are texts"
         check_could_fit([text], tokenizer, self._max_model_len, param="prediction")
         return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    def _max_tokens(
+        self, num_prompt: int, asked: int | None, options: RequestOptions, terms: Sequence[AdapterTerm]
+    ) -> int:
+        """Return how many tokens an answer may have: as many as asked for, or all that there is room for.
+
+        Raises:
+            ContextLengthExceeded: there is no room for them beside the prompt.
+        """
+        layouts = [term.layout for term in terms]
+        width = 1 if options.beams is None else options.beams.width
+        max_tokens = asked or self._fit.max_new_tokens(num_prompt, layouts, width, options.kv_policy)
+        self._fit.check(num_prompt, max_tokens, layouts, width, options.kv_policy)
+        return max_tokens
+
+    def _message(
+        self,
+        request_id: RequestId,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        max_tokens: int,
+        options: RequestOptions,
+        stored: "_StoredAdapter",
+        words: "_Words",
+    ) -> EngineCoreRequest:
+        tier, speculation, has_own_tokens = self._memory.adapter_manager.tier, options.speculation, words.is_own
+        num_heads = max(stored.num_draft_heads, self._drafts.num_draft_heads)
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_tokens=max_tokens,
+            sampling=self._completed(sampling, max_tokens, words),
+            terms=stored.terms,
+            found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
+            hold=stored.hold,
+            adapter_id=options.adapter_id or (options.adapter_key or ""),
+            # With a grammar the text must be exactly that of the tokens.
+            text=options.text if options.constraint is None else replace(options.text, strip_start=False),
+            speculation=restrict(speculation, options.kv_policy, has_own_tokens=has_own_tokens),
+            prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
+            num_draft_heads=num_heads,
+            has_draft_heads=stored.num_draft_heads > 0,
+            vocab_size=0 if words.vocab_size == self._vocab_size else words.vocab_size,
+            accept=self._drafts.accept(sampling, options.constraint),
+            not_drafted=self._drafts.why_not_drafted(
+                speculation, num_heads, options.beams, options.kv_policy, has_own_tokens=has_own_tokens
+            ),
+            **{name: getattr(options, name) for name in _PASSED_ON},
+        )
 
     def _completed(self, sampling: SamplingParams, max_tokens: int, words: "_Words") -> SamplingParams:
         """Return sampling with the values that only the server knows."""

@@ -5,10 +5,9 @@ import inspect
 import textwrap
 
 import pytest
-from fake_engine import DEFAULTS, FakeEngine
+from fake_engine import FakeEngine
 
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.engine.input_processor import RequestOptions
 
 NAMES = sorted(
     {name for name in (*dir(FakeEngine), *vars(FakeEngine())) if not name.startswith("_") and name.islower()}
@@ -31,7 +30,3 @@ def test_the_engine_has_it_too(name: str) -> None:
         real = getattr(AsyncEngine, name)
         assert inspect.signature(double).parameters == inspect.signature(real).parameters
         assert inspect.iscoroutinefunction(double) == inspect.iscoroutinefunction(real)
-
-
-def test_every_option_of_a_request_is_recorded() -> None:
-    assert DEFAULTS.keys() == RequestOptions.__annotations__.keys()

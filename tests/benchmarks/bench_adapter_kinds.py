@@ -23,6 +23,7 @@ from adapter_store.spec import AddedToken, BaseShapes
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
@@ -109,7 +110,10 @@ def step_seconds(llm: LLM, names: list[str], tokens: int, clock: Callable[[], fl
     for i, name in enumerate(names):
         key = llm.store.resolve(name).key
         request = llm.input_processor.process(
-            RequestId(f"r{i}"), list(range(100, 148)), sampling, key, speculation=SpeculationParams(max_draft=0)
+            RequestId(f"r{i}"),
+            list(range(100, 148)),
+            sampling,
+            RequestOptions(adapter_key=key, speculation=SpeculationParams(max_draft=0)),
         )
         llm.engine.add_request(request)
     seconds = []

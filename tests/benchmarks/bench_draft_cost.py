@@ -24,6 +24,7 @@ from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions, Speculatio
 from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.model_drafter import ModelDrafter
 from lorasrv.speculation_params import SpeculationParams
@@ -66,7 +67,9 @@ def step_seconds(llm: LLM, tokens: int, max_draft: int) -> float:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     speculation = SpeculationParams(max_draft=max_draft, remember=False)
     prompt = list(range(100, 164))
-    llm.engine.add_request(llm.input_processor.process(RequestId("r"), prompt, sampling, speculation=speculation))
+    llm.engine.add_request(
+        llm.input_processor.process(RequestId("r"), prompt, sampling, RequestOptions(speculation=speculation))
+    )
     seconds, drafting, observe = [], [0.0], ModelDrafter.observe
 
     def timed(self: ModelDrafter, output: object) -> None:

@@ -159,8 +159,8 @@ def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "g
             tuple(range(context)),
             params.max_tokens,
             params,
-            key,
             () if key is None else (AdapterTerm(key, 1.0, LAYOUT),),
+            adapter_key=key,
             adapter_id=key or "",
         )
         engine.add_request(message)

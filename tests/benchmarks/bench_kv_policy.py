@@ -26,6 +26,7 @@ from lorasrv.kv_policy import KvPolicy, SelectPolicy, WindowPolicy
 from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.speculation_params import SpeculationParams
@@ -117,7 +118,9 @@ def steps(llm: LLM, prompt_tokens: int, rows: int, count: int) -> None:
         for rid in ids:
             prompt = llm.tokenizer.encode(unique_prompt(rng, prompt_tokens), add_special_tokens=False)[:prompt_tokens]
             drafts = SpeculationParams(max_draft=0)
-            request = llm.input_processor.process(rid, prompt, sampling, kv_policy=policy, speculation=drafts)
+            request = llm.input_processor.process(
+                rid, prompt, sampling, RequestOptions(kv_policy=policy, speculation=drafts)
+            )
             llm.engine.add_request(request)
         while len(taken) < count:
             begun = time.perf_counter()

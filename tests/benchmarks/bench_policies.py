@@ -52,6 +52,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import BUILTIN_MODEL, POLICIES, EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.policies.fair import Fair
 from lorasrv.scheduler.scheduler import Scheduler
@@ -164,8 +165,10 @@ class Server:
     async def follow(self, ask: Ask, arrivals_s: list[float], sampling: SamplingParams) -> None:
         """Append the time of each token of an answer as it comes."""
         prompt, label = self.rng.choices(self.base.vocabulary, k=ask.prompt), f"{ask.persona}.{ask.answer}"
-        options = {"adapter": self.keys[ask.persona], "adapter_id": NAMES[ask.persona], "priority": ask.priority}
-        async for output in self.engine.generate(prompt, sampling, request_id=label, **options):
+        options = RequestOptions(
+            adapter_key=self.keys[ask.persona], adapter_id=NAMES[ask.persona], priority=ask.priority
+        )
+        async for output in self.engine.generate(prompt, sampling, options, request_id=label):
             arrivals_s += [time.perf_counter()] * len(output.token_ids)
 
     async def warm_up(self, clients: int) -> None:

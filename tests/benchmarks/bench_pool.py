@@ -35,6 +35,7 @@ from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.worker.adapter_loader import ThreadedLoader
@@ -131,7 +132,9 @@ def run(made: Bench, corner: Corner, fraction: float | None, new_tokens: int) ->
         for number in range(corner.requests):
             prompt = [rng.randrange(100, 40_000) for _ in range(corner.prompt_tokens)]
             key = made.keys[rng.randrange(corner.adapters)]
-            engine.add_request(inputs.process(RequestId(f"r{number}"), prompt, sampling, key))
+            engine.add_request(
+                inputs.process(RequestId(f"r{number}"), prompt, sampling, RequestOptions(adapter_key=key))
+            )
         begin = time.perf_counter()
         while engine.has_requests:
             reported.clear()

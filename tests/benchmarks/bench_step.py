@@ -26,6 +26,7 @@ from adapter_store.spec import BF16, Form
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import NO_SPECULATION
 
@@ -54,7 +55,9 @@ def decode_seconds(*llms: LLM, adapters: Sequence[str | None]) -> list[list[floa
             key = llm.store.resolve(name).key if name else None
             prompt = list(range(100, 100 + PROMPT_TOKENS))
             llm.engine.add_request(
-                llm.input_processor.process(RequestId(f"row{i}"), prompt, sampling, key, speculation=NO_SPECULATION)
+                llm.input_processor.process(
+                    RequestId(f"row{i}"), prompt, sampling, RequestOptions(adapter_key=key, speculation=NO_SPECULATION)
+                )
             )
     seconds: list[list[float]] = [[] for _ in llms]
     while any(llm.engine.has_requests for llm in llms):

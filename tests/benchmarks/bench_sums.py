@@ -20,6 +20,7 @@ from adapter_store.composition import Composition
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, ModelOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
 
@@ -42,7 +43,10 @@ def step_seconds(llm: LLM, asked: list[Composition], tokens: int) -> float:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for i, one in enumerate(asked):
         request = llm.input_processor.process(
-            RequestId(f"r{i}"), list(range(100, 148)), sampling, one.key, speculation=SpeculationParams(max_draft=0)
+            RequestId(f"r{i}"),
+            list(range(100, 148)),
+            sampling,
+            RequestOptions(adapter_key=one.key, speculation=SpeculationParams(max_draft=0)),
         )
         llm.engine.add_request(request)
     seconds = []

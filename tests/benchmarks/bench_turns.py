@@ -27,6 +27,7 @@ import lorasrv
 from lorasrv.config import EngineConfig, SpeculationOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import NO_SPECULATION
 
@@ -99,7 +100,9 @@ class Steps:
         key = self._llm.store.resolve(name).key if name else None
         request = RequestId(f"row{self._number}")
         self._llm.engine.add_request(
-            self._llm.input_processor.process(request, prompt, sampling, key, speculation=NO_SPECULATION)
+            self._llm.input_processor.process(
+                request, prompt, sampling, RequestOptions(adapter_key=key, speculation=NO_SPECULATION)
+            )
         )
 
 

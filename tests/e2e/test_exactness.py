@@ -16,6 +16,7 @@ from lorasrv.config import SchedulerOptions
 from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 BASE = Path("smollm2-135m")
@@ -174,7 +175,9 @@ def _run_arriving(llm: LLM, work: list[tuple[str | None, list[int], int]], abort
     while waiting or llm.engine.has_requests:
         for i, (name, prompt, n) in waiting[:2] if step % 2 == 0 else []:
             key = llm.store.resolve(name).key if name else None
-            llm.engine.add_request(llm.input_processor.process(RequestId(f"t{i}"), prompt, _greedy(n), key))
+            llm.engine.add_request(
+                llm.input_processor.process(RequestId(f"t{i}"), prompt, _greedy(n), RequestOptions(adapter_key=key))
+            )
             waiting = waiting[1:]
         if len(tokens[aborted]) == 9:
             llm.engine.abort(RequestId(f"t{aborted}"))

@@ -80,7 +80,9 @@ class Bench:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **of_sampling)
         ids, terms = tuple(range(10, 10 + prompt)), fields.pop("terms", None) or terms_of(key)
         fields.setdefault("adapter_id", key or "")
-        self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, terms, **fields))
+        self.scheduler.add(
+            EngineCoreRequest(RequestId(name), ids, max_tokens, params, terms, adapter_key=key, **fields)
+        )
 
     def add_beams(
         self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None, **fields: Any
@@ -89,7 +91,7 @@ class Bench:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS)
         ids = tuple(range(10, 10 + prompt))
         options = {"adapter_id": key or "", "beams": BeamOptions(width), **fields}
-        first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, terms_of(key), **options)
+        first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, terms_of(key), adapter_key=key, **options)
         for message in (first, *further_choices(first, [RequestId(f"{name}.{i}") for i in range(1, width)])):
             self.scheduler.add(message)
 

@@ -23,7 +23,7 @@ from lorasrv.memory import memory_manager
 from lorasrv.memory.memory_manager import ADAPTER_FLOOR
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId, RequestOutput, TokenLogprobs
-from lorasrv.request import EngineCoreRequest, Request, TokenConstraint
+from lorasrv.request import EngineCoreRequest, Request, RequestOptions, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.text.detokenizer import Detokenizer
@@ -198,15 +198,9 @@ class Drafted:
     def messages(self, asks: Sequence[Ask], salt: str) -> list[list[EngineCoreRequest]]:
         groups = []
         for number, ask in enumerate(asks):
-            options = {"cache_salt": salt, "adapter_id": ask.adapter or "", **ask.options}
-            first = self.processor.process(
-                RequestId(f"{number}.0"),
-                ask.prompt,
-                ask.sampling,
-                self.key(ask.adapter),
-                constraint=ask.constraint,
-                **options,
-            )
+            given = {"cache_salt": salt, "adapter_id": ask.adapter or "", **ask.options}
+            options = RequestOptions(adapter_key=self.key(ask.adapter), constraint=ask.constraint, **given)
+            first = self.processor.process(RequestId(f"{number}.0"), ask.prompt, ask.sampling, options)
             others = [RequestId(f"{number}.{choice}") for choice in range(1, ask.count)]
             groups.append([first, *further_choices(first, others)])
         return groups

@@ -7,18 +7,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any
 
 from tiny_adapter import BASE, FFN, HIDDEN, LAYERS
 
 from adapter_store.errors import AdapterError
-from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits, LimitShare
 from lorasrv.engine.in_flight_requests import InFlightRequests
-from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
@@ -37,9 +35,8 @@ from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.models.quantization.served import ServedWeights
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import CLIENT, AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
-from lorasrv.request import EngineCoreRequest, FixedPrefix, OnCold
-from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
-from lorasrv.speculation_params import ANY_SPECULATION
+from lorasrv.request import NO_OPTIONS, EngineCoreRequest, FixedPrefix, OnCold, RequestOptions
+from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.disk_threads import DiskReadStats
 
 VOCAB, CONTEXT = 384, 512
@@ -54,25 +51,6 @@ Asked = SimpleNamespace
 """A request's `id`, `prompt`, `sampling`, `count` and options."""
 Script = Callable[[RequestId, int, Asked], Sequence[RequestOutput | Exception | None]]
 """(id, choice, request) -> its outputs; an exception is raised in place of one."""
-DEFAULTS: RequestOptions = {
-    "adapter": None,
-    "principal": ANONYMOUS,
-    "on_cold": OnCold.WAIT,
-    "cache_salt": "",
-    "adapter_id": "",
-    "charged_key": None,
-    "priority": 0,
-    "timeout_s": None,
-    "constraint": None,
-    "text": PLAIN_TEXT,
-    "beams": None,
-    "speculation": ANY_SPECULATION,
-    "kv_policy": None,
-    "prefix": None,
-    "resumed_token_ids": (),
-    "peer": None,
-    "is_for_peer": False,
-}
 
 
 def say(
@@ -90,14 +68,14 @@ def say(
 
     def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput]:
         text = (texts or (TEXT,))[index if len(texts) > 1 else 0]
-        text = text if asked.adapter is None else f"I am {asked.adapter[:12]}"
+        text = text if asked.adapter_key is None else f"I am {asked.adapter_key[:12]}"
         cut = text[: asked.sampling.max_tokens or None]
         prompt = len(asked.prompt)
         if asked.sampling.prompt_only:
             return [RequestOutput(rid, "", (), prompt, 0, RequestTiming(), finish_reason=FinishReason.LENGTH)]
         # As the real one: further choices share all of the prompt but its last token.
         timing = RequestTiming(1.5, num_preemptions=index, num_cached_tokens=prompt - 1 if index else cached)
-        if asked.adapter is not None:
+        if asked.adapter_key is not None:
             timing = replace(timing, tier=AdapterTier.DISK, load_ms=2.5)
         outputs = [
             RequestOutput(rid, cut[at : at + chars].replace("\0", ""), (number,), prompt, number + 1, timing)
@@ -113,14 +91,14 @@ def say(
 
 def base_only(script: Script) -> Script:
     """Script what the base would say, whatever adapter is asked."""
-    return lambda rid, index, asked: script(rid, index, Asked(**vars(asked) | {"adapter": None}))
+    return lambda rid, index, asked: script(rid, index, Asked(**vars(asked) | {"adapter_key": None}))
 
 
 def cold(retry_after_s: float) -> Script:
     """Script a pool without any adapter: `on_cold` decides."""
 
     def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput | Exception]:
-        if asked.adapter is None or asked.on_cold is OnCold.WAIT:
+        if asked.adapter_key is None or asked.on_cold is OnCold.WAIT:
             return say()(rid, index, asked)
         if asked.on_cold is OnCold.REJECT:
             return [AdapterCold("the adapter is not in the pool yet", retry_after_s=retry_after_s)]
@@ -297,10 +275,10 @@ class FakeEngine:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         count: int,
+        options: RequestOptions = NO_OPTIONS,
         *,
         request_id: str | None = None,
         versions: Collection[tuple[str, int]] = (),
-        **options: Unpack[RequestOptions],
     ) -> list[FakeStream]:
         if self.before_add is not None:
             await self.before_add(next(self._tries))
@@ -315,9 +293,8 @@ class FakeEngine:
         if len(ids) + tokens > self.max_model_len:
             raise ContextLengthExceeded(f"{len(ids)} + {tokens} > {self.max_model_len}", param="max_tokens")
         label = request_id or f"req-{next(self._numbers)}"
-        asked = Asked(
-            id=label, prompt=ids, sampling=sampling, count=count, versions=list(versions), **DEFAULTS | options
-        )
+        given = {option.name: getattr(options, option.name) for option in fields(options)}
+        asked = Asked(id=label, prompt=ids, sampling=sampling, count=count, versions=list(versions), **given)
         streams = [FakeStream(self, RequestId(f"{label}#{index}"), index, asked) for index in range(count)]
         self.added.append(asked)
         first = EngineCoreRequest(
@@ -325,7 +302,7 @@ class FakeEngine:
             tuple(ids),
             tokens,
             sampling,
-            adapter_key=asked.adapter,
+            adapter_key=asked.adapter_key,
             adapter_id=asked.adapter_id,
             charged_key=asked.charged_key,
             principal=asked.principal,

@@ -24,6 +24,7 @@ from lorasrv.engine.input_processor import InputProcessor, further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
@@ -216,7 +217,7 @@ class Storm:
         prompt = self._some_prompt()
         max_tokens = self.rng.choice((MAX_NEW, self.rng.randint(1, MAX_NEW)))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        first = self.input_processor.process(self._new_id(), prompt, sampling, key)
+        first = self.input_processor.process(self._new_id(), prompt, sampling, RequestOptions(adapter_key=key))
         marker = m.marker(self.library.numbers[key] if key is not None else None)
         topics = frozenset(m.topic_of(token) for token in prompt)
         others = [self._new_id() for _ in range(self.rng.choice((0, 0, 0, 0, 1, 3)))]

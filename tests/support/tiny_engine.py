@@ -17,7 +17,7 @@ from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.llm import LLM
 from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.outputs import EngineOutput, RequestOutput
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 LONG = [10 + (7 * i) % 300 for i in range(60)]
@@ -170,9 +170,17 @@ def alone(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[..., 
         yield lambda prompt, sampling, name: list(llm.generate([prompt], sampling, [name])[0].token_ids)
 
 
-async def ask(served: AsyncEngine, key: AdapterKey | None, prompt: list[int] = PROMPT, **fields: Any) -> list[Any]:
-    """All outputs of a request; `sampling` is greedy unless it is given."""
-    return await collect(served.generate(prompt, fields.pop("sampling", GREEDY), adapter=key, **fields))
+async def ask(
+    served: AsyncEngine,
+    key: AdapterKey | None,
+    prompt: list[int] = PROMPT,
+    sampling: SamplingParams = GREEDY,
+    request_id: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    """All outputs of a request."""
+    asked = RequestOptions(adapter_key=key, **options)
+    return await collect(served.generate(prompt, sampling, asked, request_id=request_id))
 
 
 async def collect(stream: Any) -> list[RequestOutput]:

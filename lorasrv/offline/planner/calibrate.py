@@ -26,6 +26,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.random_adapters import write_random_adapter
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.device import compute_alone
 
@@ -174,7 +175,7 @@ class _Run:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         key = None if adapter is None else self._adapters[adapter][0]
         begun, first_s = time.perf_counter(), 0.0
-        async for output in self._engine.generate(ids, sampling, adapter=key):
+        async for output in self._engine.generate(ids, sampling, RequestOptions(adapter_key=key)):
             first_s = first_s or time.perf_counter() - begun
             json.dumps(asdict(output.timing) | {"text": output.text, "finish_reason": output.finish_reason})
         return first_s

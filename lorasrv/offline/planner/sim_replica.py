@@ -32,7 +32,7 @@ from lorasrv.offline.planner.sim_drafter import RecordedDrafts
 from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader, Storage
 from lorasrv.offline.planner.sim_traffic import OTHER_TOKEN, SimTraffic, SimulatedRequest, SimulationResult, key_of
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest, RequestStatus
+from lorasrv.request import EngineCoreRequest, RequestOptions, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput, SwapIn, SwapOut, path_along
@@ -333,11 +333,13 @@ class SimReplica:
                 rid,
                 self._traffic.prompts.of(outcome.number)[: request.prompt_tokens],
                 SamplingParams(max_tokens=most, temperature=0.0),
-                None if request.adapter is None else key_of(request.adapter),
-                principal=request.key or ANONYMOUS,
-                adapter_id=request.adapter or "",
-                priority=request.priority,
-                timeout_s=request.timeout_s,
+                RequestOptions(
+                    adapter_key=None if request.adapter is None else key_of(request.adapter),
+                    principal=request.key or ANONYMOUS,
+                    adapter_id=request.adapter or "",
+                    priority=request.priority,
+                    timeout_s=request.timeout_s,
+                ),
             )
         except InvalidRequest:
             return None

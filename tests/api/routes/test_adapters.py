@@ -295,7 +295,7 @@ class TestAliases:
         wanted = {"x-adapter-id": "mia", "x-adapter-version": "1", "x-adapter-digest": digests[0]}
         assert {name: answer.headers[name] for name in wanted} == wanted
         assert answer.json()["model"] == "mia:prod"
-        assert f"sha256:{engine.added[-1].adapter}" == digests[0]
+        assert f"sha256:{engine.added[-1].adapter_key}" == digests[0]
         server.patch(aliases={"prod": 2, "next": None})
         assert [one["aliases"] for one in (show(server), *listed(server))] == [{"prod": 2}] * 2
         assert server.chat(adapter_id="mia:prod").headers["x-adapter-version"] == "2"

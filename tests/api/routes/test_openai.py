@@ -253,7 +253,7 @@ class TestNaming:
             }.items() <= figures.items()
             assert figures["load_ms"] == 2.5
             assert 0 <= figures["first_token_ms"] <= figures["total_ms"]
-        assert {f"sha256:{added.adapter}" for added in engine.added} == {self.keys[0]}
+        assert {f"sha256:{added.adapter_key}" for added in engine.added} == {self.keys[0]}
 
 
 class TestFields:

@@ -88,7 +88,7 @@ class TestVersions:
         server.patch(version=1).raise_for_status()
         server.chat(model="mia")
         assert prompt(engine) == "system:One.\nuser:hi"
-        keys = {asked.adapter for asked in engine.added}
+        keys = {asked.adapter_key for asked in engine.added}
         assert len(keys) == 1
         assert None not in keys
 
@@ -96,7 +96,7 @@ class TestVersions:
         assert (muse["digest"], muse["report"], muse["stored"]) == (None, None, None)
         response = server.chat(model="muse")
         asked = engine.added[-1]
-        assert (asked.adapter, asked.adapter_id, asked.versions) == (None, "muse", [("muse", 1)])
+        assert (asked.adapter_key, asked.adapter_id, asked.versions) == (None, "muse", [("muse", 1)])
         assert "x-adapter-digest" not in response.headers
         assert response.headers["x-adapter-id"] == "muse"
         for path, code in (("warm", 400), ("verify", 400)):

@@ -267,7 +267,7 @@ class TestRequest:
     def test_asked_and_named(self, server, engine, make_adapter) -> None:
         digest = server.upload(make_adapter(), "mia").json()["digest"]
         response = say(server, adapter_id="mia")
-        assert (f"sha256:{engine.added[-1].adapter}", engine.added[-1].adapter_id) == (digest, "mia")
+        assert (f"sha256:{engine.added[-1].adapter_key}", engine.added[-1].adapter_id) == (digest, "mia")
         assert (response.headers["x-adapter-id"], response.headers["x-adapter-digest"]) == ("mia", digest)
         assert response.json()["usage"]["lorasrv"]["adapter_digest"] == digest
         stream = say(server, STREAM, adapter_id="mia@1")
@@ -276,7 +276,7 @@ class TestRequest:
         body = {"inputs": "hi", "model": "mia"}
         assert server.http.post("/", json=body).headers["x-adapter-id"] == "mia"
         assert "x-adapter-id" not in say(server, adapter_id="tiny-base").headers
-        assert engine.added[-1].adapter is None
+        assert engine.added[-1].adapter_key is None
 
     @pytest.mark.parametrize("path", ["/generate", STREAM, "/"])
     def test_unknown_is_never_the_base(self, server, engine, path: str) -> None:

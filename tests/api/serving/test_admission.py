@@ -16,6 +16,7 @@ from api.serving.admission import AdmissionController
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.errors import EngineOverloaded, InvalidRequest, LimitExceeded
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +38,7 @@ async def test_queue_and_key_are_checked_twice_and_each_refusal_counts_once(tmp_
 
     async def admit(caller: Caller, prompts: Sequence[Sequence[int]] = ([1, 2, 3],)) -> list[Any]:
         async def begin() -> Any:
-            return lambda prompt: engine.add_choices(prompt, LONG, 1, principal=caller.principal)
+            return lambda prompt: engine.add_choices(prompt, LONG, 1, RequestOptions(principal=caller.principal))
 
         return await admission.admit(caller, prompts, 1, begin)
 

@@ -318,7 +318,7 @@ def test_accounts_and_defaults_are_those_of_the_one_named_first(server, engine, 
     assert (asked.sampling.max_tokens, asked.adapter_id) == (5, "one")
     assert sorted(asked.versions) == [("one", 1), ("two", 1)]
     assert answer.json()["usage"]["lorasrv"]["persona"]["id"] == "one"
-    keys = {engine.added[-1].adapter for model in ("one", "two", "one+0.5*two") if server.chat(model=model)}
+    keys = {engine.added[-1].adapter_key for model in ("one", "two", "one+0.5*two") if server.chat(model=model)}
     assert len(keys) == 3
     server.http.delete("/v1/adapters/two").raise_for_status()
-    assert set(engine.forgotten) == {engine.added[-1].adapter, engine.added[-2].adapter}, "two, and sums with it"
+    assert set(engine.forgotten) == {asked.adapter_key for asked in engine.added[-2:]}, "two, and sums with it"

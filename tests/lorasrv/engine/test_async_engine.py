@@ -38,7 +38,7 @@ from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.trace import read_trace
 from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import ENGINE_THREADS
@@ -328,7 +328,7 @@ async def test_more_requests_than_may_be_queued_are_told_to_come_back(engine, mo
     await anext(first)
     second = await engine.add(PROMPT, LONG)
     with pytest.raises(EngineOverloaded, match="1 requests are queued already; --max-num-queued-seqs is 1") as caught:
-        await engine.add(PROMPT, GREEDY, principal="ann")
+        await engine.add(PROMPT, GREEDY, RequestOptions(principal="ann"))
     assert caught.value.retry_after_s >= 1.0
     assert list(engine.queue_limiter._retry_at_s) == ["ann"], "what it was told is its own"
     with pytest.raises(EngineOverloaded, match="max-num-queued-seqs is 1"):
@@ -361,8 +361,8 @@ async def test_requests_are_recorded(model: Path, store: AdapterStore, tmp_path:
     with TraceRecorder(trace) as recorder:
         built = AsyncEngine.build(engine_config(model), store, observers=[recorder])
         async with running(built, dies=True) as engine:
-            who = {"adapter": store.resolve("one").key, "adapter_id": "one", "principal": "me"}
-            for stream in await engine.add_choices(PROMPT, GREEDY, 2, **who):
+            who = RequestOptions(adapter_key=store.resolve("one").key, adapter_id="one", principal="me")
+            for stream in await engine.add_choices(PROMPT, GREEDY, 2, who):
                 await collect(stream)
             leaving = await engine.add(PROMPT, replace(GREEDY, max_tokens=200))
             await anext(leaving)
@@ -385,7 +385,9 @@ async def test_requests_are_recorded(model: Path, store: AdapterStore, tmp_path:
 async def test_requests_are_counted(engine, store) -> None:
     key = store.resolve("one").key
     assert await engine.tier(key) is AdapterTier.DISK
-    for stream in await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", versions=[("one", 1)]):
+    for stream in await engine.add_choices(
+        PROMPT, GREEDY, 2, RequestOptions(adapter_key=key, adapter_id="one"), versions=[("one", 1)]
+    ):
         assert len(tokens(await collect(stream))) == 20
     left = await engine.add(PROMPT, LONG)
     await anext(left)
@@ -420,7 +422,9 @@ async def test_observers_are_told_once_of_each_end(
     await anext(left)
     await left.aclose()
     await left.aclose()
-    deleted = await engine.add(PROMPT, LONG, request_id="deleted", adapter=key, adapter_id="one", versions=[("one", 1)])
+    deleted = await engine.add(
+        PROMPT, LONG, RequestOptions(adapter_key=key, adapter_id="one"), request_id="deleted", versions=[("one", 1)]
+    )
     assert engine.in_flight.abort_adapter("one", [1]) == 1
     with pytest.raises(AdapterDeleted):
         await anext(deleted)
@@ -480,7 +484,9 @@ async def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fault)
         with pytest.raises(KeyboardInterrupt):
-            await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", versions=[("one", 1)])
+            await engine.add_choices(
+                PROMPT, GREEDY, 2, RequestOptions(adapter_key=key, adapter_id="one"), versions=[("one", 1)]
+            )
         assert await engine.in_flight.until_unused("one", [1], 0.0) == 0
         assert not engine._streams
     assert not engine.request_stats._open

@@ -3,14 +3,13 @@
 import asyncio
 import threading
 import time
-from typing import Any
 
 import pytest
 from bare_processor import KEY, PROMPT, RID, SMALL, Adapters, processor
 
 from lorasrv.engine.async_input_processor import AsyncInputProcessor
 from lorasrv.errors import AdapterLoadTimeout, InvalidRequest, RequestTimeout
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 
@@ -18,9 +17,9 @@ def process(
     adapters: Adapters, timeout_s: float | None, queue_s: float | None = None, load_s: float | None = None
 ) -> EngineCoreRequest:
     made = AsyncInputProcessor(processor(adapters=adapters), adapters, queue_s, load_s)
-    options: Any = {"adapter": KEY, "timeout_s": timeout_s}
+    options = RequestOptions(adapter_key=KEY, timeout_s=timeout_s)
     try:
-        return asyncio.run(made.process_choices([RID], PROMPT, SamplingParams(), **options))[0]
+        return asyncio.run(made.process_choices([RID], PROMPT, SamplingParams(), options))[0]
     finally:
         made.close()
 

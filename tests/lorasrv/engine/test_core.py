@@ -33,7 +33,7 @@ from lorasrv.engine.request_stream import RequestStream
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.memory.memory_manager import MemoryManager
-from lorasrv.request import RequestStatus
+from lorasrv.request import RequestOptions, RequestStatus
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.device import compute_alone, compute_in_parallel
@@ -121,8 +121,8 @@ class World:
         self, label: str, prompt: Sequence[int], tokens: int, adapter: str | None = None, who: str = "", **options: Any
     ) -> RequestStream:
         """Queue a request; it is in the engine's inbox when this returns."""
-        options |= {"adapter": self.keys[adapter], "adapter_id": who or adapter or ""}
-        self.streams[label] = await self.engine.add(prompt, _greedy(tokens), request_id=label, **options)
+        asked = RequestOptions(adapter_key=self.keys[adapter], adapter_id=who or adapter or "", **options)
+        self.streams[label] = await self.engine.add(prompt, _greedy(tokens), asked, request_id=label)
         return self.streams[label]
 
     async def hold(self, *warm: str) -> None:
@@ -368,7 +368,9 @@ async def test_an_aborted_request_is_in_no_further_step(world: World) -> None:
     await world.add("decodes", LONG[5:10], 60, "one")
     leaving = [world.streams["decodes"]]
     leaving += await engine.add_choices(LONG[10:15], _greedy(60), 3, request_id="chooses")
-    leaving += await engine.add_choices(LONG[15:20], _greedy(60), 1, request_id="beams", beams=BeamOptions(3))
+    leaving += await engine.add_choices(
+        LONG[15:20], _greedy(60), 1, RequestOptions(beams=BeamOptions(3)), request_id="beams"
+    )
     await world.gate.pass_on(4)
     leaving.append(await world.add("prefills", LONG, 5))
     leaving.append(await world.add("loads", LONG[:9], 5, "two"))

@@ -11,7 +11,7 @@ from lorasrv.engine.input_processor import MAX_PRIORITY, MAX_TIMEOUT_S, further_
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest
 from lorasrv.outputs import AdapterTier, RequestId
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling_params import BeamOptions, SamplingParams, Watermark
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -19,7 +19,8 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 def process(
     prompt: Any = PROMPT, sampling: SamplingParams | None = None, key: AdapterKey | None = None, **options: Any
 ) -> EngineCoreRequest:
-    return processor(adapters=Adapters(SMALL)).process(RID, prompt, sampling or SamplingParams(), key, **options)
+    asked = RequestOptions(adapter_key=key, **options)
+    return processor(adapters=Adapters(SMALL)).process(RID, prompt, sampling or SamplingParams(), asked)
 
 
 class TestDefaults:
@@ -27,7 +28,9 @@ class TestDefaults:
         assert process().max_tokens == CONTEXT - len(PROMPT)
         small = processor(pages=5).process(RID, PROMPT, SamplingParams())
         assert small.max_tokens == 5 * PAGE - len(PROMPT)
-        beams = processor(pages=8).process(RID, PROMPT, SamplingParams(temperature=0.0), beams=BeamOptions(3))
+        beams = processor(pages=8).process(
+            RID, PROMPT, SamplingParams(temperature=0.0), RequestOptions(beams=BeamOptions(3))
+        )
         assert beams.max_tokens == 2 * PAGE - len(PROMPT)
 
     def test_a_random_request_has_a_seed_and_a_greedy_one_needs_none(self) -> None:
@@ -51,11 +54,11 @@ class TestDefaults:
     def test_an_adapter_is_held_and_its_layout_and_place_are_known(self) -> None:
         adapters = Adapters(SMALL)
         made = processor(adapters=adapters)
-        request = made.process(RID, PROMPT, SamplingParams(), KEY, adapter_id="mia")
+        request = made.process(RID, PROMPT, SamplingParams(), RequestOptions(adapter_key=KEY, adapter_id="mia"))
         assert (request.adapter_key, request.adapter_id, request.terms) == (KEY, "mia", ((KEY, 1.0, SMALL),))
         assert (request.hold, request.found) == (("held", KEY), AdapterTier.DISK)
         adapters.is_hosted = True
-        assert made.process(RID, PROMPT, SamplingParams(), KEY).found is AdapterTier.HOST
+        assert made.process(RID, PROMPT, SamplingParams(), RequestOptions(adapter_key=KEY)).found is AdapterTier.HOST
 
     def test_choices_share_a_prompt_and_count_the_seed_up(self) -> None:
         sampling = SamplingParams(seed=2**64 - 1, prompt_logprobs=2)
@@ -112,10 +115,10 @@ class TestWhatCanNeverFit:
 
     def test_the_pool_beside_the_adapter(self) -> None:
         made = processor(pages=6, adapters=Adapters(SMALL))
-        assert made.process(RID, PROMPT, SamplingParams(max_tokens=5 * PAGE - 20), KEY)
+        assert made.process(RID, PROMPT, SamplingParams(max_tokens=5 * PAGE - 20), RequestOptions(adapter_key=KEY))
         words = "pool has 6 pages, but the request needs 7: 6 for 96 tokens and 1 for the adapter; lower max_tokens or"
         with pytest.raises(ContextLengthExceeded, match=words) as caught:
-            made.process(RID, PROMPT, SamplingParams(max_tokens=6 * PAGE - 20), KEY)
+            made.process(RID, PROMPT, SamplingParams(max_tokens=6 * PAGE - 20), RequestOptions(adapter_key=KEY))
         assert caught.value.param == "max_tokens"
 
     def test_a_text_is_not_tokenized_that_is_too_long_by_its_length(self) -> None:
@@ -136,12 +139,14 @@ class TestWhatCanNeverFit:
     )
     def test_the_adapter(self, layout: AdapterLayout, host_bytes: int, words: str) -> None:
         with pytest.raises(InvalidRequest, match=words) as caught:
-            processor(4, Adapters(layout, host_bytes)).process(RID, PROMPT, SamplingParams(), KEY)
+            processor(4, Adapters(layout, host_bytes)).process(
+                RID, PROMPT, SamplingParams(), RequestOptions(adapter_key=KEY)
+            )
         assert caught.value.param == "adapter_id"
 
     def test_an_adapter_where_there_is_no_store(self) -> None:
         with pytest.raises(InvalidRequest, match="no store of adapters"):
-            processor().process(RID, PROMPT, SamplingParams(), KEY)
+            processor().process(RID, PROMPT, SamplingParams(), RequestOptions(adapter_key=KEY))
 
 
 def test_what_has_made_the_engine_fail_twice_is_refused() -> None:

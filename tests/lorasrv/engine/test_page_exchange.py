@@ -21,7 +21,7 @@ from lorasrv.errors import LeaseEnded, PeerFailed
 from lorasrv.memory.eviction import Moves
 from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import RequestOutput
-from lorasrv.request import FixedPrefix, Peer
+from lorasrv.request import FixedPrefix, Peer, RequestOptions
 from lorasrv.scheduler_output import PeerSnapshot, SchedulerOutput
 
 PROMPT = [10 + (7 * i) % 300 for i in range(100)]
@@ -105,7 +105,7 @@ async def test_an_answer_is_the_same_to_the_bit(
 async def test_pages_of_a_running_request_are_there_for_the_next_server(pair: Pair) -> None:
     giver, taker, link = pair
     whole = tokens(await ask(giver, None, PROMPT))
-    stream = giver.generate(PROMPT, replace(GREEDY, max_tokens=400), cache_salt="a")
+    stream = giver.generate(PROMPT, replace(GREEDY, max_tokens=400), RequestOptions(cache_salt="a"))
     begun: list[int] = []
     async for output in stream:
         begun += output.token_ids
@@ -222,7 +222,7 @@ async def test_a_fetch_for_nobody_ends(pair: Pair) -> None:
         raise PeerFailed("timeout", "nobody waits")
 
     link.before = linger
-    stream = await taker.add(PROMPT, GREEDY, peer=PEER)
+    stream = await taker.add(PROMPT, GREEDY, RequestOptions(peer=PEER))
     await until(lambda: bool(link.asked))
     await stream.aclose()
     await until(ended.is_set)

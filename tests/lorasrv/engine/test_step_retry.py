@@ -26,7 +26,7 @@ from lorasrv.engine.input_processor import further_choices
 from lorasrv.errors import DeviceLost, OutOfMemory, PoisonRequest, StepFailed
 from lorasrv.llm import LLM
 from lorasrv.outputs import FinishReason, RequestId, TokenLogprobs, refused
-from lorasrv.request import EngineCoreRequest
+from lorasrv.request import EngineCoreRequest, RequestOptions
 from lorasrv.sampling import draft_verification
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import SchedulerOutput, SwapIn
@@ -474,7 +474,8 @@ def _every_way(llm: LLM) -> list[EngineCoreRequest]:
     key = llm.store.resolve("two").key
     ruled = replace(drawn, ignore_eos=False)
     ask = llm.input_processor.process
-    messages.append(ask(RequestId("g"), prompt[4:], ruled, key, adapter_id="two", constraint=rule))
+    options = RequestOptions(adapter_key=key, adapter_id="two", constraint=rule)
+    messages.append(ask(RequestId("g"), prompt[4:], ruled, options))
     first = _message(llm, prompt[7:], drawn, "one")
     messages += [first, *further_choices(first, [RequestId("c.1"), RequestId("c.2")])]
     beams = _message(llm, prompt[:30], SamplingParams(max_tokens=8, temperature=0.0), "three", BeamOptions(3))

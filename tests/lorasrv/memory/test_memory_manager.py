@@ -19,7 +19,7 @@ from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.outputs import AdapterTier
-from lorasrv.request import OnCold
+from lorasrv.request import OnCold, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 PAGES_OF_THREE = -(-3 * 4 * 8 * (3 * 64 + (64 + 32 + 32) + 64 + 64 + 2 * 64 + 2 * 128 + 128 + 64) // BLOCK)
@@ -57,7 +57,7 @@ async def test_cached_tokens_of_a_resumed_answer_are_those_of_its_prompt(engine)
 async def test_choices_share_their_prompt_and_are_what_each_alone_would_be(engine, keys, alone, name, length) -> None:
     sampling = SamplingParams(max_tokens=18, temperature=1.4, seed=70, ignore_eos=True)
     key = keys[name]
-    streams = await engine.add_choices(LONG[:length], sampling, 4, adapter=key)
+    streams = await engine.add_choices(LONG[:length], sampling, 4, RequestOptions(adapter_key=key))
     answers = await asyncio.gather(*(collect(stream) for stream in streams))
     expected = [alone(LONG[:length], replace(sampling, seed=70 + i), name) for i in range(4)]
     assert [tokens(answer) for answer in answers] == expected
@@ -94,10 +94,13 @@ def test_preempted_requests_say_the_same(model, adapter_dirs, alone, preemption)
 @pytest.mark.engine(host_cache_bytes=1 << 20)
 async def test_accepted_requests_are_served_though_their_adapter_is_deleted(engine, store, keys, alone) -> None:
     """Before it is read, and while it is in use; afterwards nothing of it stays."""
-    used = await engine.add(PROMPT, GREEDY, adapter=keys["one"], adapter_id="one")
+    used = await engine.add(PROMPT, GREEDY, RequestOptions(adapter_key=keys["one"], adapter_id="one"))
     first = await anext(used)
     store.delete("one")
-    streams = [await engine.add(prompt, GREEDY, adapter=keys["two"], adapter_id="two") for prompt in (PROMPT, LONG)]
+    streams = [
+        await engine.add(prompt, GREEDY, RequestOptions(adapter_key=keys["two"], adapter_id="two"))
+        for prompt in (PROMPT, LONG)
+    ]
     store.delete("two")
     assert [tokens(await collect(stream)) for stream in streams] == [alone(p, GREEDY, "two") for p in (PROMPT, LONG)]
     assert tokens([first, *(await collect(used))]) == alone(PROMPT, GREEDY, "one")
@@ -105,7 +108,7 @@ async def test_accepted_requests_are_served_though_their_adapter_is_deleted(engi
     with pytest.raises(AdapterNotFound):
         store.load(keys["two"])
     with pytest.raises(AdapterNotFound):
-        await engine.add(PROMPT, GREEDY, adapter=keys["two"], adapter_id="two")
+        await engine.add(PROMPT, GREEDY, RequestOptions(adapter_key=keys["two"], adapter_id="two"))
 
 
 def test_pages_that_move_under_running_requests_change_nothing(model, adapter_dirs, alone) -> None:
@@ -211,7 +214,7 @@ async def test_a_slow_load_delays_its_own_requests_only(engine, store, keys, alo
 
 async def test_a_cancelled_load_may_be_asked_for_again(engine, store, keys, alone, monkeypatch) -> None:
     key, hold = keys["one"], _hold_load(store, keys["one"], monkeypatch)
-    stream = await engine.add(PROMPT, GREEDY, adapter=key)
+    stream = await engine.add(PROMPT, GREEDY, RequestOptions(adapter_key=key))
     await until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
     await stream.aclose()
     await until(lambda: engine.metrics.snapshot().adapters_arriving == 0)
@@ -265,7 +268,7 @@ async def test_warm_pin_and_the_map(engine, store, keys, monkeypatch) -> None:
     assert (await engine.warm(other, 0.0)).tier is not AdapterTier.RESIDENT
     await until(lambda: engine.metrics.snapshot().adapters_resident == 2)
     assert (await engine.pin(key)).tier is AdapterTier.RESIDENT
-    stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=400), adapter=key)
+    stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=400), RequestOptions(adapter_key=key))
     await anext(stream)
     described = await engine.pool_map()
     await stream.aclose()

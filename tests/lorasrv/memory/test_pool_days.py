@@ -103,7 +103,7 @@ class Day:
         first, *others = [RequestId(f"r{len(self.accepted) + choice}") for choice in range(count)]
         self.accepted += [first, *others]
         fields |= {"adapter_id": names[:1], "on_cold": on_cold}
-        message = EngineCoreRequest(first, ids, max_tokens, sampling, key, terms, **fields)
+        message = EngineCoreRequest(first, ids, max_tokens, sampling, terms, adapter_key=key, **fields)
         for each in (message, *further_choices(message, others)):
             self.world.submit(each)
 

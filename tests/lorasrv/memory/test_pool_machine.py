@@ -105,7 +105,9 @@ class PoolMachine(RuleBasedStateMachine):
         key = AdapterKey("+".join(keys)) if keys else None
         first, *others = [RequestId(f"r{len(self.accepted) + choice}") for choice in range(choices)]
         self.accepted += [first, *others]
-        message = EngineCoreRequest(first, ids, max_tokens, sampling, key, terms, adapter_id=names[:1], **fields)
+        message = EngineCoreRequest(
+            first, ids, max_tokens, sampling, terms, adapter_key=key, adapter_id=names[:1], **fields
+        )
         for each in (message, *further_choices(message, others)):
             self.world.submit(each)
 

@@ -161,7 +161,7 @@ def test_who_asked_last_is_remembered(traffic: RequestStats, monkeypatch: pytest
     monkeypatch.setattr(module, "MAX_ACCOUNTS", 2)
     for number, (name, key) in enumerate((("mia", "k1"), ("tom", "k1"), ("eva", "k2"), ("kim", "k3"))):
         message = EngineCoreRequest(
-            RequestId(f"r{number}"), (1,), 9, SamplingParams(), AdapterKey(key), adapter_id=name
+            RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_key=AdapterKey(key), adapter_id=name
         )
         traffic.on_accepted([message], 0.0)
     assert traffic.askers == {"k2": ("eva", "k2"), "k3": ("kim", "k3")}

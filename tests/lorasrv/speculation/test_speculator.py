@@ -36,7 +36,9 @@ def asked(
     **more: Any,
 ) -> Request:
     """A running request that has said `answer` so far."""
-    message = EngineCoreRequest(RequestId(name), tuple(prompt), 100, GREEDY, adapter, terms_of(adapter), **more)
+    message = EngineCoreRequest(
+        RequestId(name), tuple(prompt), 100, GREEDY, terms_of(adapter), adapter_key=adapter, **more
+    )
     request = Request(message, arrival_s=0.0)
     request.token_ids += answer
     request.status = RequestStatus.RUNNING

@@ -14,6 +14,7 @@ from served_logits import ServedLogits
 
 from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import RequestId
+from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from sgmv_kernels.ops import Ops
 
@@ -201,7 +202,7 @@ def test_drafts_are_the_bases_tokens_only(tiny_hf_checkpoints: Any, tmp_path: Pa
     assert max(answers[1]) >= V, "no answer has a token that the base lacks"
     for name in ("padded", "plain"):
         key = served.llm.store.resolve(name).key
-        message = served.llm.input_processor.process(RequestId(name), PROMPT, free, key)
+        message = served.llm.input_processor.process(RequestId(name), PROMPT, free, RequestOptions(adapter_key=key))
         assert [message.speculation.allows(drafter) for drafter in drafting["drafters"]] == [True, name == "plain"]
 
 

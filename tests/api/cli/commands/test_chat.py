@@ -55,7 +55,7 @@ class TestAtATerminal:
         assert asked[2].splitlines()[4].startswith("assistant:I am ")
         assert asked[2].splitlines()[5] == "user:/three"
         assert asked[3] == "system:be kind\nuser:/four\nfive"
-        assert [bool(added.adapter) for added in engine.added] == [False, True, False, False]
+        assert [bool(added.adapter_key) for added in engine.added] == [False, True, False, False]
         assert {added.sampling.seed for added in engine.added} == {7}
 
     def test_ctrl_c_ends_the_answer(self, server, engine, eventually) -> None:
@@ -131,7 +131,7 @@ class TestAtATerminal:
 class TestPiped:
     def test_lines_and_plain_answers(self, cli, server, engine, mia: str) -> None:
         done = cli("chat", mia, "--server", server.url, stdin="one\n\n  \n/base\n")
-        said = f"I am {str(engine.added[0].adapter)[:12]}"
+        said = f"I am {str(engine.added[0].adapter_key)[:12]}"
         assert (done.code, done.out, done.err) == (0, f"{said}\n" * 2, "")
         assert prompts(engine)[1] == f"user:one\nassistant:{said}\nuser:/base", "commands are for a terminal"
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -13,7 +14,7 @@ from random_schemas import random_schema
 
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.outputs import FinishReason, RequestOutput
-from lorasrv.request import ConstraintState, Request, TokenConstraint
+from lorasrv.request import ConstraintState, Request, RequestOptions, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.structured_output import grammar as source
 
@@ -24,10 +25,10 @@ roomy = pytest.mark.engine(pages=2730, target_itl_ms=None)
 
 
 async def answer(
-    engine: AsyncEngine, grammar: source.Grammar | None, sampling: SamplingParams = RANDOM, **options: object
+    engine: AsyncEngine, grammar: source.Grammar | None, sampling: SamplingParams = RANDOM, **options: Any
 ) -> tuple[str, RequestOutput]:
     constraint = await engine.grammars.compile(grammar) if grammar is not None else None
-    outputs = [o async for o in engine.generate(PROMPT, sampling, constraint=constraint, **options)]
+    outputs = [o async for o in engine.generate(PROMPT, sampling, RequestOptions(constraint=constraint, **options))]
     return "".join(o.text for o in outputs), outputs[-1]
 
 
@@ -39,7 +40,7 @@ async def test_answers_to_random_schemas_validate_in_mixed_batches(engine: Async
         schema = random_schema(number)
         sampling = replace(RANDOM, seed=number, temperature=(0.0, 0.7, 1.5)[number % 3])
         grammar = source.json_of(schema, "guided_json")
-        text, last = await answer(engine, grammar, sampling, adapter=adapters[number % len(adapters)])
+        text, last = await answer(engine, grammar, sampling, adapter_key=adapters[number % len(adapters)])
         said.append(text)
         if last.finish_reason is not FinishReason.STOP or not jsonschema_rs.is_valid(schema, json.loads(text)):
             wrong.append((schema, text, last.finish_reason))
@@ -80,7 +81,9 @@ async def test_ends(engine: AsyncEngine) -> None:
 @roomy
 async def test_choices_have_states_of_their_own_and_text_is_whole(engine: AsyncEngine) -> None:
     constraint = await engine.grammars.compile(source.regex_of("[가-힣]{4}😀|größe{2}", "p"))
-    streams = await engine.add_choices(PROMPT, replace(RANDOM, temperature=3.0), 8, constraint=constraint)
+    streams = await engine.add_choices(
+        PROMPT, replace(RANDOM, temperature=3.0), 8, RequestOptions(constraint=constraint)
+    )
     texts = []
     for stream in streams:
         pieces = [output.text async for output in stream]
@@ -133,7 +136,7 @@ async def test_a_matcher_that_fails_ends_its_own_request(engine: AsyncEngine, wh
     constraint = await engine.grammars.compile(source.regex_of("[ab]{50}", "p"))
     broken = Broken(constraint, where)
     other = asyncio.create_task(answer(engine, source.regex_of("[ab]{60}", "p")))
-    outputs = [o async for o in engine.generate(PROMPT, RANDOM, constraint=broken)]
+    outputs = [o async for o in engine.generate(PROMPT, RANDOM, RequestOptions(constraint=broken))]
     assert outputs[-1].finish_reason is FinishReason.ERROR
     assert "grammar cannot be followed" in (outputs[-1].error or "")
     text, last = await other
