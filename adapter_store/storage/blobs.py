@@ -94,7 +94,7 @@ class BlobUpload:
         self._path = directory.new_temporary_path()
         with disk_errors("starting an upload"):
             self._fd: int | None = os.open(self._path, NEW_FILE, 0o600)
-        directory.upload_started(self._path, digest, length)
+        directory.on_upload_started(self._path, digest, length)
 
     @property
     def is_closed(self) -> bool:
@@ -156,7 +156,7 @@ class BlobUpload:
                 self._close()
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-            self._directory.upload_ended(self._path)
+            self._directory.on_upload_ended(self._path)
 
     def _verify(self) -> None:
         if self._received != self.length:
@@ -219,11 +219,11 @@ class BlobDirectory:
         """Return a fresh path for an upload."""
         return self._temporary / uuid.uuid4().hex
 
-    def upload_started(self, temporary: Path, digest: str, length: int) -> None:
+    def on_upload_started(self, temporary: Path, digest: str, length: int) -> None:
         """Record an upload of `length` bytes."""
         self._in_progress[temporary] = digest, length
 
-    def upload_ended(self, temporary: Path) -> None:
+    def on_upload_ended(self, temporary: Path) -> None:
         """Forget an upload that was dropped, or was completed and reported."""
         self._in_progress.pop(temporary, None)
 

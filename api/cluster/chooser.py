@@ -106,11 +106,11 @@ class StaticChooser:
     @contextmanager
     def sent_to(self, placement: Placement, chosen: str, ask: Ask) -> Iterator[ReplicaAddress]:
         """Count a request's work at a replica for the block."""
-        sent = placement.sent(chosen, ask)
+        sent = placement.on_request_sent(chosen, ask)
         try:
             yield self._addresses[chosen]
         finally:
-            placement.ended(sent)
+            placement.on_request_ended(sent)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

@@ -180,7 +180,7 @@ class Exchange:
 
     async def _begin(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
         if reply.status == 200:
-            self._peers.note(replica)
+            self._peers.on_answering(replica)
         length = reply.header(b"content-length")
         if length and int(length) <= HELD_BYTES:
             whole = _Whole(reply.status, reply.headers, await reply.read_all())

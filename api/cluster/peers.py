@@ -57,7 +57,7 @@ class Peers:
         name = self._answered.get(beginning)
         return next((one for one in self.chooser.replicas() if one.id == name and one.is_ready), None)
 
-    def note(self, beginning: int, replica: ReplicaAddress) -> None:
+    def on_answering(self, beginning: int, replica: ReplicaAddress) -> None:
         """Note that a replica answers what begins so."""
         self._answered[beginning] = replica.id
         self._answered.move_to_end(beginning)
@@ -96,10 +96,10 @@ class RequestPeers:
             self.peers.stats.peers["pages"] += 1
             yield taken_from(last)
 
-    def note(self, replica: ReplicaAddress) -> None:
+    def on_answering(self, replica: ReplicaAddress) -> None:
         """Note that a replica answers."""
         if self.beginning is not None:
-            self.peers.note(self.beginning, replica)
+            self.peers.on_answering(self.beginning, replica)
 
     def _prefill(
         self, answering: ReplicaAddress, excluded: Collection[str]

@@ -66,7 +66,7 @@ class ReplicaWatch(StaticChooser):
             others = max(0, status.load.requests - self._sent[status.address.id])
             others_s = status.load.seconds_ahead * others / max(1, status.load.requests)
             for placement in (self._placement, self._prompts):
-                placement.told(status.address.id, ReplicaReport(others_s))
+                placement.on_report(status.address.id, ReplicaReport(others_s))
 
     @contextmanager
     def sent_to(self, placement: Placement, chosen: str, ask: Ask) -> Iterator[ReplicaAddress]:

@@ -95,12 +95,12 @@ class RequestInfo:
         """Return the answers that stand for their prompts, which have several: the first choice of each."""
         return [answer for answer in self.answers if not answer.is_further] or self.answers[:1]
 
-    def ended(self, request: FinishedRequestStats) -> None:
+    def on_request_finished(self, request: FinishedRequestStats) -> None:
         """Add a finished engine request. Ignored after the response: a batch runs on in its context."""
         if not self._is_over and len(self.answers) < MAX_ANSWERS:
             self.answers.append(request)
 
-    def over(self) -> None:
+    def on_response_ended(self) -> None:
         """Finish: the response has been sent, or never will be."""
         self._is_over = True
         self.seconds = time.monotonic() - self.began_s
@@ -127,7 +127,7 @@ class AccessMiddleware:
             return
         seen = RequestInfo(scope)
         CURRENT.set(seen)
-        REQUEST_LISTENER.set(seen.ended)
+        REQUEST_LISTENER.set(seen.on_request_finished)
 
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -151,7 +151,7 @@ class AccessMiddleware:
             seen.broken = True
             raise
         finally:
-            seen.over()
+            seen.on_response_ended()
             self._tell(seen)
 
     def _tell(self, seen: RequestInfo) -> None:

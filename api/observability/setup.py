@@ -38,9 +38,9 @@ class Observability:
         """
         settings, http = services.settings, HttpFigures()
         tracing = open_tracing(settings.otlp_traces_endpoint)
-        sinks: list[Sink] = [http.saw, request_logger(settings.log_prompts)]
+        sinks: list[Sink] = [http.on_response_ended, request_logger(settings.log_prompts)]
         if tracing is not None:
-            sinks.append(tracing.saw)
+            sinks.append(tracing.on_response_ended)
         middleware = Middleware(AccessMiddleware, sinks=sinks, keeps_text=settings.log_prompts)
         residents = ResidentAdapters(services.engine, services.store) if settings.metrics_compat == "vllm" else None
         return cls(make_registry(services, http, residents), residents, middleware, services.ledger, tracing)

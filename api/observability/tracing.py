@@ -61,7 +61,7 @@ class Tracing:
         self._provider = provider
         self._tracer: Tracer = provider.get_tracer("lorasrv", __version__)
 
-    def saw(self, seen: RequestInfo) -> None:
+    def on_response_ended(self, seen: RequestInfo) -> None:
         """Export a finished request; probes and reads of statistics get no span."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -84,7 +84,7 @@ class Borrowed:
     def resize(self, rate: float, capacity: float) -> None:
         self.rate, self.capacity = rate, capacity
 
-    def note_answers(self, number: int) -> None:
+    def on_answers_wanted(self, number: int) -> None:
         """Note that `number` answers are about to begin."""
         self._used = max(self._used, len(self._begun) + number)
 
@@ -116,11 +116,11 @@ class Borrowed:
         self._reported = state
         return LoanReport(*self._name, loan.number, loan.granted, loan.spent, loan.returned, wanted)
 
-    def told(self) -> None:
+    def on_reported(self) -> None:
         """Note that the registry has taken over the last report."""
         self._told = self._reported
 
-    def answered(self, answer: LoanAnswer) -> None:
+    def on_answer(self, answer: LoanAnswer) -> None:
         """Take over what the registry has granted, unless it was another loan."""
         if answer.number == self._loan.number:
             self._loan.granted = answer.granted
@@ -159,7 +159,7 @@ class _BorrowingAccount(KeyAccount):
     def missing(self, prompts: int, answers: int) -> list[tuple[Borrowed, int]]:
         """Return which permits are missing here for a request, and how many it needs."""
         if self.answers is not None:
-            self.answers.note_answers(answers)
+            self.answers.on_answers_wanted(answers)
         needs = (self.requests, prompts), (self.tokens, min(1, answers)), (self.answers, answers)
         found = ((cast(Borrowed | None, borrowed), number) for borrowed, number in needs)
         return [(borrowed, number) for borrowed, number in found if borrowed is not None and borrowed.free < number]
@@ -169,7 +169,7 @@ class BorrowingLimiter(RateLimiter):
     """Enforce limits of keys by what their registry has lent.
 
     Args:
-        ask: sends `question` to the registry and has `answered` called; returns when that is done, or has failed.
+        ask: sends `question` to the registry and has `on_answer` called; returns when that is done, or has failed.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class BorrowingLimiter(RateLimiter):
         reports = [borrowed.report() for borrowed in list(self._open_loans.open.values())]
         return {"number": self._asked, "loans": [report for report in reports if report is not None]}
 
-    def answered(self, answer: Any, until_s: float) -> None:
+    def on_answer(self, answer: Any, until_s: float) -> None:
         """Take over what the registry has lent.
 
         Args:
@@ -219,10 +219,10 @@ class BorrowingLimiter(RateLimiter):
             return
         self._until_s = until_s
         for borrowed in self._open_loans.open.values():
-            borrowed.told()
+            borrowed.on_reported()
         for one in answers:
             if (found := self._open_loans.open.get((one.key, one.kind))) is not None:
-                found.answered(one)
+                found.on_answer(one)
 
     def _account(self, caller: Caller) -> _BorrowingAccount | None:
         self._end_loans()

@@ -311,10 +311,10 @@ class Follower:
         try:
             answer = await self.client.post(LEASE, said)
             until_s = begun_s + float(answer["lease_s"])
-            self.registry_clock.told(float(answer["now_s"]), begun_s)
-            self._limiter.answered(answer["loans"], until_s)
+            self.registry_clock.on_answer(float(answer["now_s"]), begun_s)
+            self._limiter.on_answer(answer["loans"], until_s)
             if self._shares is not None:
-                self._shares.answered(answer["shares"], until_s)
+                self._shares.on_answer(answer["shares"], until_s)
             is_cut_off = False
         finally:
             self._is_cut_off = self._origin.is_cut_off = is_cut_off

@@ -138,7 +138,7 @@ class Registry:
 
     def _lend_own(self) -> None:
         answer = self._lender.lend(HERE, ShareQuestion.model_validate(self._shares.question()))
-        self._shares.answered(answer, math.inf)
+        self._shares.on_answer(answer, math.inf)
 
     async def lease(
         self, replica: str, history: str, revision: int, loans: LoanQuestion, shares: ShareQuestion

@@ -16,7 +16,7 @@ class RegistryClock:
         # What the registry's time is ahead of the clock's; None: it has said nothing yet.
         self._ahead_s: float | None = None
 
-    def told(self, now_s: float, asked_s: float) -> None:
+    def on_answer(self, now_s: float, asked_s: float) -> None:
         """Note what the registry's time was in an answer to a question.
 
         Args:

@@ -81,7 +81,7 @@ class ShareHolder:
         """Share limits from now on: without a share, no request of a limited adapter begins.
 
         Args:
-            ask: sends `question` to the registry and has `answered` called; returns when that is done, or has failed.
+            ask: sends `question` to the registry and has `on_answer` called; returns when that is done, or has failed.
             ask_soon: has that done by and by.
         """
         self._ask, self._ask_soon = ask, ask_soon
@@ -152,7 +152,7 @@ class ShareHolder:
             reports.sort(key=lambda report: (report.max_running == 0, not report.wanted))
         return {"number": self._asked, "shares": reports[:MAX_SHARES]}
 
-    def answered(self, answer: Any, until_s: float) -> None:
+    def on_answer(self, answer: Any, until_s: float) -> None:
         """Take over what this server may hold.
 
         Args:

@@ -65,9 +65,9 @@ class UsageSender:
                     raise
                 refused = batch, error
                 continue
-            await self._ledger.sent(batch)
+            await self._ledger.on_batch_counted(batch)
             if refused is not None:
-                await self._ledger.refused(refused[0], str(refused[1]))
+                await self._ledger.on_batch_refused(refused[0], str(refused[1]))
                 _LOG.error("the registry will never count a batch of usage, which is set aside: %s", refused[1])
                 refused = None
         if refused is not None:

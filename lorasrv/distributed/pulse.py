@@ -64,7 +64,7 @@ class PulseMonitor:
         self._thread = threading.Thread(target=self._run, name="rank-pulses", daemon=True)
         self._thread.start()
 
-    def loaded(self) -> None:
+    def on_loaded(self) -> None:
         """Note that all ranks serve, so that silence is short from now on."""
         self._allowed_s = SILENCE_S
 

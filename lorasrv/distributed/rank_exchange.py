@@ -40,10 +40,10 @@ class RankExchange(Exchange):
         # Whether this rank waits for others, or they for it: a failure then cannot be repaired.
         self.is_within_pass = False
 
-    def ended(self) -> None:
+    def on_pass_ended(self) -> None:
         self.is_within_pass = False
 
-    def slots_moved(self, moves: Sequence[SlotMoves]) -> None:
+    def on_slots_moved(self, moves: Sequence[SlotMoves]) -> None:
         assert self._told is not None, "only rank 0 accepts drafts"
         self._told(moves)
 

@@ -241,7 +241,7 @@ class Team:
             met = meeting.result()
         except RankLost as error:
             raise EngineDead(f"the ranks have not met: {self.why_lost(error)}") from error
-        self._monitor.loaded()
+        self._monitor.on_loaded()
         return met
 
     def close(self) -> None:

@@ -306,8 +306,8 @@ class EngineCore:
                     late_s = handle.pass_ended_s - begun - self._memory.costs.step.seconds(oldest.shape)
                     self._memory.costs.lateness.observe(late_s, 1)
                 self._memory.costs.observe_step(oldest.shape, computing_s)
-            self.heartbeat.computed()
-            self.step_stats.step(step, seconds)
+            self.heartbeat.on_step_computed()
+            self.step_stats.on_step_computed(step, seconds)
             self._counters.steps += 1
         return outputs
 
@@ -350,12 +350,12 @@ class EngineCore:
                     self._memory.adapter_manager.on_loaded(report.key)
                 case Done.COPIED:
                     self._memory.costs.copy.observe(report.seconds, report.nbytes)
-                    self.step_stats.copied(report.key, report.seconds, report.nbytes)
+                    self.step_stats.on_adapter_copied(report.key, report.seconds, report.nbytes)
                     self._scheduler.on_adapter_copied(report.key)
                     self._calls.on_adapter_ready(report.key)
                 case Done.FAILED:
                     self._counters.load_failures += 1
-                    self.step_stats.failed(report.reason)
+                    self.step_stats.on_load_failed(report.reason)
                     self._scheduler.on_adapter_failed(report.key, report.error, report.refusal)
                     self._calls.on_adapter_ready(report.key, not_loaded(report.error, report.refusal))
 
@@ -364,7 +364,7 @@ class EngineCore:
         if report.from_disk:
             self._counters.loads_from_disk += 1
             self._memory.costs.load.observe(report.seconds, report.nbytes)
-            self.step_stats.loaded(report.key, report.seconds, report.nbytes)
+            self.step_stats.on_adapter_loaded(report.key, report.seconds, report.nbytes)
         else:
             self._counters.loads_from_host += 1
 

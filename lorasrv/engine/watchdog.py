@@ -45,7 +45,7 @@ class Heartbeat:
         """Note that the engine has nothing to do."""
         self._since_s = None
 
-    def computed(self) -> None:
+    def on_step_computed(self) -> None:
         """Note that a step is done, so everything is compiled."""
         self._has_computed = True
 

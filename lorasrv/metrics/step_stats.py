@@ -49,7 +49,7 @@ class StepStats:
         self._lock = threading.Lock()
         self._spent = StepUsage()
 
-    def step(self, step: SchedulerOutput, seconds: float) -> None:
+    def on_step_computed(self, step: SchedulerOutput, seconds: float) -> None:
         """Count a computed step."""
         if not step.scheduled:
             return
@@ -61,7 +61,7 @@ class StepStats:
             for share in step.scheduled:
                 spent[share.account] = spent.get(share.account, 0.0) + each * len(share.token_ids)
 
-    def loaded(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
+    def on_adapter_loaded(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
         """Count an adapter read from disk to host memory."""
         self.load_seconds["disk"].add(seconds)
         with self._lock:
@@ -69,7 +69,7 @@ class StepStats:
             moved.loads += 1
             moved.load_bytes += nbytes
 
-    def copied(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
+    def on_adapter_copied(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
         """Count an adapter copied from host memory to the pool."""
         self.load_seconds["host"].add(seconds)
         with self._lock:
@@ -77,7 +77,7 @@ class StepStats:
             moved.copies += 1
             moved.copy_bytes += nbytes
 
-    def failed(self, reason: str) -> None:
+    def on_load_failed(self, reason: str) -> None:
         """Count a failed load or copy."""
         self.failures[reason] += 1
 

@@ -52,7 +52,7 @@ class Usage:
     hot: Histogram = field(default_factory=Histogram)
     cold: Histogram = field(default_factory=Histogram)
 
-    def asked(self, request: FinishedRequestStats, now_s: float) -> None:
+    def on_asked(self, request: FinishedRequestStats, now_s: float) -> None:
         """Count a finished request for the adapter it named."""
         self.requests += 1
         self.fallbacks += request.fell_back
@@ -65,7 +65,7 @@ class Usage:
         self.first_used_s = self.first_used_s or now_s
         self.last_used_s = now_s
 
-    def answered(self, request: FinishedRequestStats) -> None:
+    def on_answered(self, request: FinishedRequestStats) -> None:
         """Count the tokens of an answer, whole or partial, where it was computed; several choices have one prompt."""
         if not request.is_answered:
             return

@@ -67,7 +67,7 @@ class LedgerFile:
                 _add(db, usages, self._tables)
 
     def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
-        """Return the batch to send now: the same one until it was `sent`. None: everything was.
+        """Return the batch to send now: the same one until `on_batch_counted`. None: everything was.
 
         Args:
             behind: a batch that waits; return the one after it.
@@ -87,12 +87,12 @@ class LedgerFile:
             _drop(db, "unsent", found)
             return batch
 
-    def sent(self, batch: UsageBatch) -> None:
+    def on_batch_counted(self, batch: UsageBatch) -> None:
         """Note that the registry has counted a batch."""
         with self._open() as db:
             db.execute("DELETE FROM sending WHERE source = ? AND sequence = ?", (batch.source, batch.sequence))
 
-    def refuse(self, batch: UsageBatch, why: str) -> None:
+    def on_batch_refused(self, batch: UsageBatch, why: str) -> None:
         """Set a batch aside that the registry will never count."""
         with self._open(is_lasting=True) as db:
             db.execute("DELETE FROM sending WHERE source = ? AND sequence = ?", (batch.source, batch.sequence))

@@ -90,14 +90,14 @@ class Ledger:
         self._is_failing = False
         self._has_news = False
         self._turn = asyncio.Lock()
-        engine.request_stats.listeners.append(self.ended)
+        engine.request_stats.listeners.append(self.on_request_finished)
 
-    def ended(self, request: FinishedRequestStats) -> None:
+    def on_request_finished(self, request: FinishedRequestStats) -> None:
         """Count a finished request."""
         self._has_news = True
         asked = self._usage(*request.account)
-        asked.asked(request, time.time())
-        (self._usage("", None) if request.fell_back else asked).answered(request)
+        asked.on_asked(request, time.time())
+        (self._usage("", None) if request.fell_back else asked).on_answered(request)
 
     async def run(self) -> None:
         """Write periodically until cancelled."""
@@ -147,7 +147,7 @@ class Ledger:
                 _LOG.error("the ledger cannot be read: %s", error)
 
     async def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
-        """Return what to send now, or after a batch that waits; the same until it was `sent`.
+        """Return what to send now, or after a batch that waits; the same until `on_batch_counted`.
 
         Raises:
             sqlite3.Error, OSError: the disk failed.
@@ -155,23 +155,23 @@ class Ledger:
         async with self._turn:
             return await asyncio.to_thread(self._file.next_batch, behind)
 
-    async def sent(self, batch: UsageBatch) -> None:
+    async def on_batch_counted(self, batch: UsageBatch) -> None:
         """Note that a batch was counted by the origin.
 
         Raises:
             sqlite3.Error, OSError: the disk failed; it may be sent again.
         """
         async with self._turn:
-            await asyncio.to_thread(self._file.sent, batch)
+            await asyncio.to_thread(self._file.on_batch_counted, batch)
 
-    async def refused(self, batch: UsageBatch, why: str) -> None:
+    async def on_batch_refused(self, batch: UsageBatch, why: str) -> None:
         """Set a batch aside that the origin will never count.
 
         Raises:
             sqlite3.Error, OSError: the disk failed; it may be sent again.
         """
         async with self._turn:
-            await asyncio.to_thread(self._file.refuse, batch, why)
+            await asyncio.to_thread(self._file.on_batch_refused, batch, why)
 
     async def receive(self, source: str, sequence: int, usages: Mapping[Account, Usage]) -> bool:
         """Count a follower's batch once; return whether it was counted now.

@@ -104,14 +104,14 @@ class Migrating(Placement):
     def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
         return sorted(ready, key=lambda account: (account.ready_us(ask), self.rng.random()))
 
-    def sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
-        sent = super().sent(replica_id, ask, moves)
+    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
+        sent = super().on_request_sent(replica_id, ask, moves)
         self._open[sent] = None
         return sent
 
-    def ended(self, sent: Sent) -> None:
+    def on_request_ended(self, sent: Sent) -> None:
         self._open.pop(sent, None)
-        super().ended(sent)
+        super().on_request_ended(sent)
 
     def moves(self) -> list[tuple[Sent, str]]:
         loads = {account: account.load for account in self._accounts.values() if account.replica.is_ready}

@@ -1,8 +1,9 @@
 """Rank the replicas for a request, and count the work that each has been sent.
 
-A router has one `Placement`: it asks `rank` where a request may go, tells `sent` where it went and `ended` when it is
-over, and passes on what replicas report of other routers' work with `told`. Work is in seconds (`work.py`) and counted
-in whole microseconds, so that what was added and taken away leaves nothing. One thread at a time.
+A router has one `Placement`: it asks `rank` where a request may go, says with `on_request_sent` where it went, with
+`on_request_ended` that it is over, and with `on_report` what replicas say of other routers' work. Work is in seconds
+(`work.py`) and counted in whole microseconds, so that what was added and taken away leaves nothing. One thread at a
+time.
 """
 
 import math
@@ -160,7 +161,7 @@ class Placement(ABC):
             raise NoReplicaReady(f"none of {len(self._accounts)} replicas is ready", retry_after_s=RETRY_AFTER_S)
         return tuple(account.replica.id for account in self.ranked(ask, ready))
 
-    def sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
+    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
         """Note that a request was sent to a replica.
 
         Args:
@@ -176,7 +177,7 @@ class Placement(ABC):
         account.in_flight[ask.adapter_id] += 1
         return Sent(account, ask, work_us, moves)
 
-    def ended(self, sent: Sent) -> None:
+    def on_request_ended(self, sent: Sent) -> None:
         """Note that a request is over, whichever way; telling it again changes nothing."""
         if sent.has_ended:
             return
@@ -188,7 +189,7 @@ class Placement(ABC):
             del in_flight[adapter_id]
             sent.account.loading.pop(adapter_id or "", None)
 
-    def told(self, replica_id: str, report: ReplicaReport) -> None:
+    def on_report(self, replica_id: str, report: ReplicaReport) -> None:
         """Take a replica's report; one of an unknown replica is late and ignored."""
         account = self._accounts.get(replica_id)
         if account is not None:

@@ -194,7 +194,7 @@ class Decoder:
             logits, self._likeliest = self._layers(prepared.x, prepared.angles, batch.tables), None
         else:
             logits, self._likeliest = self._program.complete()
-        self._exchange.ended()
+        self._exchange.on_pass_ended()
         if self._likeliest is not None or not (count := len(logits)):
             return logits
         states = self._states[:count] if count <= len(self._states) else self._wide

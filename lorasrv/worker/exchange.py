@@ -83,10 +83,10 @@ class Exchange:
         """Hand rows [T, H] to the process with the next layers."""
         raise AssertionError("no process computes layers behind these")
 
-    def ended(self) -> None:
+    def on_pass_ended(self) -> None:
         """Note that this process's part of a pass is done."""
 
-    def slots_moved(self, moves: Sequence[SlotMoves]) -> None:
+    def on_slots_moved(self, moves: Sequence[SlotMoves]) -> None:
         """Tell the others that keys and values of the last pass have moved to other slots."""
 
 

@@ -353,7 +353,7 @@ class ModelRunner:
         ]
         if any(move.sources for move in moves):
             self._memory.copy_slots(moves, self._ops)
-            self._exchange.slots_moved(moves)
+            self._exchange.on_slots_moved(moves)
 
     def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from; None if it was found, not drawn."""

@@ -52,7 +52,7 @@ def of_steps(rows: int) -> float:
     )
     keys: Any = {share.adapter_key: None for share in shares}
     step = SchedulerOutput(shares, keys, (), AdapterOrders(), 0)
-    return best_us(lambda: book.step(step, 0.01))
+    return best_us(lambda: book.on_step_computed(step, 0.01))
 
 
 def of_outputs() -> float:
@@ -66,16 +66,16 @@ def of_ends() -> float:
     with tempfile.TemporaryDirectory() as folder:
         engine = SimpleNamespace(request_stats=RequestStats(), book=StepStats())
         ledger, top = Ledger(cast(Any, engine), cast(Any, None), Path(folder)), TopAdapters(50)
-        return best_us(lambda: (ledger.ended(ENDED), top.ended(ENDED)))
+        return best_us(lambda: (ledger.on_request_finished(ENDED), top.on_request_finished(ENDED)))
 
 
 def of_requests() -> dict[str, float]:
     seen = RequestInfo({"method": "POST", "path": "/v1/completions", "headers": [], "state": {"request_id": "req-1"}})
     seen.answers.append(ENDED)
     seen.status = 200
-    seen.over()
+    seen.on_response_ended()
     log, figures = request_logger(), HttpFigures()
-    found = {"figures by route": best_us(lambda: figures.saw(seen))}
+    found = {"figures by route": best_us(lambda: figures.on_response_ended(seen))}
     with open(os.devnull, "w") as nowhere:
         for shape, level in (("json", "info"), ("text", "info"), ("json", "warning")):
             with written(shape, level, nowhere):

@@ -209,7 +209,7 @@ class _Meter:
         self._total = sum(self._sizes.values())
         self._total_sent = 0
 
-    def sent(self, one: FoundAdapter, share: float = 1.0) -> None:
+    def on_sent(self, one: FoundAdapter, share: float = 1.0) -> None:
         """Report the share of an adapter that is done; 1 at the end, whether it was sent, refused or already
         present.
         """
@@ -259,7 +259,7 @@ def _each(
 def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter, ended: threading.Event) -> UploadOutcome:
     def tell(what: str, done: int, total: int) -> None:
         if what == "sending" and total:
-            meter.sent(one, done / total)
+            meter.on_sent(one, done / total)
 
     try:
         with open_adapter_dir(one.folder) as found:
@@ -270,7 +270,7 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter, ended: thr
     except (AdapterInvalid, Refused, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))
     finally:
-        meter.sent(one)
+        meter.on_sent(one)
     return UploadOutcome(one, done)
 
 

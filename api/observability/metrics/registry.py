@@ -17,7 +17,7 @@ def make_registry(services: Services, http: HttpFigures, residents: ResidentAdap
     """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
     engine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)
-    engine.request_stats.listeners.append(top.ended)
+    engine.request_stats.listeners.append(top.on_request_finished)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, services.base_name))
     edge = EdgeCollector(services.connections_cut)

@@ -67,7 +67,7 @@ class HttpFigures(Collector):
         self._seconds: dict[str, Histogram] = {}
         self._keys: Counter[str] = Counter()
 
-    def saw(self, seen: RequestInfo) -> None:
+    def on_response_ended(self, seen: RequestInfo) -> None:
         """Count a request whose response has been sent, or whose client has disconnected."""
         self._requests[seen.method, seen.route, str(seen.status)] += 1
         if seen.route not in self._seconds:
@@ -162,7 +162,7 @@ class TopAdapters(Collector):
         self._other = _Shown()
         self._scores: dict[str, float] = {}
 
-    def ended(self, request: FinishedRequestStats) -> None:
+    def on_request_finished(self, request: FinishedRequestStats) -> None:
         """Count a finished request, except for the base's. An id spelled like `OTHER` counts there."""
         name = request.adapter_id
         if not name:

@@ -77,5 +77,5 @@ class SimMachine:
         """Take a request that is over off the accounts of its router and of this machine."""
         del self.places[place.outcome.number]
         place.is_open = False
-        place.placement.ended(place.sent)
+        place.placement.on_request_ended(place.sent)
         self.work_us[place.router.number] -= place.sent.work_us

@@ -176,7 +176,7 @@ class SimCluster:
         ask: Ask,
         moves: int = 0,
     ) -> Place:
-        place = Place(outcome, machine, router, placement, placement.sent(machine.name, ask, moves))
+        place = Place(outcome, machine, router, placement, placement.on_request_sent(machine.name, ask, moves))
         machine.open(place)
         self._num_open += 1
         return place
@@ -215,7 +215,7 @@ class SimCluster:
             for router in self._routers:
                 others_s = (total_us - machine.work_us[router.number]) / 1e6
                 placement = router.prompts if machine.is_prefill else router.answers
-                placement.told(machine.name, ReplicaReport(others_s, adapters))
+                placement.on_report(machine.name, ReplicaReport(others_s, adapters))
         if not self._options.prefill:
             self._move(now)
 

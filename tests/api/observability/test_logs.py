@@ -260,12 +260,12 @@ def test_an_observer_that_raises_harms_nothing(caplog: pytest.LogCaptureFixture)
 def test_answers_after_the_end_are_no_part_of_a_request() -> None:
     """A batch runs on in the context of the request that made it, for hours."""
     seen = RequestInfo({"method": "POST", "headers": []})
-    token = REQUEST_LISTENER.set(seen.ended)
+    token = REQUEST_LISTENER.set(seen.on_request_finished)
     traffic = RequestStats()
     for number in range(2):
         traffic.on_accepted([EngineCoreRequest(RequestId(f"r{number}"), (1,), 1, SamplingParams())], 0.0)
     REQUEST_LISTENER.reset(token)
     traffic.on_finished(RequestId("r0"), "client")
-    seen.over()
+    seen.on_response_ended()
     traffic.on_finished(RequestId("r1"), "client")
     assert [answer.request_id for answer in seen.answers] == ["r0"]

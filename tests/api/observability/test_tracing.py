@@ -104,8 +104,8 @@ def test_tokens_of_several_prompts_are_sums() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     for prompt, cached, is_further in ((30, 29, True), (50, 32, False), (30, 16, False), (50, 49, True)):
         told = ("r", "", None, "p", FinishReason.STOP, "", 0.0, 1.0, prompt, cached, 7)
-        seen.ended(FinishedRequestStats(*told, is_further=is_further))
-    Tracing(provider).saw(seen)
+        seen.on_request_finished(FinishedRequestStats(*told, is_further=is_further))
+    Tracing(provider).on_response_ended(seen)
     [span] = exporter.get_finished_spans()
     used = ("gen_ai.usage.input_tokens", "lorasrv.cached_tokens", "gen_ai.usage.output_tokens")
     assert [span.attributes[name] for name in used] == [80, 48, 28]

@@ -105,7 +105,7 @@ class Shared(RuleBasedStateMachine):
         return self.answers[-1]
 
     def take_over(self, answer: Message) -> None:
-        answer.sender.limiter.answered(json.loads(answer.text), answer.asked_s + LEASE_S)
+        answer.sender.limiter.on_answer(json.loads(answer.text), answer.asked_s + LEASE_S)
 
     @rule(number=followers, times=st.integers(1, 4), last=st.sampled_from([ARRIVES, UNANSWERED, LOST]))
     def renew(self, number: int, times: int, last: str) -> None:

@@ -228,7 +228,7 @@ class Shared(RuleBasedStateMachine):
         sender, ends_s = answer.sender, answer.asked_s + LEASE_S
 
         async def take() -> None:
-            sender.holder.answered(json.loads(answer.text), float("inf") if sender.name == HERE else ends_s)
+            sender.holder.on_answer(json.loads(answer.text), float("inf") if sender.name == HERE else ends_s)
 
         if sender.name != HERE:
             sender.lease_ends_s = ends_s if sender.lease_ends_s == float("inf") else max(sender.lease_ends_s, ends_s)
@@ -569,7 +569,7 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
     async def may_hold(share: LimitShare) -> None:
         number = holder.question()["number"]
         answer = ["mia", share.max_running, share.tokens_per_s]
-        holder.answered({"number": number, "shares": [answer]}, float("inf"))
+        holder.on_answer({"number": number, "shares": [answer]}, float("inf"))
         await asyncio.sleep(0.01)
 
     engine = SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={"mia": {1: 9}}))
@@ -607,7 +607,7 @@ async def test_what_waits_is_refused_when_the_lease_is_over(monkeypatch: pytest.
 
     def renewed(for_s: float) -> None:
         number = holder.question()["number"]
-        holder.answered({"number": number, "shares": []}, time.monotonic() + for_s)
+        holder.on_answer({"number": number, "shares": []}, time.monotonic() + for_s)
 
     monkeypatch.setattr(share_holder, "GRACE_S", 0.5)
     refused: list[tuple[str, Exception]] = []
@@ -724,7 +724,7 @@ async def test_many_limited_adapters_are_told_once() -> None:
         asks = asyncio.Event()
 
         async def ask() -> None:
-            holder.answered(lender.lend(HERE, ShareQuestion.model_validate(holder.question())), float("inf"))
+            holder.on_answer(lender.lend(HERE, ShareQuestion.model_validate(holder.question())), float("inf"))
 
         await holder.begin(ask, asks.set)
         await ask()

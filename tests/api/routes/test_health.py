@@ -148,7 +148,7 @@ class TestHealth:
 
     def test_stalled_is_not_idle(self, server, engine) -> None:
         engine.heartbeat = Heartbeat(lambda: now)
-        engine.heartbeat.computed()
+        engine.heartbeat.on_step_computed()
         now = 0.0
         engine.heartbeat.rest()
         now = 1000.0

@@ -224,7 +224,7 @@ def test_cached_prefixes_and_drafts(text: str, tiny_hf_checkpoints: dict[str, Ti
     said = answers(model, ONE, sampling=sampling, prompts=prompts, asked=[None] * 2).tokens
     right = dict(zip(map(len, prompts), said, strict=True))
     drafters = [Knowing("wrong", right, 1), Knowing("right", right, 0)]
-    counted, moved, move = [], [], RankExchange.slots_moved
+    counted, moved, move = [], [], RankExchange.on_slots_moved
 
     def count(llm: LLM) -> None:
         stats = llm.engine.metrics.snapshot()
@@ -241,7 +241,7 @@ def test_cached_prefixes_and_drafts(text: str, tiny_hf_checkpoints: dict[str, Ti
     with (
         every_draft(),
         patch.object(factory, "make_drafters", lambda options: drafters),
-        patch.object(RankExchange, "slots_moved", noted),
+        patch.object(RankExchange, "on_slots_moved", noted),
     ):
         options = {"speculation": "auto", "draft_trees": True, "draft_head_bytes": 0, "sampling": sampling}
         told = answers(model, ranks(text), prompts=prompts, asked=[None] * 2, then=ask_again, **options)

@@ -48,7 +48,7 @@ class Scene:
 
     def step(self) -> None:
         """The first step, which may compile, is over, and another has begun."""
-        self.heartbeat.computed()
+        self.heartbeat.on_step_computed()
         self.heartbeat.beat()
 
     def is_ended(self, looks: int, each_look: Callable[[int], object] = lambda _: None) -> bool:
@@ -88,7 +88,7 @@ def test_an_idle_engine_is_healthy_for_ever(scene: Scene) -> None:
 
 def test_a_busy_engine_is_not_stuck(scene: Scene) -> None:
     """A long prompt is a beat every chunk, though no request has an answer for minutes."""
-    scene.heartbeat.computed()
+    scene.heartbeat.on_step_computed()
     assert not scene.is_ended(2_000, lambda look: scene.heartbeat.beat() if look % 18 == 0 else None)
     assert not scene.dumps
 
@@ -111,7 +111,7 @@ def test_the_first_step_may_compile(scene: Scene) -> None:
     scene.clock.now += 2 * LIMIT_S
     assert scene.is_stuck()
     scene.heartbeat.beat()
-    scene.heartbeat.computed()
+    scene.heartbeat.on_step_computed()
     scene.clock.now += 1.5 * LIMIT_S
     assert scene.is_stuck()
 
@@ -135,7 +135,7 @@ def test_a_dead_engine_ends_the_process(scene: Scene) -> None:
 
 
 def test_the_last_resort_is_put_off_with_every_look_and_comes_later_than_the_watchdog(scene: Scene) -> None:
-    assert not scene.is_ended(6, lambda look: scene.heartbeat.computed() if look == 3 else None)
+    assert not scene.is_ended(6, lambda look: scene.heartbeat.on_step_computed() if look == 3 else None)
     assert all(does_exit for _, does_exit in scene.timers)
     assert scene.timers[0][0] > 5 * LIMIT_S
     assert LIMIT_S < scene.timers[-1][0] < 5 * LIMIT_S
@@ -143,7 +143,7 @@ def test_the_last_resort_is_put_off_with_every_look_and_comes_later_than_the_wat
 
 async def test_a_limit_of_nothing_watches_nothing() -> None:
     heartbeat = Heartbeat(clock := Clock())
-    heartbeat.computed()
+    heartbeat.on_step_computed()
     heartbeat.beat()
     clock.now += 1e6
     watching = Watchdog(SimpleNamespace(heartbeat=heartbeat), 0.0)

@@ -27,9 +27,11 @@ def step(*shares: ScheduledRequest) -> SchedulerOutput:
 
 def test_by_tokens_and_by_who_asked() -> None:
     book = StepStats()
-    book.step(step(share(0, 6, MIA, "mia"), share(1, 1, MIA, "also-mia"), share(2, 1, TOM, "tom"), share(3, 4)), 12.0)
-    book.step(step(share(3, 1)), 0.5)
-    book.step(step(), 99.0)
+    book.on_step_computed(
+        step(share(0, 6, MIA, "mia"), share(1, 1, MIA, "also-mia"), share(2, 1, TOM, "tom"), share(3, 4)), 12.0
+    )
+    book.on_step_computed(step(share(3, 1)), 0.5)
+    book.on_step_computed(step(), 99.0)
     spent = book.take()
     assert spent.seconds == {
         ("mia", MIA): pytest.approx(6.0),
@@ -44,10 +46,10 @@ def test_by_tokens_and_by_who_asked() -> None:
 
 def test_ways_of_adapters() -> None:
     book = StepStats()
-    book.loaded(MIA, 0.5, 100)
-    book.copied(MIA, 0.25, 100)
-    book.copied(MIA, 0.25, 100)
-    book.failed("disk")
+    book.on_adapter_loaded(MIA, 0.5, 100)
+    book.on_adapter_copied(MIA, 0.25, 100)
+    book.on_adapter_copied(MIA, 0.25, 100)
+    book.on_load_failed("disk")
     assert book.take().moved == {MIA: Moved(loads=1, load_bytes=100, copies=2, copy_bytes=200)}
     assert {tier: counted.sum for tier, counted in book.load_seconds.items()} == {"disk": 0.5, "host": 0.5}
     assert book.failures == {"disk": 1}

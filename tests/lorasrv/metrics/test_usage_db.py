@@ -108,7 +108,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for node in self.nodes:
             while (batch := node.next_batch()) is not None:
                 self.registry.receive(batch.source, batch.sequence, from_rows(batch.to_dict()["usage"]))
-                node.sent(batch)
+                node.on_batch_counted(batch)
 
     @rule(number=followers, account=st.sampled_from(ACCOUNTS), requests=st.integers(1, 3))
     def serve(self, number: int, account: Account, requests: int) -> None:
@@ -135,7 +135,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     def answer(self, data: st.DataObject) -> None:
         if self.answers:
             number, batch = data.draw(st.sampled_from(self.answers))
-            self.nodes[number].sent(batch)
+            self.nodes[number].on_batch_counted(batch)
 
     @rule(number=followers, at=st.integers(0, 9), sends=st.booleans())
     def kill(self, number: int, at: int, sends: bool) -> None:

@@ -62,7 +62,7 @@ class World:
 
     def ended(self, adapter_id: str = "mia", key: AdapterKey | None = MIA, **fields: Any) -> None:
         tier = AdapterTier.RESIDENT if key else None
-        self.ledger.ended(
+        self.ledger.on_request_finished(
             FinishedRequestStats(
                 **{**ENDED, "tier": tier, **fields}, adapter_id=adapter_id, adapter_key=key, account=(adapter_id, key)
             )
@@ -136,8 +136,8 @@ async def test_a_fallback_is_asked_for_here_and_computed_by_the_base(world: Worl
 
 async def test_time_bytes_and_residence(world: World) -> None:
     world.step_stats._spent.seconds = {("mia", MIA): 1.5, ("", None): 2.0}
-    world.step_stats.loaded(MIA, 0.1, 1000)
-    world.step_stats.copied(MIA, 0.1, 1000)
+    world.step_stats.on_adapter_loaded(MIA, 0.1, 1000)
+    world.step_stats.on_adapter_copied(MIA, 0.1, 1000)
     world.request_stats.askers[MIA] = ("mia", MIA)
     world.resident = [(MIA, 4096), (TOM, 100)]  # nobody has asked for tom: it was pinned, say
     world.clock.now += 3600
@@ -153,7 +153,7 @@ async def test_time_bytes_and_residence(world: World) -> None:
 async def test_a_content_of_two_ids_counts_for_the_one_asked_last(world: World) -> None:
     world.register("twin", MIA)
     world.request_stats.askers[MIA] = ("twin", MIA)
-    world.step_stats.loaded(MIA, 0.1, 1000)
+    world.step_stats.on_adapter_loaded(MIA, 0.1, 1000)
     assert (await world.usage()).load_bytes == 0
     assert (await world.usage("twin", MIA)).load_bytes == 1000
 
@@ -161,13 +161,13 @@ async def test_a_content_of_two_ids_counts_for_the_one_asked_last(world: World) 
 async def test_a_content_whose_asker_is_gone_counts_for_another_of_its_ids(world: World) -> None:
     """The same weights again, under another id that nobody has asked yet."""
     world.request_stats.askers[MIA] = ("mia", MIA)
-    world.step_stats.loaded(MIA, 0.1, 1000)
+    world.step_stats.on_adapter_loaded(MIA, 0.1, 1000)
     assert (await world.usage()).load_bytes == 1000
     del world.known[AdapterId("mia")]
-    world.step_stats.loaded(MIA, 0.1, 1000)
+    world.step_stats.on_adapter_loaded(MIA, 0.1, 1000)
     await world.ledger._settle()
     world.register("eva", MIA)
-    world.step_stats.loaded(MIA, 0.1, 10)
+    world.step_stats.on_adapter_loaded(MIA, 0.1, 10)
     assert (await world.usage("eva", MIA)).load_bytes == 10
 
 

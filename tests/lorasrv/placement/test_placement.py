@@ -31,9 +31,9 @@ def loaded(draw: st.DrawFn, kind: str | None = None) -> Placement:
     replicas = [Replica(name, draw(weights)) for name in draw(names)]
     placement = make_placement(kind or draw(st.sampled_from(PLACEMENTS)), replicas, seed=draw(st.integers(0, 3)))
     for ask in draw(st.lists(asks, max_size=20)):
-        placement.sent(placement.rank(ask)[draw(st.integers(0, len(replicas) - 1))], ask)
+        placement.on_request_sent(placement.rank(ask)[draw(st.integers(0, len(replicas) - 1))], ask)
     for replica in replicas:
-        placement.told(replica.id, ReplicaReport(draw(st.floats(0, 9)), draw(st.sets(st.sampled_from("abcdef")))))
+        placement.on_report(replica.id, ReplicaReport(draw(st.floats(0, 9)), draw(st.sets(st.sampled_from("abcdef")))))
     return placement
 
 
@@ -95,7 +95,7 @@ def test_a_hot_adapter_spreads_over_its_first_replicas_only_as_far_as_it_must() 
 
 
 def _send(placement: Placement, ask: Ask) -> Sent:
-    return placement.sent(placement.rank(ask)[0], ask)
+    return placement.on_request_sent(placement.rank(ask)[0], ask)
 
 
 @settings(max_examples=25)
@@ -151,7 +151,7 @@ def test_accounts_come_back_to_nothing(data: st.DataObject) -> None:
     placement.set_replicas(_replicas(3))
     assert placement.loads_s() == {**loads, **({} if lost == "none" else {lost: 0.0})}
     for one in data.draw(st.permutations(sent + sent)):
-        placement.ended(one)
+        placement.on_request_ended(one)
         assert min(placement.loads_s().values()) >= 0.0
     assert set(placement.loads_s().values()) == {0.0}
     assert not any(account.in_flight for account in placement._accounts.values())
@@ -159,21 +159,21 @@ def test_accounts_come_back_to_nothing(data: st.DataObject) -> None:
 
 def test_what_others_sent_counts_and_late_reports_do_not() -> None:
     placement = make_placement("least", _replicas(2))
-    placement.told("r0", ReplicaReport(others_s=3.0))
-    placement.told("gone", ReplicaReport(others_s=3.0))
+    placement.on_report("r0", ReplicaReport(others_s=3.0))
+    placement.on_report("gone", ReplicaReport(others_s=3.0))
     assert placement.rank(Ask("a", 1.0)) == ("r1", "r0")
     for _ in range(4):
-        placement.sent("r1", Ask("a", 1.0))
+        placement.on_request_sent("r1", Ask("a", 1.0))
     assert placement.rank(Ask("a", 1.0)) == ("r0", "r1")
 
 
 def test_holders_are_asked_first_then_those_with_the_fewest() -> None:
     placement = make_placement("holders", _replicas(3))
-    placement.told("r0", ReplicaReport(adapters=frozenset("ab")))
-    placement.told("r1", ReplicaReport(adapters=frozenset("c")))
+    placement.on_report("r0", ReplicaReport(adapters=frozenset("ab")))
+    placement.on_report("r1", ReplicaReport(adapters=frozenset("c")))
     assert placement.rank(Ask("a", 1.0)) == ("r0", "r2", "r1")
     assert placement.rank(Ask("d", 1.0)) == ("r2", "r1", "r0")
-    placement.sent("r2", Ask("d", 1.0))
+    placement.on_request_sent("r2", Ask("d", 1.0))
     assert placement.rank(Ask("d", 1.0))[0] == "r2", "it is getting it"
 
 
@@ -185,7 +185,7 @@ def test_adapters_that_must_be_read_are_work() -> None:
     _send(placement, Ask("a", 0.1, load_s=0.6))
     assert placement.rank(Ask("a", 0.3, load_s=0.6))[0] == home
     assert placement.rank(Ask(other, 0.1, load_s=0.6))[0] != home
-    placement.told(home, ReplicaReport(adapters=frozenset("a")))
+    placement.on_report(home, ReplicaReport(adapters=frozenset("a")))
     assert placement.rank(Ask(other, 0.1, load_s=0.6))[0] == home
 
 
@@ -195,21 +195,21 @@ def test_migration_moves_the_newest_once_and_only_to_where_they_are_sooner() -> 
     assert placement.moves() == []
     placement.set_replicas(_replicas(2))
     assert placement.moves() == [(one, "r1") for one in (sent[5], sent[4])], "1.25 times the mean is 3.75"
-    placement.ended(sent[5])
-    moved = placement.sent("r1", sent[5].ask, moves=1)
+    placement.on_request_ended(sent[5])
+    moved = placement.on_request_sent("r1", sent[5].ask, moves=1)
     assert placement.moves() == [(sent[4], "r1")]
     for one in sent[:5]:
-        placement.ended(one)
+        placement.on_request_ended(one)
     placement.set_replicas(_replicas(3))
     assert placement.moves() == [], f"{moved} was moved before"
-    placement.sent("r1", Ask("b", 0.2, load_s=9.0))
+    placement.on_request_sent("r1", Ask("b", 0.2, load_s=9.0))
     assert placement.moves() == [], "reading it elsewhere takes longer"
 
 
 def test_sessions_meet_and_a_request_without_key_goes_where_it_is_quiet() -> None:
     placement = make_placement("bounded", _replicas(5))
     assert len({placement.rank(Ask(None, 0.1, "chat")) for _ in range(9)}) == 1
-    placement.sent("r2", Ask(None, 0.1))
+    placement.on_request_sent("r2", Ask(None, 0.1))
     assert placement.rank(Ask(None, 0.1))[-1] == "r2"
 
 

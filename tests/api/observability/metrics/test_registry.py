@@ -78,7 +78,7 @@ class TestRequests:
         monkeypatch.setattr("api.observability.metrics.requests.MAX_KEYS", 2)
         figures = HttpFigures()
         for key in ("a", "b", "c", "d", "a"):
-            figures.saw(SimpleNamespace(method="GET", route="/", status=200, seconds=0.1, principal=key))  # type: ignore[arg-type]
+            figures.on_response_ended(SimpleNamespace(method="GET", route="/", status=200, seconds=0.1, principal=key))  # type: ignore[arg-type]
         assert dict(figures._keys) == {"a": 2, "b": 1, "other": 2}
 
     def test_what_clients_wait_for(self, server, engine) -> None:
@@ -95,8 +95,8 @@ class TestRequests:
 
     def test_the_store_and_the_engine(self, server, engine, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
-        engine.step_stats.failed("disk")
-        engine.step_stats.loaded(AdapterKey("k"), 0.25, 100)
+        engine.step_stats.on_load_failed("disk")
+        engine.step_stats.on_adapter_loaded(AdapterKey("k"), 0.25, 100)
         pages = {"pages_total": 100, "pages_kv": 30, "pages_adapters": 50, "pages_adapters_idle": 10}
         engine.metrics.publish(EngineStats(**pages, adapters_resident=5))
         shown = samples(server)
@@ -133,13 +133,13 @@ class TestTopAdapters:
 
     def test_the_first_have_names_and_the_rest_is_one(self, top: TopAdapters) -> None:
         for name in ("a", "b", "c", "d", "a", ""):
-            top.ended(ended(name, 10))
+            top.on_request_finished(ended(name, 10))
         assert self.shown(top) == {"a": 20, "b": 10, "other": 20}
         [first] = [metric for metric in top.collect() if metric.type == "summary"]
         assert {s.labels["adapter"]: s.value for s in first.samples if s.name.endswith("_sum")}["other"] == 1.0
 
     def test_what_the_base_answers_is_no_answer_of_the_adapter(self, top: TopAdapters) -> None:
-        top.ended(replace(ended("a", 10), fell_back=True))
+        top.on_request_finished(replace(ended("a", 10), fell_back=True))
         counted = {s.name: s.value for metric in top.collect() for s in metric.samples if s.labels["adapter"] == "a"}
         assert {name for name, value in counted.items() if value} == {"lorasrv_adapter_requests_total"}
 
@@ -147,7 +147,7 @@ class TestTopAdapters:
         names = ["a"] * 5 + ["b"] * 2 + ["c"] * 30 + ["b"] * 3 + ["a"] * 2
         before = self.shown(top)
         for name in names:
-            top.ended(ended(name, 1))
+            top.on_request_finished(ended(name, 1))
             after = self.shown(top)
             went = {key: value for key, value in before.items() if after.get(key, value) < value}
             assert went == {}
@@ -158,35 +158,35 @@ class TestTopAdapters:
 
     def test_what_was_long_ago_weighs_little(self, top: TopAdapters, now: SimpleNamespace) -> None:
         for name in ("a", "b"):
-            top.ended(ended(name, 1000))
+            top.on_request_finished(ended(name, 1000))
         now.s += 6 * 600
         for _ in range(4):
-            top.ended(ended("c", 2))
+            top.on_request_finished(ended("c", 2))
         assert "c" in self.shown(top)
 
     def test_time_does_not_overflow(self, top: TopAdapters, now: SimpleNamespace) -> None:
         for _ in range(5):
             now.s += 400 * 600
-            top.ended(ended("a"))
+            top.on_request_finished(ended("a"))
         assert math.isfinite(top._scores["a"])
         assert self.shown(top)["a"] == 5
 
     def test_an_adapter_that_is_called_other_is_one_of_them(self, top: TopAdapters) -> None:
         """It would take the place of all others, whose figures would be lost."""
         for name in ("other", "a", "b", "c", "other"):
-            top.ended(ended(name, 10))
+            top.on_request_finished(ended(name, 10))
         assert self.shown(top) == {"a": 10, "b": 10, "other": 30}
 
     def test_it_does_not_grow_for_ever(self, top: TopAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.observability.metrics.requests.MAX_RANKED", 10)
         for number in range(100):
-            top.ended(ended(f"a{number}"))
+            top.on_request_finished(ended(f"a{number}"))
         assert len(top._scores) <= 10
         assert len(self.shown(top)) == 3
 
     def test_none(self) -> None:
         top = TopAdapters(0)
-        top.ended(ended("a", 3))
+        top.on_request_finished(ended("a", 3))
         assert self.shown(top) == {"other": 3}
 
 
@@ -240,7 +240,7 @@ class TestDashboard:
         server = make_server()
         server.upload(make_adapter(), "mia")
         server.chat(model="mia")
-        engine.step_stats.failed("disk")
+        engine.step_stats.on_load_failed("disk")
         engine.request_stats.on_refused(ValueError())
         engine.request_stats.aborted["client"] += 1
         found = {
