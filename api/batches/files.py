@@ -265,7 +265,7 @@ MAX_AT_A_TIME = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class KeyBounds:
     """Bound the batches of one key: lines that may not run yet hold their memory for long, and must not take that of
     others.
     """

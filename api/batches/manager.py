@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
-from api.batches.files import BatchBounds, FileManager, Share, in_thread, new_file_id, unbroken
+from api.batches.files import BatchBounds, FileManager, KeyBounds, in_thread, new_file_id, unbroken
 from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
 from api.batches.records import BatchRecord, BatchStatus, FileRecord, problem
 from api.batches.results import LineReply, ResultSink, ResultsUnreadable, ScannedResults, Tally, recovered, refused
@@ -66,7 +66,7 @@ class BatchManager:
         self._sleep = sleep
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        self._shares: dict[str, Share] = {}
+        self._key_bounds: dict[str, KeyBounds] = {}
         # Check one file at a time: that may take seconds, and there are few threads.
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -306,7 +306,7 @@ class BatchManager:
     async def _ask_all(self, record: BatchRecord) -> None:
         window = asyncio.timeout(max(0.0, record.expires_at - self._clock()))
         try:
-            async with window, self._share(record.principal).turns:
+            async with window, self._bounds_of(record.principal).turns:
                 await self._ask_lines(record)
         except FileNotFoundError:
             await self._fail(record.id, [problem("the input file is gone", "file_not_found")])
@@ -325,7 +325,7 @@ class BatchManager:
             lines = await in_thread(scan, path, record.endpoint)
         tally = self._tallies[record.id] = found.tally()
         with self._sink(record, tally) as sink:
-            ask, places = self._ask_as(record.caller), self._share(record.principal).places
+            ask, places = self._ask_as(record.caller), self._bounds_of(record.principal).places
 
             async def ask_in_turn(url: str, body: Mapping[str, Any]) -> LineReply:
                 async with self._slots:
@@ -334,10 +334,10 @@ class BatchManager:
             runner = LineRunner(ask_in_turn, sink, slots=places, concurrency=self._concurrency, sleep=self._sleep)
             await runner.run(pending_lines(path, record.endpoint, lines, found.keys))
 
-    def _share(self, principal: str) -> Share:
-        if principal not in self._shares:
-            self._shares[principal] = Share(asyncio.Semaphore(self._concurrency))
-        return self._shares[principal]
+    def _bounds_of(self, principal: str) -> KeyBounds:
+        if principal not in self._key_bounds:
+            self._key_bounds[principal] = KeyBounds(asyncio.Semaphore(self._concurrency))
+        return self._key_bounds[principal]
 
     async def _expire(self, record: BatchRecord) -> None:
         # Not cancellable: a concurrent cancel of the batch publishes the files.

@@ -23,7 +23,7 @@ from api.auth.scopes import GENERATING
 from api.cluster.ask import read_ask
 from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
-from api.cluster.exchange import Exchange
+from api.cluster.forwarded_request import ForwardedRequest
 from api.cluster.forwarding import (
     Destination,
     RawHeaders,
@@ -89,7 +89,7 @@ class Edge:
 
         return count_and_send
 
-    # What an exchange needs (`Replicas`).
+    # What a forwarded request needs (`Replicas`).
 
     @asynccontextmanager
     async def choose(self, ask: Ask, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
@@ -154,12 +154,14 @@ class Edge:
         peers = self._peers.of(ask, client) if takes_pages else RequestPeers(self._peers, ask)
         num_bytes = len(body)
         keeps = self._secret if self._kept_bytes + num_bytes <= MAX_KEPT_BYTES else None
-        exchange = Exchange(self, self._upstreams, self.stats, scope, send, peers, _request(scope, body), keeps)
-        # The exchange lets it go once it is of no use any more.
+        forwarded = ForwardedRequest(
+            self, self._upstreams, self.stats, scope, send, peers, _request(scope, body), keeps
+        )
+        # The forwarded request lets it go once it is of no use any more.
         del body
         self._kept_bytes += num_bytes
         try:
-            await run_until_disconnect(receive, exchange.run())
+            await run_until_disconnect(receive, forwarded.run())
         finally:
             self._kept_bytes -= num_bytes
 

@@ -126,7 +126,7 @@ def free_port() -> int:
         return port
 
 
-def shares(settings: ServerSettings) -> ServerSettings:
+def replica_settings(settings: ServerSettings) -> ServerSettings:
     """Return the settings of one replica: of the memory that no option divides, its share."""
     number = (settings.max_replicas or settings.replicas or 1) + (settings.prefill_replicas or 0)
     is_terminal = sys.stderr.isatty()
@@ -297,10 +297,10 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
         log=str(home / LOG),
         registry_app=None if settings.registry else REGISTRY_APP,
     )
-    parts = {APP: application(shares(settings), shape)}
+    parts = {APP: application(replica_settings(settings), shape)}
     if shape.registry_app is not None:
         # First, as its error is why replicas fail, too.
-        parts = {shape.registry_app: registry_application(shares(settings), shape), **parts}
+        parts = {shape.registry_app: registry_application(replica_settings(settings), shape), **parts}
     targets = [serve.RunTarget(part, name, None) for name, part in parts.items()]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     while True:

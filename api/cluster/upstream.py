@@ -173,7 +173,7 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self._http = h11.Connection(h11.CLIENT, MAX_HEAD_BYTES)
         self._is_lost = self._is_paused = False
-        # Of the exchange.
+        # Of the request that is being answered.
         self._is_head = self._is_over = False
         self._silent_s: float | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -215,7 +215,7 @@ class _Connection(asyncio.Protocol):
             self._writer.set_result(None)
         self._writer = None
 
-    # One exchange.
+    # One request.
 
     async def ask(self, request: UpstreamRequest) -> UpstreamReply:
         self._stop_idling()
@@ -226,7 +226,7 @@ class _Connection(asyncio.Protocol):
             self._write(head)
             self._silent_s = request.silent_s
             reply = await (
-                self._exchange(request.body) if isinstance(request.body, bytes) else self._upload(request.body)
+                self._send_whole(request.body) if isinstance(request.body, bytes) else self._upload(request.body)
             )
             self._check_framed(reply)
             return UpstreamReply(self, reply)
@@ -266,7 +266,7 @@ class _Connection(asyncio.Protocol):
         self._owner.forget(self)
         self._transport.abort()
 
-    async def _exchange(self, body: bytes) -> h11.Response:
+    async def _send_whole(self, body: bytes) -> h11.Response:
         if body:
             self._write(h11.Data(data=body))
         self._write(h11.EndOfMessage())

@@ -57,14 +57,14 @@ class PartitionedExecutor(InProcessExecutor):
 
     @property
     def lost(self) -> str | None:
-        return self._ranks.team.monitor.lost
+        return self._ranks.links.monitor.lost
 
     @property
     def silence(self) -> str | None:
-        return self._ranks.team.monitor.silence
+        return self._ranks.links.monitor.silence
 
     def exit_when_lost(self, tell: Callable[[str], None]) -> None:
-        self._ranks.team.monitor.exit_when_lost(tell)
+        self._ranks.links.monitor.exit_when_lost(tell)
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         self.runner.bind_thread(before_pass, self._ranks.threads)
@@ -77,7 +77,7 @@ class PartitionedExecutor(InProcessExecutor):
         frame = encode_step(step, self._numbers.of)
         self._exchange.is_within_pass = True
         with self._reaching():
-            self._ranks.team.tell(frame)
+            self._ranks.links.tell(frame)
             return self.runner.run(own)
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
@@ -89,7 +89,7 @@ class PartitionedExecutor(InProcessExecutor):
         return swapped if ops else self.runner.apply_page_ops(())
 
     def recover(self) -> bool:
-        is_amid = self._exchange.is_within_pass or self._ranks.team.is_broken_off
+        is_amid = self._exchange.is_within_pass or self._ranks.links.is_broken_off
         return not is_amid and super().recover()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class PartitionedExecutor(InProcessExecutor):
         try:
             yield
         except (LinkClosed, RankLost) as error:
-            raise EngineDead(self._ranks.team.why_lost(error)) from error
+            raise EngineDead(self._ranks.links.why_lost(error)) from error
 
     @contextmanager
     def _filling(self, frames: Sequence[Frame]) -> Iterator[None]:
@@ -116,11 +116,11 @@ class PartitionedExecutor(InProcessExecutor):
             RankFailed, RankOutOfMemory: a rank could not.
             EngineDead: one has gone.
         """
-        with self._reaching(), self._ranks.team.asking_bulk(frames):
+        with self._reaching(), self._ranks.links.asking_bulk(frames):
             yield
 
     def _apply(self, op: PageOp) -> int:
-        with self._ranks.team.asking(encode_page_op(op, self._number_of)):
+        with self._ranks.links.asking(encode_page_op(op, self._number_of)):
             swapped = self.runner.apply_page_ops((op,))
         if isinstance(op, SwapIn | DropSwap):
             self._requests.pop(op.request_id, None)
@@ -157,7 +157,7 @@ class PartitionedExecutor(InProcessExecutor):
 
     def _read_pages(self, pages: tuple[int, ...]) -> Tensor:
         frame = Frame(READ, {}, [np.array(pages, dtype=np.int64)])
-        with self._reaching(), self._ranks.team.asking(frame) as replies:
+        with self._reaching(), self._ranks.links.asking(frame) as replies:
             own = self.runner.read_pages(pages)
         return torch.cat([own, *(torch.from_numpy(reply.arrays[0]) for reply in replies)], dim=1)
 
@@ -173,5 +173,5 @@ class PartitionedExecutor(InProcessExecutor):
 
         Waits for all ranks: else the next step would wait for every piece that a slower rank has not done yet.
         """
-        with self._reaching(), self._ranks.team.asking(Frame(COMMIT, {"piece": [slab, first_page, num_pages]})):
+        with self._reaching(), self._ranks.links.asking(Frame(COMMIT, {"piece": [slab, first_page, num_pages]})):
             self.runner.commit_pages(slab, first_page, num_pages)

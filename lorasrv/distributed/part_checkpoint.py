@@ -72,12 +72,12 @@ class PartCheckpoint:
     @cached_property
     def _cuts(self) -> dict[str, _Cut | None]:
         """Return what the rank takes of each tensor that it reads; None for all."""
-        spec, share = self.spec, self.spec.share
+        spec, part = self.spec, self.spec.part
         found: dict[str, _Cut | None] = {NORM: None}
-        if share.is_first:
+        if part.is_first:
             found[EMBEDDING] = None
-        if share.is_last and not spec.tied_head:
-            found[HEAD] = _Cut(slice(*share.vocab))
+        if part.is_last and not spec.tied_head:
+            found[HEAD] = _Cut(slice(*part.vocab))
         for layer in range(spec.num_layers):
             found |= {f"{LLAMA_LAYERS}{layer}.{name}": cut for name, cut in self._of_layer(layer)}
         return {name: cut for name, cut in found.items() if self._name_in_whole(name) in self._all}
@@ -101,4 +101,4 @@ class PartCheckpoint:
         if name == HEAD and self.spec.whole.tied_head:
             return EMBEDDING
         layer, inner = split_layer(name)
-        return name if layer is None else f"{LLAMA_LAYERS}{layer + self.spec.share.layers[0]}.{inner}"
+        return name if layer is None else f"{LLAMA_LAYERS}{layer + self.spec.part.layers[0]}.{inner}"

@@ -40,7 +40,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankPart:
     """Hold what one rank computes of a model."""
 
     rank: int
@@ -142,25 +142,25 @@ class Partition:
         kinds = {"stages": len(self.stages) > 1, "columns": self.has_columns, "rows": self.rows > 1}
         return " and ".join(name for name, is_there in kinds.items() if is_there) or "nothing"
 
-    def shares(self, spec: ModelSpec) -> tuple[Share, ...]:
+    def parts(self, spec: ModelSpec) -> tuple[RankPart, ...]:
         """Return what each rank computes of a model, by rank.
 
         Raises:
             ConfigError: the model cannot be divided so; the message has the numbers.
         """
         if self.rows > 1:
-            whole = self._shares_of(spec, Stage((0,)), 0, (0, spec.num_layers))[0]
+            whole = self._parts_of(spec, Stage((0,)), 0, (0, spec.num_layers))[0]
             peers = tuple(range(self.rows))
             return tuple(replace(whole, rank=rank, peers=(rank,), row_peers=peers) for rank in peers)
         spans = self._layers(spec)
         found = [
-            share
+            part
             for i, (stage, span) in enumerate(zip(self.stages, spans, strict=True))
-            for share in self._shares_of(spec, stage, i, span)
+            for part in self._parts_of(spec, stage, i, span)
         ]
-        return tuple(sorted(found, key=lambda share: share.rank))
+        return tuple(sorted(found, key=lambda part: part.rank))
 
-    def _shares_of(self, spec: ModelSpec, stage: Stage, index: int, layers: Span) -> list[Share]:
+    def _parts_of(self, spec: ModelSpec, stage: Stage, index: int, layers: Span) -> list[RankPart]:
         count, where = len(stage.ranks), f"{self.text}: {len(stage.ranks)} ranks side by side"
         if count > spec.num_kv_heads:
             raise ConfigError(
@@ -174,7 +174,7 @@ class Partition:
             _cut(spec.vocab_size, count, TILE, f"{where}: vocabulary"),
         )
         return [
-            Share(
+            RankPart(
                 *(rank, index, column, stage.ranks, len(self.stages), layers),
                 *(heads[column], hidden[column], inner[column], vocab[column]),
                 has_sums=self.has_sums and count > 1,

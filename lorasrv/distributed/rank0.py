@@ -24,10 +24,10 @@ from lorasrv.distributed.frames import Frame
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
+from lorasrv.distributed.rank_links import POOL, START, RankLinks, RankSockets
 from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
 from lorasrv.distributed.step_frames import encode_moves
-from lorasrv.distributed.team import POOL, START, RankSockets, Team
 from lorasrv.errors import ConfigError
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.decoder import DecoderLimits
@@ -187,15 +187,15 @@ class Ranks:
         self._comm: Comm | None = None
         self._exchange: RankExchange | None = None
         ends = [RankSockets.pair() for _ in self.specs[1:]]
-        self.team = Team([own for own, _ in ends], launcher.watch([own for own, _ in ends]), launcher.stop)
+        self.links = RankLinks([own for own, _ in ends], launcher.watch([own for own, _ in ends]), launcher.stop)
         try:
             for rank, (_, other) in enumerate(ends, 1):
                 launcher.start(rank, other)
             for rank in range(1, len(self.specs)):
                 fields = start_fields(rank, config.partition, config.model, config.memory.kv_cache_dtype, self.threads)
-                self.team.tell_one(rank, Frame(START, fields))
+                self.links.tell_one(rank, Frame(START, fields))
         except BaseException:
-            self.team.close()
+            self.links.close()
             raise
 
     @property
@@ -225,9 +225,9 @@ class Ranks:
             ModelError, ConfigError, NotEnoughMemory: as a rank says.
             EngineDead: a rank has ended.
         """
-        found = [frame.fields for frame in self.team.wait_loaded(progress)]
+        found = [frame.fields for frame in self.links.wait_loaded(progress)]
         codes = [
-            fields["codes"] for spec, fields in zip(self.specs[1:], found, strict=True) if not spec.share.is_further
+            fields["codes"] for spec, fields in zip(self.specs[1:], found, strict=True) if not spec.part.is_further
         ]
         return LoadedRanks(
             weight_bytes=tuple(fields["weight_bytes"] for fields in found),
@@ -252,11 +252,11 @@ class Ranks:
             "max_samples": limits.max_samples,
         }
         for rank in range(1, len(self.specs)):
-            self.team.tell_one(rank, Frame(POOL, fields))
-        self._comm = self.team.wait_ready(in_thread(lambda: self._launcher.comm(self._setup)))
+            self.links.tell_one(rank, Frame(POOL, fields))
+        self._comm = self.links.wait_ready(in_thread(lambda: self._launcher.comm(self._setup)))
         if not self._comm.meets_later:
             self._launcher.forget_meeting()
-        told = lambda moves: self.team.tell(encode_moves(moves))  # noqa: E731
+        told = lambda moves: self.links.tell(encode_moves(moves))  # noqa: E731
         self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, told)
         return self._exchange
 
@@ -268,7 +268,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks."""
-        self.team.close()
+        self.links.close()
         if self._comm is not None:
             self._comm.close()
 

@@ -108,7 +108,7 @@ def _rank_spec(spec: ModelSpec) -> RankSpec:
 
 def rank_layout(planned: AdapterLayout, spec: RankSpec) -> AdapterLayout:
     """Return how a rank's panels of an adapter lie, from the layout that its pages were planned by."""
-    first, end = spec.share.layers
+    first, end = spec.part.layers
     vectors = planned.vectors[first:end]
     if not any(map(any, vectors)):
         vectors = ()
@@ -168,7 +168,7 @@ class RankPlaces:
 def encode_adapter(adapter: SharedAdapter, planned: PlacedAdapter, number: int, spec: RankSpec) -> Frame:
     """Return what a rank needs to fill its pages of an adapter: the matrices of its layers."""
     layout, weights = rank_layout(planned.layout, spec), adapter.weights
-    own = range(*spec.share.layers) if planned.layout.ends is None else range(spec.whole.num_layers + 1)
+    own = range(*spec.part.layers) if planned.layout.ends is None else range(spec.whole.num_layers + 1)
     arrays: list[Array] = []
 
     def put(array: Array | None) -> int | None:

@@ -62,21 +62,21 @@ class PartExchange(RankExchange):
         super().__init__(told)
         self._comm, self._dtype, self._device = comm, dtype, device
         own = specs[comm.rank]
-        share, self._spec = own.share, own
-        self.is_first, self.is_last = share.is_first, share.is_last
-        self._peers, self._leads, self._has_sums = share.peers, share.column == 0, share.has_sums
-        peers = [specs[peer] for peer in share.peers]
-        hidden = [width(peer.share.hidden) for peer in peers]
+        part, self._spec = own.part, own
+        self.is_first, self.is_last = part.is_first, part.is_last
+        self._peers, self._leads, self._has_sums = part.peers, part.column == 0, part.has_sums
+        peers = [specs[peer] for peer in part.peers]
+        hidden = [width(peer.part.hidden) for peer in peers]
         self._widths = {
             SplitOutput.ATTENDED: [peer.q_width for peer in peers],
             SplitOutput.OUT: hidden,
             SplitOutput.GATED: [peer.intermediate_size for peer in peers],
             SplitOutput.DOWN: hidden,
         }
-        stages = {spec.share.stage: spec.share.peers for spec in specs}
-        self._before = stages.get(share.stage - 1, (0,))[0]
-        self._behind = stages.get(share.stage + 1, ())
-        last = [spec.share for spec in specs if spec.share.is_last]
+        stages = {spec.part.stage: spec.part.peers for spec in specs}
+        self._before = stages.get(part.stage - 1, (0,))[0]
+        self._behind = stages.get(part.stage + 1, ())
+        last = [spec.part for spec in specs if spec.part.is_last]
         # Ranks with logits, in the order of their columns, and how many.
         self._heads = [(s.rank, width(s.vocab)) for s in sorted(last, key=lambda s: s.column)]
 
@@ -125,7 +125,7 @@ class RowExchange(RankExchange):
     def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, told: Told | None) -> None:
         super().__init__(told)
         self._comm, self._memory, self._ops = comm, memory, ops
-        self._peers, self._q_width = spec.share.row_peers, spec.q_width
+        self._peers, self._q_width = spec.part.row_peers, spec.q_width
         # Of the next pass: the span of each rank; nothing if all compute everything.
         self._spans: list[Span] = []
         self._written: AttentionPlan | None = None
@@ -205,6 +205,6 @@ def make_exchange(
 ) -> RankExchange:
     """Return the exchange of a rank; see `PartExchange` and `RowExchange`."""
     own = specs[comm.rank]
-    if own.share.row_peers:
+    if own.part.row_peers:
         return RowExchange(comm, own, memory, ops, told)
     return PartExchange(comm, specs, activation, memory.device, told)

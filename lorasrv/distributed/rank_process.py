@@ -12,7 +12,7 @@ import sys
 import threading
 
 from lorasrv.distributed.pulse import EXIT_CODE, beat
-from lorasrv.distributed.team import RankSockets
+from lorasrv.distributed.rank_links import RankSockets
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from lorasrv.distributed.partition import Partition, Share, Span
+from lorasrv.distributed.partition import Partition, RankPart, Span
 from lorasrv.models.spec import ModelSpec, SiteShape
 
 Rows = npt.NDArray[np.int64]
@@ -22,24 +22,24 @@ class RankSpec(ModelSpec):
     """Describe the part of a model that a rank computes."""
 
     whole: ModelSpec = field(kw_only=True)
-    share: Share = field(kw_only=True)
+    part: RankPart = field(kw_only=True)
 
     @classmethod
-    def of(cls, whole: ModelSpec, share: Share) -> "RankSpec":
+    def of(cls, whole: ModelSpec, part: RankPart) -> "RankSpec":
         """Return the spec of a rank."""
-        first, end = share.layers
-        heads = share.kv_heads[1] - share.kv_heads[0]
+        first, end = part.layers
+        heads = part.kv_heads[1] - part.kv_heads[0]
         own = {
             "num_layers": end - first,
             "num_kv_heads": heads,
             "num_heads": heads * (whole.num_heads // whole.num_kv_heads),
-            "intermediate_size": share.inner[1] - share.inner[0],
+            "intermediate_size": part.inner[1] - part.inner[0],
             "windowed_layers": whole.windowed_layers[first:end],
             "kv_source_layers": tuple(source - first for source in whole.kv_source_layers[first:end]),
-            "tied_head": whole.tied_head and share.is_first and share.is_last and len(share.peers) == 1,
+            "tied_head": whole.tied_head and part.is_first and part.is_last and len(part.peers) == 1,
         }
         known = {each.name: getattr(whole, each.name) for each in fields(ModelSpec)}
-        return cls(**(known | own), whole=whole, share=share)
+        return cls(**(known | own), whole=whole, part=part)
 
     @classmethod
     def all_of(cls, whole: ModelSpec, partition: Partition) -> "tuple[RankSpec, ...]":
@@ -48,18 +48,18 @@ class RankSpec(ModelSpec):
         Raises:
             ConfigError: the model cannot be divided so.
         """
-        return tuple(cls.of(whole, share) for share in partition.shares(whole))
+        return tuple(cls.of(whole, part) for part in partition.parts(whole))
 
     @property
     def table_weights(self) -> int:
-        share, row = self.share, self.hidden_size
-        head = share.is_last and not self.tied_head
-        return (self.vocab_size * row if share.is_first else 0) + (width(share.vocab) * row if head else 0)
+        part, row = self.part, self.hidden_size
+        head = part.is_last and not self.tied_head
+        return (self.vocab_size * row if part.is_first else 0) + (width(part.vocab) * row if head else 0)
 
     @property
     def query_heads(self) -> Span:
         """Return the rank's query heads among those of the model."""
-        return _scaled(self.share.kv_heads, self.whole.num_heads // self.whole.num_kv_heads)
+        return _scaled(self.part.kv_heads, self.whole.num_heads // self.whole.num_kv_heads)
 
     @property
     def has_table_head(self) -> bool:
@@ -67,7 +67,7 @@ class RankSpec(ModelSpec):
 
     @property
     def first_layer(self) -> int:
-        return self.share.layers[0]
+        return self.part.layers[0]
 
     def alibi_slopes(self) -> tuple[float, ...]:
         first, end = self.query_heads
@@ -85,21 +85,21 @@ class RankSpec(ModelSpec):
         if not self._is_summed(site):
             return slice(None)
         is_out = self.whole.sites()[site].name == "o"
-        return slice(*(_scaled(self.query_heads, self.head_dim) if is_out else self.share.inner))
+        return slice(*(_scaled(self.query_heads, self.head_dim) if is_out else self.part.inner))
 
     def adds_biases(self, site: int) -> bool:
-        return self.share.column == 0 or not self._is_summed(site)
+        return self.part.column == 0 or not self._is_summed(site)
 
     def _is_summed(self, site: int) -> bool:
         """Return whether the rank has a part of the sums of a site, and not of its outputs."""
-        return self.share.has_sums and self.whole.sites()[site].name in ("o", "down")
+        return self.part.has_sums and self.whole.sites()[site].name in ("o", "down")
 
     def own_outputs(self, site: int, module: int) -> Rows:
-        inner, kv = self.share.inner, _scaled(self.share.kv_heads, self.head_dim)
+        inner, kv = self.part.inner, _scaled(self.part.kv_heads, self.head_dim)
         q = _scaled(self.query_heads, self.head_dim)
         shape = self.whole.sites()[site]
         if shape.name in ("o", "down"):
-            return _rows([(0, (0, self.hidden_size) if self.share.has_sums else self.share.hidden)])
+            return _rows([(0, (0, self.hidden_size) if self.part.has_sums else self.part.hidden)])
         if shape.name == "qkv":
             spans = [(0, q), (self.whole.q_width, kv), (self.whole.q_width + self.whole.kv_width, kv)]
         else:
@@ -120,19 +120,19 @@ def pool_widths(specs: Sequence[RankSpec]) -> ModelSpec:
 
     Every rank's panels of an adapter then fit into the pages of the planned ones, in the same order.
     """
-    first = specs[0].share
-    widest = Share(
+    first = specs[0].part
+    widest = RankPart(
         first.rank,
         stage=0,
         column=0,
         peers=(0,),
         num_stages=1,
         layers=(0, specs[0].whole.num_layers),
-        kv_heads=_widest(spec.share.kv_heads for spec in specs),
-        hidden=_widest(spec.share.hidden for spec in specs),
-        inner=_widest(spec.share.inner for spec in specs),
+        kv_heads=_widest(spec.part.kv_heads for spec in specs),
+        hidden=_widest(spec.part.hidden for spec in specs),
+        inner=_widest(spec.part.inner for spec in specs),
         vocab=(0, specs[0].whole.vocab_size),
-        has_sums=any(spec.share.has_sums for spec in specs),
+        has_sums=any(spec.part.has_sums for spec in specs),
     )
     return RankSpec.of(specs[0].whole, widest)
 

@@ -15,9 +15,9 @@ from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.part_checkpoint import PartCheckpoint
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.rank_exchange import make_exchange
+from lorasrv.distributed.rank_links import DONE, LOADED, MEMORY, PROGRESS, STOP, RankSockets, failure
 from lorasrv.distributed.rank_spec import RankSpec
-from lorasrv.distributed.rank_worker import RankParts, RankWorker
-from lorasrv.distributed.team import DONE, LOADED, MEMORY, PROGRESS, STOP, RankSockets, failure
+from lorasrv.distributed.rank_worker import RankModel, RankWorker
 from lorasrv.distributed.torch_comm import TorchComm
 from lorasrv.errors import LorasrvError, ModelError, NotEnoughMemory
 from lorasrv.models.loader import open_checkpoint
@@ -52,8 +52,8 @@ MakeComm = Callable[[RankSetup, str], Comm]
 
 def torch_comm(setup: RankSetup, meeting: str) -> Comm:
     """Return the comm of a process."""
-    shares = [spec.share for spec in setup.specs]
-    groups = sorted({peers for share in shares for peers in (share.peers, share.row_peers) if len(peers) > 1})
+    parts = [spec.part for spec in setup.specs]
+    groups = sorted({peers for part in parts for peers in (part.peers, part.row_peers) if len(peers) > 1})
     return TorchComm(setup.rank, len(setup.specs), setup.device, Path(meeting), groups)
 
 
@@ -70,7 +70,7 @@ def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
         if pool.kind == STOP:
             return False
         comm = make_comm(setup, pool.fields["meeting"])
-        worker = RankWorker(_parts(setup, weights, ops, comm, pool.fields))
+        worker = RankWorker(_make_model(setup, weights, ops, comm, pool.fields))
     except (LorasrvError, MemoryError) as error:
         _report(orders, error)
         return False
@@ -145,7 +145,7 @@ def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
     return setup, weights, ops
 
 
-def _parts(setup: RankSetup, weights: ModelWeights, ops: Ops, comm: Comm, pool: Mapping[str, Any]) -> RankParts:
+def _make_model(setup: RankSetup, weights: ModelWeights, ops: Ops, comm: Comm, pool: Mapping[str, Any]) -> RankModel:
     """Make the rank's pool and decoder."""
     dtype = getattr(torch, setup.model.dtype)
     activation = activation_dtype(setup.device, dtype)
@@ -160,4 +160,4 @@ def _parts(setup: RankSetup, weights: ModelWeights, ops: Ops, comm: Comm, pool: 
     limits = DecoderLimits(pool["max_model_len"], pool["max_rows"], pool["max_samples"], dtype, activation)
     exchange = make_exchange(comm, setup.specs, activation, memory, ops)
     decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
-    return RankParts(setup.spec, weights, memory, decoder, dtype, ops, exchange)
+    return RankModel(setup.spec, weights, memory, decoder, dtype, ops, exchange)

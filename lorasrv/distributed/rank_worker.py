@@ -9,9 +9,9 @@ import torch
 
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE, RankPlaces, decode_layout, decode_runs, decode_weights
+from lorasrv.distributed.rank_links import AFTER, DONE, MEMORY, OTHER, STOP, failure
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.step_frames import PAGES, SLOTS, STEP, decode_moves, decode_page_op, decode_step
-from lorasrv.distributed.team import AFTER, DONE, MEMORY, OTHER, STOP, failure
 from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.decoder import Decoder
 from lorasrv.worker.device import is_out_of_memory
@@ -27,7 +27,7 @@ READ, FILL, COMMIT = "read", "fill", "commit"
 
 
 @dataclass(frozen=True, slots=True)
-class RankParts:
+class RankModel:
     """Hold what a rank computes with."""
 
     spec: RankSpec
@@ -78,9 +78,9 @@ class RankWorker:
     read and write the pages that it has given to an adapter since.
     """
 
-    def __init__(self, parts: RankParts) -> None:
-        self._parts = parts
-        self._places = RankPlaces(parts.memory.page_bytes)
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
+        self._places = RankPlaces(model.memory.page_bytes)
         self._done = OrdersDone()
 
     def serve(self, orders: Link) -> None:
@@ -119,35 +119,35 @@ class RankWorker:
 
     def _compute(self, frame: Frame) -> None:
         step = decode_step(frame, self._places.place)
-        parts = self._parts
-        batch = build_batch(step, parts.memory, parts.adapter_dtype, parts.ops, exchange=parts.exchange)
-        parts.decoder.forward(batch)
+        model = self._model
+        batch = build_batch(step, model.memory, model.adapter_dtype, model.ops, exchange=model.exchange)
+        model.decoder.forward(batch)
 
     def _move(self, frame: Frame) -> None:
-        self._parts.memory.copy_slots(decode_moves(frame), self._parts.ops)
+        self._model.memory.copy_slots(decode_moves(frame), self._model.ops)
 
     def _apply(self, frame: Frame) -> Frame:
-        self._parts.memory.apply((decode_page_op(frame),))
+        self._model.memory.apply((decode_page_op(frame),))
         return Frame(DONE)
 
     def _commit(self, frame: Frame) -> Frame:
-        self._parts.memory.commit(*frame.fields["piece"])
+        self._model.memory.commit(*frame.fields["piece"])
         return Frame(DONE)
 
     def _read(self, frame: Frame) -> Frame:
-        return Frame(DONE, {}, [self._parts.memory.read_pages(frame.arrays[0].tolist()).numpy()])
+        return Frame(DONE, {}, [self._model.memory.read_pages(frame.arrays[0].tolist()).numpy()])
 
     def _fill(self, frame: Frame) -> Frame:
         rows, copies = frame.arrays
-        self._parts.memory.write_pages(torch.from_numpy(rows), [(row, page) for row, page in copies.tolist()])
+        self._model.memory.write_pages(torch.from_numpy(rows), [(row, page) for row, page in copies.tolist()])
         return Frame(DONE)
 
     def _write(self, frame: Frame) -> Frame:
-        parts = self._parts
-        layout = decode_layout(frame, parts.spec)
+        model = self._model
+        layout = decode_layout(frame, model.spec)
         placed = self._places.make(layout, decode_runs(frame))
-        packed = pack_adapter(parts.weights, layout, decode_weights(frame), parts.adapter_dtype)
-        parts.memory.write_adapter(packed, placed)
+        packed = pack_adapter(model.weights, layout, decode_weights(frame), model.adapter_dtype)
+        model.memory.write_adapter(packed, placed)
         self._places.learn(frame.fields["number"], layout)
         return Frame(DONE)
 

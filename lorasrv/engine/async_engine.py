@@ -111,7 +111,7 @@ class AsyncEngine:
         # Any thread may ask.
         self._tier = memory.adapter_manager.tier
         self.pages = PageLender(
-            memory.exchange.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
+            memory.peer_pages.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
         )
         self.input_processor = AsyncInputProcessor(
             model.input_processor, model.parts.source, options.queue_timeout_s, options.load_timeout_s

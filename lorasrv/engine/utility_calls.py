@@ -101,13 +101,13 @@ class UtilityCalls:
             case SetShare():
                 return scheduler.quotas.set_share(request.adapter_id, request.share)
             case OfferPages():
-                return memory.exchange.offer(request.digests)
+                return memory.peer_pages.offer(request.digests)
             case SetLimits():
                 scheduler.quotas.set_limits(request.adapter_id, request.limits)
             case ForgetAnswers():
                 scheduler.forget_answers(request.adapter, request.salt)
             case EndLease():
-                memory.exchange.end(request.lease_id)
+                memory.peer_pages.end(request.lease_id)
         return None
 
     def _warm(self, number: int, request: WarmAdapter) -> None:

@@ -16,9 +16,9 @@ from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.memory.cost_model import CostModel, GdsfClock
 from lorasrv.memory.eviction import NONE_SPARED, EvictionLevel, Evictor, Spared
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
-from lorasrv.memory.page_exchange import PageExchange
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.pages_ahead import PagesAhead
+from lorasrv.memory.peer_pages import PeerPages
 from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.memory.snapshots import SnapshotManager
 from lorasrv.request import Request
@@ -78,7 +78,7 @@ class MemoryManager:
     evictor: Evictor
     swap: SwapSpace
     snapshots: SnapshotManager
-    exchange: PageExchange
+    peer_pages: PeerPages
     ahead: PagesAhead
     costs: CostModel
     clock: Callable[[], float]
@@ -105,7 +105,7 @@ class MemoryManager:
             costs: rates of this machine, if they are known already.
             adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
             facts, stored: as `SnapshotManager` takes them.
-            peer_facts: as `PageExchange` takes them.
+            peer_facts: as `PeerPages` takes them.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
@@ -135,7 +135,7 @@ class MemoryManager:
             evictor=evictor,
             swap=SwapSpace(preemption, options.swap_bytes, block, costs),
             snapshots=snapshots,
-            exchange=PageExchange(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock),
+            peer_pages=PeerPages(peer_facts, kv, prefixes, snapshots, costs, kv_pool.num_pages, clock),
             ahead=PagesAhead(kv_pool, layout.page_bytes, layout.num_slabs, block),
             costs=costs,
             clock=clock,
@@ -164,19 +164,19 @@ class MemoryManager:
 
     def on_arrival(self, request: Request) -> None:
         """Begin to bring what a new request begins with, from a peer or the disk."""
-        self.exchange.on_arrival(request)
+        self.peer_pages.on_arrival(request)
         self.snapshots.on_arrival(request)
 
     def begin_step(self, keep_free: int) -> None:
         """End leases whose time is over, and take pages for what has been brought; `keep_free` pages are left free."""
-        self.exchange.expire()
+        self.peer_pages.expire()
         self.snapshots.place(keep_free)
 
     def wake_s(self) -> float | None:
         """Return when the next step is needed: now, if requests wait for nothing any more; None if not by the clock."""
         if self.snapshots.has_ended:
             return 0.0
-        times = (self.exchange.wake_s(), self.adapter_manager.wake_s())
+        times = (self.peer_pages.wake_s(), self.adapter_manager.wake_s())
         return min((t for t in times if t is not None), default=None)
 
     def max_kv_pages(self, layouts: Iterable[AdapterLayout]) -> int:
@@ -259,7 +259,7 @@ class MemoryManager:
         if self.prefixes is not None:
             self.prefixes.check_integrity(self.adapter_manager.is_resident)
         self.adapter_manager.check_integrity()
-        self.exchange.check_integrity()
+        self.peer_pages.check_integrity()
         assert self.num_kv_pages == self.kv.num_pages, "KV pages do not add up"
 
 

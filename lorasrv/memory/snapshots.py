@@ -1,5 +1,5 @@
 """Snapshots: prefix pages that are outside the pool, those of fixed prefixes on the disk, and those of any prompt at a
-peer (`PageExchange`). `SnapshotManager` is the only owner of their state.
+peer (`PeerPages`). `SnapshotManager` is the only owner of their state.
 
 A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
 adapter's load, gets free pages as soon as the adapter has its own, and once filled they are the prefix cache's.

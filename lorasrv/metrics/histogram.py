@@ -49,12 +49,12 @@ class Histogram:
             rows.append((bound, total))
         return rows
 
-    def quantile(self, share: float) -> float | None:
-        """Estimate the value that this share of all values does not exceed.
+    def quantile(self, q: float) -> float | None:
+        """Estimate the value that a share `q` of all values does not exceed.
 
         Interpolates linearly between two bounds; values above the last bound count as that bound. None without values.
         """
-        wanted, below, lower = share * self.count, 0, 0.0
+        wanted, below, lower = q * self.count, 0, 0.0
         if not wanted:
             return None
         for bound, count in zip(self.bounds, self.counts, strict=False):

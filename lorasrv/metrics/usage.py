@@ -8,7 +8,7 @@ from lorasrv.metrics.histogram import SECONDS, Histogram
 from lorasrv.metrics.request_stats import FinishedRequestStats
 from lorasrv.outputs import AdapterTier, FinishReason
 
-SHARES = (0.5, 0.95)
+QUANTILES = (0.5, 0.95)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ def total(usages: Iterable[Usage]) -> Usage:
 def _summary(seconds: Histogram) -> dict[str, float | int | None]:
     """Summarise a histogram; quantiles are exact only to the distance between two of its bounds."""
     assert seconds.bounds is SECONDS
-    quantiles = {f"p{round(100 * share)}_ms": _ms(seconds.quantile(share)) for share in SHARES}
+    quantiles = {f"p{round(100 * q)}_ms": _ms(seconds.quantile(q)) for q in QUANTILES}
     return {"count": seconds.count, "mean_ms": _ms(seconds.mean), **quantiles}
 
 

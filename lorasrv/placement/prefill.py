@@ -1,7 +1,7 @@
 """Say which prompts another replica computes, where some do nothing else; the simulator and the edge ask the same."""
 
 MIN_TOKENS = 64.0
-"""Replicas take no fewer pages from each other (`PageExchange`)."""
+"""Replicas take no fewer pages from each other (`PeerPages`)."""
 MIN_WORK_S = 0.02
 """Asking for pages, a step for one token that is thrown away, and reading them take about as long."""
 

@@ -291,7 +291,7 @@ class _Builder:
                 linear = fmt.linear(parts[0], bias, self._dtype)
             else:
                 linear = fmt.linear_of_parts(parts, bias, self._dtype)
-        self._exchange(parts, bias, linear.nbytes)
+        self._count_packed(parts, bias, linear.nbytes)
         return linear, None if bias is None else bias.float()
 
     def _ends(self) -> tuple[Embedding, Linear]:
@@ -302,7 +302,7 @@ class _Builder:
             with _naming(_EMBEDDING):
                 embedding = self._format.embedding(weight, self._dtype)
             self._print(self._spec.names.embedding, weight, embedding)
-            self._exchange([weight], None, embedding.nbytes)
+            self._count_packed([weight], None, embedding.nbytes)
             del weight
         if self._spec.tied_head:
             return embedding, self._format.tied_head(embedding, self._dtype)
@@ -313,7 +313,7 @@ class _Builder:
         with _naming(_HEAD):
             head = TableHead(fmt, weight, dtype) if self._spec.has_table_head else fmt.head(weight, dtype)
         self._print(HEAD, weight, head)
-        self._exchange([weight], None, head.nbytes)
+        self._count_packed([weight], None, head.nbytes)
         return embedding, head
 
     def _print(self, module: str, weight: Tensor | GroupQuantizedWeight, table: Embedding | Linear) -> None:
@@ -376,7 +376,9 @@ class _Builder:
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
 
-    def _exchange(self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, packed_bytes: int) -> None:
+    def _count_packed(
+        self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, packed_bytes: int
+    ) -> None:
         """Count the packed form in, and the tensors that it was made from out."""
         self._meter.add(packed_bytes)
         self._meter.release(sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes))

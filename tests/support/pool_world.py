@@ -302,7 +302,7 @@ class World:
         for name in sorted({*self.fetching, *self.filling}):
             self.receive(name, 0)
         for lease in self.lent:
-            self.accounts.exchange.end(lease)
+            self.accounts.peer_pages.end(lease)
         self.step(0)
         ended = [output.request_id for output in self.outputs if output.finish_reason is not None]
         assert sorted(ended) == sorted(accepted), "every accepted request ends exactly once"
@@ -321,7 +321,7 @@ class World:
         chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.messages[request.request_id].cache_salt)
         tokens = request.token_ids
         digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
-        lease = self.accounts.exchange.offer(digests)
+        lease = self.accounts.peer_pages.offer(digests)
         if lease.pages:
             self._compute()
             self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from lorasrv.distributed.comm import Comm, MemoryComm
 from lorasrv.distributed.frames import LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
+from lorasrv.distributed.rank_links import RankSockets
 from lorasrv.distributed.rank_start import RankSetup, run_rank
-from lorasrv.distributed.team import RankSockets
 
 MOST_RANKS = 4
 

@@ -70,11 +70,11 @@ def folders(settings: ServerSettings) -> Check:
 def memory(settings: ServerSettings, rank: int) -> Check:
     """Compare what all replicas of this machine plan with the free memory, which each would take for its own."""
     from api.cli.doctor import serving
-    from api.cluster.local import shares
+    from api.cluster.local import replica_settings
     from lorasrv.worker.host_memory import free_bytes
 
     number = settings.max_replicas or settings.replicas or 2
-    each = shares(settings.model_copy(update={"replicas": number}))
+    each = replica_settings(settings.model_copy(update={"replicas": number}))
     needed = serving.needed_bytes(each)
     one = serving.memory(each, rank)
     text = f"{number} replicas need {size(number * needed)} of {size(free_bytes())} free; each: {one.text}"

@@ -173,12 +173,12 @@ def plan_machines(
     for name in () if asked.role else PLACEMENTS if asked.compare else (options.placement,):
         what = f"replaying, placement {name}"
         its = replace(options, placement=name)
-        result = replay_on(server, trace, its, partial(_share, step, what))
+        result = replay_on(server, trace, its, partial(_show_progress, step, what))
         step(what, 1.0, 1.0)
         done.append(cluster_stats(name, result, bounds_ms))
     wall_s = time.perf_counter() - begun
     return ClusterPlan(server, source, traffic, len(trace), options, bounds_ms, done, roles, wall_s)
 
 
-def _share(step: Step, what: str, share: float) -> None:
+def _show_progress(step: Step, what: str, share: float) -> None:
     step(what, share, 1.0)

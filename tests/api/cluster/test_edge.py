@@ -21,7 +21,7 @@ from api.asgi.sse import event
 from api.cluster import forwarding
 from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge import Edge
-from api.cluster.exchange import Exchange
+from api.cluster.forwarded_request import ForwardedRequest
 from api.cluster.interruption import Interruption
 from api.cluster.load import ReplicaLoad, ReplicaStatus
 from api.cluster.local import edge_server
@@ -464,14 +464,14 @@ def test_a_host_that_is_missing_or_named_by_connection(cluster: Any, lines: str)
 
 def test_a_body_that_no_stream_can_need_again_is_let_go(cluster: Any) -> None:
     """A stream may last for hours."""
-    bodies, earlier = [], [one for one in gc.get_objects() if type(one) is Exchange]
+    bodies, earlier = [], [one for one in gc.get_objects() if type(one) is ForwardedRequest]
 
     def answer(seen: Seen) -> None:
         seen.begin_stream()
         seen.chunk(EVENT)
-        exchanges = [one for one in gc.get_objects() if type(one) is Exchange and one not in earlier]
-        eventually(lambda: not any(one._request.body for one in exchanges))
-        bodies.extend(one._request.body for one in exchanges)
+        forwarded = [one for one in gc.get_objects() if type(one) is ForwardedRequest and one not in earlier]
+        eventually(lambda: not any(one._request.body for one in forwarded))
+        bodies.extend(one._request.body for one in forwarded)
         seen.chunk(DONE)
         seen.end()
 

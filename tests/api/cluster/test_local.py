@@ -98,12 +98,12 @@ def test_replicas_behind_an_edge_have_no_roles_of_their_own(monkeypatch: pytest.
 def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "free_bytes", lambda: 8 << 30)
     monkeypatch.setattr(local, "has_gpu", lambda settings: False)
-    divided = local.shares(settings(max_replicas=3, prefill_replicas=1))
+    divided = local.replica_settings(settings(max_replicas=3, prefill_replicas=1))
     assert (divided.pool_bytes, divided.host_cache_bytes) == ((2 << 30) // 4, (1 << 30) // 4)
-    given = local.shares(settings(pool_bytes="64MiB", host_cache_bytes="32MiB"))
+    given = local.replica_settings(settings(pool_bytes="64MiB", host_cache_bytes="32MiB"))
     assert (given.pool_bytes, given.host_cache_bytes) == (64 << 20, 32 << 20)
     monkeypatch.setattr(local, "has_gpu", lambda settings: True)
-    shared, whole = local.shares(settings(max_replicas=2)), settings(max_replicas=2).for_gpu(8 << 30)
+    shared, whole = local.replica_settings(settings(max_replicas=2)), settings(max_replicas=2).for_gpu(8 << 30)
     assert (shared.host_cache_bytes, shared.swap_bytes) == (whole.host_cache_bytes // 2, whole.swap_bytes // 2)
     assert shared.for_gpu(8 << 30).host_cache_bytes == shared.host_cache_bytes, "a replica does not take the whole"
 

@@ -16,8 +16,8 @@ from tiny_engine import LONG
 from lorasrv.distributed import frames
 from lorasrv.distributed.frames import Frame, Link
 from lorasrv.distributed.pulse import PulseMonitor
+from lorasrv.distributed.rank_links import DONE, RankLinks, RankSockets
 from lorasrv.distributed.rank_worker import READ
-from lorasrv.distributed.team import DONE, RankSockets, Team
 from lorasrv.errors import EngineDead, OutOfMemory
 from lorasrv.llm import LLM
 
@@ -98,12 +98,12 @@ def test_no_rank_is_asked_what_cannot_be_sent_to_all() -> None:
         pairs = [RankSockets.pair() for _ in range(2)]
         for one in (one for pair in pairs for one in pair):
             opened.callback(one.close)
-        team = Team([own for own, _ in pairs], PulseMonitor({}, lambda: None), lambda: None)
+        links = RankLinks([own for own, _ in pairs], PulseMonitor({}, lambda: None), lambda: None)
         unsent = Frame(READ, {"what": 1}, [np.zeros(1, dtype=np.complex64)])
-        with pytest.raises(AssertionError, match="cannot carry"), team.asking_bulk([Frame(READ, {"what": 1}), unsent]):
+        with pytest.raises(AssertionError, match="cannot carry"), links.asking_bulk([Frame(READ, {"what": 1}), unsent]):
             pass
-        assert not team.is_broken_off
-        with team.asking_bulk([Frame(READ, {"what": 2})] * 2):
+        assert not links.is_broken_off
+        with links.asking_bulk([Frame(READ, {"what": 2})] * 2):
             for _, other in pairs:
                 assert Link(other.bulk).receive().fields["what"] == 2
                 Link(other.bulk).send(Frame(DONE))

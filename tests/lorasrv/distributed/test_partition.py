@@ -21,18 +21,18 @@ def of(**options: object) -> Partition:
 
 
 def test_stages_and_columns_by_text() -> None:
-    shares = of(partition="0&1@0-3;2@4-5").shares(SMALL)
-    assert [(s.rank, s.stage, s.column, s.peers, s.layers) for s in shares] == [
+    parts = of(partition="0&1@0-3;2@4-5").parts(SMALL)
+    assert [(s.rank, s.stage, s.column, s.peers, s.layers) for s in parts] == [
         (0, 0, 0, (0, 1), (0, 4)),
         (1, 0, 1, (0, 1), (0, 4)),
         (2, 1, 0, (2,), (4, 6)),
     ]
-    assert [s.kv_heads for s in shares] == [(0, 2), (2, 3), (0, 3)]
-    assert [(s.hidden, s.inner, s.vocab) for s in shares[:2]] == [
+    assert [s.kv_heads for s in parts] == [(0, 2), (2, 3), (0, 3)]
+    assert [(s.hidden, s.inner, s.vocab) for s in parts[:2]] == [
         ((0, 48), (0, 96), (0, 208)),
         ((48, 96), (96, 160), (208, 400)),
     ]
-    assert [(s.is_first, s.is_last) for s in shares] == [(True, False), (True, False), (False, True)]
+    assert [(s.is_first, s.is_last) for s in parts] == [(True, False), (True, False), (False, True)]
 
 
 def test_counts_are_short_for_a_text() -> None:
@@ -48,8 +48,8 @@ def test_counts_are_short_for_a_text() -> None:
 
 
 def test_ranks_of_rows_have_everything() -> None:
-    shares = of(cp=2).shares(SMALL)
-    assert [(s.rank, s.peers, s.layers, s.kv_heads, s.vocab) for s in shares] == [
+    parts = of(cp=2).parts(SMALL)
+    assert [(s.rank, s.peers, s.layers, s.kv_heads, s.vocab) for s in parts] == [
         (0, (0,), (0, 6), (0, 3), (0, 400)),
         (1, (1,), (0, 6), (0, 3), (0, 400)),
     ]
@@ -58,18 +58,18 @@ def test_ranks_of_rows_have_everything() -> None:
 def test_layers_go_by_bytes() -> None:
     """Embedding and head count: Llama 3 8B's are 525 million weights each, a layer's 218."""
     shape = SHAPES["llama-3-8b"]
-    assert [s.layers for s in of(pp=2).shares(shape)] == [(0, 16), (16, 32)]
-    assert [s.layers for s in of(pp=4).shares(shape)] == [(0, 7), (7, 16), (16, 25), (25, 32)]
-    assert [s.layers for s in of(partition="0&1;2").shares(shape)] == [(0, 21), (0, 21), (21, 32)]
+    assert [s.layers for s in of(pp=2).parts(shape)] == [(0, 16), (16, 32)]
+    assert [s.layers for s in of(pp=4).parts(shape)] == [(0, 7), (7, 16), (16, 25), (25, 32)]
+    assert [s.layers for s in of(partition="0&1;2").parts(shape)] == [(0, 21), (0, 21), (21, 32)]
 
 
 def test_a_layer_stays_with_the_one_whose_keys_it_reads() -> None:
     shared = replace(SMALL, kv_source_layers=(0, 1, 1, 1, 4, 4))
-    assert of(pp=2).shares(shared)[1].layers in ((1, 6), (4, 6))
+    assert of(pp=2).parts(shared)[1].layers in ((1, 6), (4, 6))
     with pytest.raises(ConfigError, match=r"--pp 5: 5 stages, but layers that read .* only 3 places"):
-        of(pp=5).shares(shared)
+        of(pp=5).parts(shared)
     with pytest.raises(ConfigError, match="layer 3 or one behind it reads the keys and values of a layer before it"):
-        of(partition="0@0-2;1@3-5").shares(shared)
+        of(partition="0@0-2;1@3-5").parts(shared)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_texts_that_are_no_partition(options: dict[str, object], message: str) -
 )
 def test_models_that_cannot_be_divided_so(options: dict[str, object], changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        of(**options).shares(replace(SMALL, **changes))
+        of(**options).parts(replace(SMALL, **changes))
 
 
 @given(
@@ -140,12 +140,12 @@ def test_every_weight_has_one_rank(
     numbers = iter(range(99))
     text = ";".join("&".join(str(next(numbers)) for _ in range(count)) for count in stages)
     exchange = "sums" if sums and max(stages) > 1 else "columns"
-    specs = [RankSpec.of(spec, share) for share in of(partition=text, tp_exchange=exchange).shares(spec)]
+    specs = [RankSpec.of(spec, part) for part in of(partition=text, tp_exchange=exchange).parts(spec)]
     covered = []
     for stage in range(len(stages)):
-        ranks = [own for own in specs if own.share.stage == stage]
-        assert len({own.share.layers for own in ranks}) == 1
-        covered += range(*ranks[0].share.layers)
+        ranks = [own for own in specs if own.part.stage == stage]
+        assert len({own.part.layers for own in ranks}) == 1
+        covered += range(*ranks[0].part.layers)
         for index, site in enumerate(spec.sites()):
             for i, out in enumerate(site.out_features):
                 held, biased = np.zeros((out, site.in_features), int), np.zeros(out, int)

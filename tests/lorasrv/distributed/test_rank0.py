@@ -24,9 +24,9 @@ from lorasrv.distributed.comm import Comm
 from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank0 import ProcessLauncher
+from lorasrv.distributed.rank_links import RankSockets
 from lorasrv.distributed.rank_start import RankSetup, torch_comm
 from lorasrv.distributed.rank_worker import RankWorker
-from lorasrv.distributed.team import RankSockets
 from lorasrv.errors import ConfigError, EngineDead, NotEnoughMemory
 from lorasrv.llm import LLM
 

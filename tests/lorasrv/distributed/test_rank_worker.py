@@ -17,9 +17,9 @@ from lorasrv.config import PartitionOptions
 from lorasrv.distributed import rank_worker
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE
+from lorasrv.distributed.rank_links import AFTER, DONE, RankSockets
 from lorasrv.distributed.rank_worker import RankWorker
 from lorasrv.distributed.step_frames import STEP
-from lorasrv.distributed.team import AFTER, DONE, RankSockets
 from lorasrv.errors import AdapterLoadFailed, OutOfMemory
 
 STEPS, ROWS, PAGES = 8, 16, 19

@@ -321,7 +321,7 @@ def test_policies_over_keys_are_refused_and_no_pages_are_lent(model: Path) -> No
     with replica(model, ranks("0;1")) as llm:
         with pytest.raises(InvalidRequest, match="not with --partition 0;1"):
             llm.generate([LONG[:40]], GREEDY, kv_policy=WindowPolicy())
-        assert llm.engine._memory.exchange.facts is None, "a reader's thread would ask the ranks beside the engine's"
+        assert llm.engine._memory.peer_pages.facts is None, "a reader's thread would ask the ranks beside the engine's"
 
 
 def test_the_fingerprint_is_that_of_all_ranks(tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path) -> None:

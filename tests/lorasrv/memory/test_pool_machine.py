@@ -148,7 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.lent)
     @rule(data=st.data())
     def end_lease(self, data: st.DataObject) -> None:
-        self.world.accounts.exchange.end(data.draw(st.sampled_from(sorted(self.world.lent))))
+        self.world.accounts.peer_pages.end(data.draw(st.sampled_from(sorted(self.world.lent))))
 
     @precondition(lambda self: self.world.scheduler.has_requests)
     @rule(data=st.data())

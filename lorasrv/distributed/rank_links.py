@@ -1,4 +1,4 @@
-"""Team: rank 0's links to the other ranks of its replica."""
+"""RankLinks: rank 0's links to the other ranks of its replica."""
 
 import contextlib
 import select
@@ -108,7 +108,7 @@ class LinkSet:
             link.send_pieces(pieces)
 
 
-class Team:
+class RankLinks:
     """Speak to the other ranks. Methods with `bulk` are for loader threads, the others for the thread of the engine.
 
     Args:

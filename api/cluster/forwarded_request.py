@@ -65,7 +65,7 @@ class _Whole:
         return float(value) if value.isdigit() else math.inf
 
 
-class Exchange:
+class ForwardedRequest:
     """Answer one request.
 
     Args:

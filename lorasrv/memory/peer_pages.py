@@ -1,4 +1,4 @@
-"""Page exchange: prefix pages that other replicas of the same server read, and those that are read from them.
+"""Peer pages: prefix pages that other replicas of the same server read, and those that are read from them.
 
 A page's hash says all that it was computed from (`PrefixCache`), so replicas name pages by their hashes alone. What is
 offered to a peer is leased: the pages stay where they are, unchanged but for a draft model's part, until the lease
@@ -36,7 +36,7 @@ PEER = "peer"
 
 
 @dataclass(slots=True)
-class ExchangeCounters:
+class PeerPageCounters:
     """Count pages that were lent to peers, and what was taken from them."""
 
     lent_pages: int = 0
@@ -45,7 +45,7 @@ class ExchangeCounters:
     taken: SnapshotCounters = field(default_factory=SnapshotCounters)
 
 
-class PageExchange:
+class PeerPages:
     """Own the leases of pages, and decide what is taken from peers. Mutated by the engine thread only.
 
     Args:
@@ -70,7 +70,7 @@ class PageExchange:
         self._costs, self._clock = costs, clock
         self._max_lent = int(MAX_LENT_SHARE * num_pages)
         self._until_s: dict[str, float] = {}
-        self.counters = ExchangeCounters()
+        self.counters = PeerPageCounters()
 
     @property
     def num_leases(self) -> int:
