@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Backend, PlannedSgmv, SgmvPlan
+from sgmv_kernels.backend import Backend
 from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import FLOATS, check_adapter, check_segments, check_slab, require, site_dims
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter, RowTokens
+from sgmv_kernels.metadata.plans import PlannedSgmv, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables, places_of
 from sgmv_kernels.torch_ops.columns import columns_torch

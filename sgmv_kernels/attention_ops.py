@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, PageMasses, plan_of
 from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import (
     check_masses,
@@ -25,6 +24,7 @@ from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import Parents, build_trees
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses, plan_of
 from sgmv_kernels.metadata.segments import Int32
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, PageMasses, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ROOT, Parents
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 _SLAB = "slab must be contiguous one-dimensional uint8"

@@ -10,8 +10,9 @@ import torch
 
 from sgmv_kernels.adapter_ops import AdapterOps
 from sgmv_kernels.attention_ops import AttentionOps
-from sgmv_kernels.backend import KernelsUnavailable, ProgramShape, Progress, Stages, choose_backend, load_backend
+from sgmv_kernels.backend import KernelsUnavailable, Progress, choose_backend, load_backend
 from sgmv_kernels.formats.kv_format import KVFormat
+from sgmv_kernels.forward_pass import ProgramShape, Stages
 from sgmv_kernels.linear_ops import LinearOps
 from sgmv_kernels.pointwise_ops import PointwiseOps
 

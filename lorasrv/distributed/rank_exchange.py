@@ -16,7 +16,7 @@ from lorasrv.scheduler_output import SlotMoves
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.ops import Ops
 
 Told = Callable[[Sequence[SlotMoves]], None]

@@ -28,7 +28,8 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.backend import RowPlaces, StepTables
+from sgmv_kernels.forward_pass import StepTables
+from sgmv_kernels.metadata.plans import RowPlaces
 from sgmv_kernels.triton_ops.attention_metadata import Work, cut
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 

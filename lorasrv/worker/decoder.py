@@ -30,7 +30,8 @@ from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.rope_tables import rope_tables
 from lorasrv.worker.weights import ModelWeights
-from sgmv_kernels.backend import Angles, ProgramShape, SgmvPlan, Stages, StepTables
+from sgmv_kernels.forward_pass import Angles, ProgramShape, Stages, StepTables
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:

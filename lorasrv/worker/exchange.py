@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lorasrv.scheduler_output import SlotMoves
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.metadata.plans import AttentionPlan
 
 
 class SplitOutput(Enum):

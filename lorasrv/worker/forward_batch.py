@@ -14,9 +14,10 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.step_rows import StepRows
-from sgmv_kernels.backend import PageMasses, SgmvPlan, StepTables
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter, RowTokens
+from sgmv_kernels.forward_pass import StepTables
 from sgmv_kernels.metadata.h2d import upload
+from sgmv_kernels.metadata.plans import PageMasses, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments, build_segments
 from sgmv_kernels.ops import Ops
 

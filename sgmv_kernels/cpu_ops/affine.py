@@ -3,8 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.cpu_runtime.launch import Part, launch
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 

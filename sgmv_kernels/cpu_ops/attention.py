@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.metadata.segments import Int32
 
 MODULE, PART = "attention", "attention"

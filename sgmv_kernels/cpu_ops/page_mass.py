@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, PageMasses
 from sgmv_kernels.cpu_ops.attention import (
     ENTRIES,
     KEY_SCALES,
@@ -23,6 +22,7 @@ from sgmv_kernels.cpu_ops.attention import (
 from sgmv_kernels.cpu_runtime.launch import Part, launch
 from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 
 MODULE, PART = "page_mass", "page mass"
 OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA

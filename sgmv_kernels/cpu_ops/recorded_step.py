@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Angles, AttentionPlan, PageMasses, ProgramShape, SgmvPlan, Stages, StepTables
 from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
 from sgmv_kernels.cpu_ops.attention import sequences_part
 from sgmv_kernels.cpu_ops.page_mass import PART as OBSERVED
@@ -23,6 +22,8 @@ from sgmv_kernels.cpu_ops.weight_rows import PART as LOOKED_UP
 from sgmv_kernels.cpu_ops.weight_rows import ids_part
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.cpu_runtime.team import team_size
+from sgmv_kernels.forward_pass import Angles, ProgramShape, Stages, StepTables
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses, SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 

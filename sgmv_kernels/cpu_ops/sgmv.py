@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.cpu_ops.affine import vectors_part
 from sgmv_kernels.cpu_runtime.launch import Part, Words, launch, recording_now
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import NO_VECTOR
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.plans import SgmvPlan
 
 
 def affine_torch_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int) -> None:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.torch_ops.pointwise import softcap_torch_
 
 MAX_PADDING = 2

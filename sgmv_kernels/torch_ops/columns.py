@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import PANEL_RANKS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.plans import SgmvPlan
 
 
 def columns_torch(ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts: Sequence[int]) -> Tensor:

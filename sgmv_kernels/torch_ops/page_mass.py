@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, PageMasses
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 from sgmv_kernels.torch_ops.pointwise import softcap_torch_
 
 

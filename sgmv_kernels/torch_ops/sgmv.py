@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import PANEL_RANKS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
 

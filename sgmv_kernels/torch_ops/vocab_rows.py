@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import PANEL_RANKS, RowTokens
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.plans import SgmvPlan
 
 Shrink = Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
 

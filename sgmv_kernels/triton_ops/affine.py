@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 from sgmv_kernels.metadata.h2d import upload
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.common import cast, kernel, power_of_two
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_MINIMA, VALUE_SCALES, CodesKV, padded_pairs
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionTables, Shape
 from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
 from sgmv_kernels.triton_ops.common import (

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.metadata.draft_trees import DraftTrees
 from sgmv_kernels.metadata.h2d import Ints
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.triton_ops.common import host_ints, section, sections
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sgmv_kernels.backend import AttentionPlan, RowPlaces, SgmvPlan
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.metadata.h2d import Ints
+from sgmv_kernels.metadata.plans import AttentionPlan, RowPlaces, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops.attention import shape_for

@@ -15,9 +15,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan, PageMasses
 from sgmv_kernels.formats.kv_format import KEY_SCALES, CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 from sgmv_kernels.triton_ops import attention
 from sgmv_kernels.triton_ops.attention import SUMS, shape_for
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, AttentionTables, split_of

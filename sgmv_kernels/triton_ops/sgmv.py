@@ -22,9 +22,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.formats.adapter_panels import CODE_BYTES, MAX_SLICES, PANEL_RANKS, SCALE_BYTES
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype
 from sgmv_kernels.triton_ops.sgmv_metadata import CHUNK_INTS, TritonTables

@@ -21,9 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from sgmv_kernels.backend import PackedLinear, SgmvPlan
+from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import linear as triton_linear

@@ -10,8 +10,8 @@ import torch
 from attention_cases import BF16, CLOSE, CPU_HEADS, FLOAT, GPU_HEADS, HALF, make_case
 from kernel_pools import pages_on
 
-from sgmv_kernels.backend import AttentionPlan, plan_of
 from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
+from sgmv_kernels.metadata.plans import AttentionPlan, plan_of
 from sgmv_kernels.ops import Ops
 
 

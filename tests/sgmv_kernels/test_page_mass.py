@@ -7,10 +7,10 @@ import pytest
 import torch
 from kernel_pools import pages_on
 
-from sgmv_kernels.backend import PageMasses
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import PageMasses
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import page_mass_reference
 

@@ -11,9 +11,9 @@ from attention_cases import BF16, CLOSE, CPU_HEADS, FLOAT, GPU_HEADS, Case, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgmv_kernels.backend import plan_of
 from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ancestor_words, build_trees, depths_of
+from sgmv_kernels.metadata.plans import plan_of
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.metadata.segments import BASE, Segments, build_segments
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import DenseSlice, sgmv_reference

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sgmv_kernels.backend import plan_of
 from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.metadata.plans import plan_of
 from sgmv_kernels.metadata.sgmv_tables import rankless_tables
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, NO_SLOT, Shape, cut, split_of
 from sgmv_kernels.triton_ops.block_sizes import (

@@ -20,12 +20,12 @@ pytest.importorskip("triton")
 
 from compiled_kernels import Compiler, Facts, compiling
 
-from sgmv_kernels.backend import PageMasses, SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import build_trees
+from sgmv_kernels.metadata.plans import PageMasses, SgmvPlan, plan_of
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops import affine as affine_triton

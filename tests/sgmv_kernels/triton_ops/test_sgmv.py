@@ -9,9 +9,9 @@ import pytest
 import torch
 from kernel_pools import KernelPool
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.ops import Ops
