@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import (
     check_masses,
@@ -70,10 +71,7 @@ class AttentionOps(BackendOps):
         q: Tensor,
         kv: KvPages,
         plan: AttentionPlan,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Tensor | None = None,
+        scoring: Scoring,
         masses: PageMasses | None = None,
     ) -> Tensor:
         """Compute causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
@@ -87,10 +85,7 @@ class AttentionOps(BackendOps):
             q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
             kv: one layer of the pool.
             plan: the step's sequences.
-            scale: factor of the scores.
-            window: keys that a row sees, its own included; None for all.
-            softcap: bound of the scores; None for no bound (Gemma 2).
-            slopes: [heads] fp32, what a head's scores lose for each token of distance (ALiBi); None for nothing.
+            scoring: scale, window, softcap and slopes.
             masses: gets the softmax's weights of observed rows added, by page; with neither window nor slopes.
         Returns: [T, heads, D] in q's dtype.
         Raises:
@@ -99,13 +94,13 @@ class AttentionOps(BackendOps):
             Flash-Decoding (Dao et al. 2023); draft trees of SpecInfer (Miao et al. 2024); ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
-        check_queries(q, kv, window, softcap, slopes)
-        check_masses(masses, kv, plan, window, slopes)
+        check_queries(q, kv, scoring)
+        check_masses(masses, kv, plan, scoring)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         self._check_pages(kv, plan)
         if masses is not None:
-            self._backend.add_page_mass_(masses, q, kv, plan, scale, softcap)
-        return self._backend.attention(q, kv, plan, scale, window, softcap, slopes)
+            self._backend.add_page_mass_(masses, q, kv, plan, scoring)
+        return self._backend.attention(q, kv, plan, scoring)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
         """Rotate queries and keys, and store keys and values in their pages.

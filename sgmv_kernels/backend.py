@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,19 @@ logger = logging.getLogger(__name__)
 
 class KernelsUnavailable(Exception):
     """Report that a set of kernels cannot run on this machine, and why."""
+
+
+class Scoring(NamedTuple):
+    """Say how a layer scores the keys that a row sees; `Ops.paged_attention` has the formula."""
+
+    # Factor of the scores.
+    scale: float
+    # Keys that a row sees, its own included; None for all.
+    window: int | None = None
+    # Bound of the scores; None for no bound (Gemma 2).
+    softcap: float | None = None
+    # [heads] fp32, what a head's scores lose for each token of distance (ALiBi); None for nothing.
+    slopes: Tensor | None = None
 
 
 class PackedLinear(Protocol):
@@ -94,8 +107,8 @@ class Backend:
     sgmv_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
     affine_: Callable[[Tensor, Tensor, SgmvPlan, int, int], None]
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
-    attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None, Tensor | None], Tensor]
-    add_page_mass_: Callable[[PageMasses, Tensor, KvPages, AttentionPlan, float, float | None], None]
+    attention: Callable[[Tensor, KvPages, AttentionPlan, Scoring], Tensor]
+    add_page_mass_: Callable[[PageMasses, Tensor, KvPages, AttentionPlan, Scoring], None]
     # The last argument is the number of key heads in the rows: those of the pages, or 0 for queries alone.
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor, int], Tensor]
     copy_slots: Callable[[Sequence[KvPages], Int32], None]

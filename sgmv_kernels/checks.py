@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
@@ -88,13 +89,11 @@ def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
         raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
 
 
-def check_masses(
-    masses: PageMasses | None, kv: KvPages, plan: AttentionPlan, window: int | None, slopes: Tensor | None
-) -> None:
+def check_masses(masses: PageMasses | None, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:
     """Check that masses have a row for every key head and observed row, as wide as the page tables."""
     if masses is None:
         return
-    require(window is None and slopes is None, "masses go with neither window nor slopes")
+    require(scoring.window is None and scoring.slopes is None, "masses go with neither window nor slopes")
     fits = masses.counts.shape == plan.kv_lens.shape and bool((masses.counts <= np.diff(plan.query_starts)).all())
     require(fits, "masses.counts must be at most the rows of each sequence")
     shape = kv.num_heads, int(masses.counts.sum()), plan.page_tables.shape[1]
@@ -166,11 +165,12 @@ def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
         require(fits, "delta must be like x")
 
 
-def check_queries(q: Tensor, kv: KvPages, window: int | None, softcap: float | None, slopes: Tensor | None) -> None:
+def check_queries(q: Tensor, kv: KvPages, scoring: Scoring) -> None:
     """Check queries [T, heads, D] against the pages, one slope a head, and that window and softcap are positive."""
     require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
     require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
     require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
+    _, window, softcap, slopes = scoring
     require(window is None or window > 0, f"window must be positive, not {window}")
     require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
     if slopes is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.metadata.draft_trees import ROOT, Parents
 from sgmv_kernels.metadata.segments import BASE, Segments
@@ -70,11 +71,8 @@ def paged_attention_reference(
     page_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
     parents: Sequence[Parents] = (),
-    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of T query rows over paged keys and values, one sequence at a time.
 
@@ -88,10 +86,10 @@ def paged_attention_reference(
         keys: [P, kv_heads, D, page].
         values: [P, kv_heads, page, D].
         parents: draft trees as `Ops.plan_attention` takes them.
-        slopes: [heads] of ALiBi; None for 0.
     Returns: [T, heads, D] fp32.
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
+    scale, window, softcap, slopes = scoring
     group = q.shape[1] // keys.shape[1]
     trees = parents or [()] * len(kv_lens)
     for table, n, length, tree in zip(page_tables, query_lens, kv_lens, trees, strict=True):

@@ -30,6 +30,7 @@ from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.rope_tables import rope_tables
 from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.forward_pass import Angles, ProgramShape, Stages, StepTables
 from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.ops import Ops
@@ -118,7 +119,11 @@ class Decoder:
         self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
         slopes = spec.alibi_slopes()
         self._places = {name: i for i, name in enumerate(spec.places())}
-        self._slopes = torch.tensor(slopes, dtype=torch.float32, device=memory.device) if slopes else None
+        alibi = torch.tensor(slopes, dtype=torch.float32, device=memory.device) if slopes else None
+        self._scoring = tuple(
+            Scoring(spec.attention_scale, spec.window(layer), spec.attn_softcap, alibi)
+            for layer in range(spec.num_layers)
+        )
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
         # What the head read last: its addresses are in recordings and graphs, which round their rows up.
         num_states = -(-limits.max_samples // STATE_ROWS) * STATE_ROWS
@@ -397,16 +402,7 @@ class Decoder:
         rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
         rows, written = self._exchange.all_rows(qkv, tables.attention)
         q = self._exchange.own_rows(rotate(rows, *rotation, pages, written))
-        attended = self._ops.paged_attention(
-            q,
-            pages,
-            tables.attention,
-            spec.attention_scale,
-            spec.window(layer),
-            spec.attn_softcap,
-            self._slopes,
-            tables.masses,
-        )
+        attended = self._ops.paged_attention(q, pages, tables.attention, self._scoring[layer], tables.masses)
         read = self._exchange.whole(attended.flatten(1), SplitOutput.ATTENDED)
         return self._exchange.whole(self._linear(weights.o, read, layer, OUT, tables), SplitOutput.OUT)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats import kv_format as formats
@@ -51,16 +52,9 @@ def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
     return CpuSequences(plan.query_starts[1:] - plan.query_starts[:-1], {}, [])
 
 
-def attention_cpu(
-    q: Tensor,
-    kv: KvPages,
-    plan: AttentionPlan,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def attention_cpu(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> Tensor:
     """See `ops.Ops.paged_attention`."""
+    scale, window, softcap, slopes = scoring
     out = empty("attended", q.shape)
     own = {
         Q: q.data_ptr(),

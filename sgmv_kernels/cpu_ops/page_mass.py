@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.cpu_ops.attention import (
     ENTRIES,
     KEY_SCALES,
@@ -29,16 +30,14 @@ OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA
 """Places of arguments that are values' otherwise: table [T] int32 of the rows' places in the sums, number of these."""
 
 
-def add_page_mass_cpu_(
-    masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, softcap: float | None
-) -> None:
+def add_page_mass_cpu_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:
     """See `ops.Ops.paged_attention`."""
     own = {
         Q: q.data_ptr(),
         KEYS: kv.keys.data_ptr(),
         PAGE_BYTES: kv.page_bytes,
-        SCALE: np.float64(scale).view(np.int64).item(),
-        SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
+        SCALE: np.float64(scoring.scale).view(np.int64).item(),
+        SOFTCAP: np.float64(scoring.softcap or 0.0).view(np.int64).item(),
         KEY_SCALES: kv.address(formats.KEY_SCALES),
     }
     launch(MODULE, ENTRIES[kv.format.name], masses_part(masses, plan, q.shape[1], kv.num_heads, kv.head_dim), own)

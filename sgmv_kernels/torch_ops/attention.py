@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS
 from sgmv_kernels.metadata.plans import AttentionPlan
@@ -97,23 +98,15 @@ def _trees(plan: AttentionPlan, device: torch.device) -> list[TreeRows | None]:
     ]
 
 
-def attention_torch(
-    q: Tensor,
-    kv: KvPages,
-    plan: AttentionPlan,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def attention_torch(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = torch.empty_like(q)
     sequences: TorchSequences = plan.prepared
     for group in sequences.singles:
-        single = _single_queries(q[group.rows].float(), kv, group, scale, window, softcap, slopes)
+        single = _single_queries(q[group.rows].float(), kv, group, scoring)
         out[group.rows] = single.to(q.dtype)
     for chunk in sequences.chunks:
-        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, softcap, slopes).to(q.dtype)
+        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scoring).to(q.dtype)
     return out
 
 
@@ -123,19 +116,12 @@ def _gather(kv: KvPages, tables: Tensor) -> tuple[Tensor, Tensor]:
     return keys.permute(0, 2, 3, 1, 4).flatten(3), values.permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def _single_queries(
-    q: Tensor,
-    kv: KvPages,
-    group: SingleQueries,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def _single_queries(q: Tensor, kv: KvPages, group: SingleQueries, scoring: Scoring) -> Tensor:
     """Attend with q [B, heads, D]; returns [B, heads, D]. Heads that share a key head take the place of query
     positions.
     """
     b, heads, d = q.shape
+    scale, window, softcap, slopes = scoring
     lens = group.lens[:, None]
     keys, values = _gather(kv, group.tables)
     position = torch.arange(keys.shape[3], device=q.device)[None]
@@ -156,17 +142,10 @@ def _single_queries(
     return out.reshape(b, heads, d)
 
 
-def _chunk(
-    q: Tensor,
-    kv: KvPages,
-    chunk: Chunk,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scoring: Scoring) -> Tensor:
     """Attend with the rows of one sequence, q [n, heads, D]; returns [n, heads, D]."""
     n, length = q.shape[0], chunk.length
+    scale, window, softcap, slopes = scoring
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]

@@ -4,14 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 from sgmv_kernels.torch_ops.pointwise import softcap_torch_
 
 
-def add_page_mass_torch_(
-    masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, softcap: float | None
-) -> None:
+def add_page_mass_torch_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:
     """See `ops.Ops.paged_attention`."""
     at = 0
     group = q.shape[1] // kv.num_heads
@@ -24,9 +23,9 @@ def add_page_mass_torch_(
         keys = kv.read(table[None])[0].permute(0, 2, 3, 1, 4).flatten(3)[0]
         for behind in range(count, 0, -1):
             row = q[end - behind].float().view(kv.num_heads, group, -1)
-            scores = (row @ keys[..., : length - behind + 1]).mul_(scale)
-            if softcap is not None:
-                softcap_torch_(scores, softcap)
+            scores = (row @ keys[..., : length - behind + 1]).mul_(scoring.scale)
+            if scoring.softcap is not None:
+                softcap_torch_(scores, scoring.softcap)
             weights = F.pad(scores.softmax(-1).sum(1), (0, num_pages * plan.page_size - length + behind - 1))
             masses.sums[:, at, :num_pages] += weights.view(-1, num_pages, plan.page_size).sum(-1)
             at += 1

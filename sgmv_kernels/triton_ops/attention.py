@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.kv_format import KEY_SCALES, VALUE_MINIMA, VALUE_SCALES, CodesKV, padded_pairs
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.plans import AttentionPlan
@@ -62,15 +63,7 @@ def shape_for(config: AttentionConfig, group: int) -> Shape:
     return Shape(decode_m // group, prefill_m // group, config.split_tokens, FEW_ROWS)
 
 
-def attention(
-    q: Tensor,
-    kv: KvPages,
-    plan: AttentionPlan,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-) -> Tensor:
+def attention(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
     heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
@@ -122,10 +115,10 @@ def attention(
                 work.trees_at,
                 work.tree_rows_at,
                 most.max_pages,
-                scale,
-                0.0 if softcap is None else softcap,
-                0 if window is None else window,
-                q if slopes is None else slopes,
+                scoring.scale,
+                scoring.softcap or 0.0,
+                scoring.window or 0,
+                q if scoring.slopes is None else scoring.slopes,
                 *keys.stride(),
                 *values.stride(),
                 *key_scales.stride()[:2],
@@ -135,9 +128,9 @@ def attention(
                 D=dim,
                 D_PAD=padded,
                 PAGE=kv.page_size,
-                WINDOW=window is not None,
-                SOFTCAP=softcap is not None,
-                SLOPES=slopes is not None,
+                WINDOW=scoring.window is not None,
+                SOFTCAP=scoring.softcap is not None,
+                SLOPES=scoring.slopes is not None,
                 TREES=trees,
                 CODES=is_coded,
                 PAIRED=is_paired,

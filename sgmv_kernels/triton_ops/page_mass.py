@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.kv_format import KEY_SCALES, CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
@@ -43,9 +44,7 @@ class ObservedParts:
     sums: Tensor
 
 
-def add_page_mass_(
-    masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, softcap: float | None
-) -> None:
+def add_page_mass_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
     heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
@@ -73,8 +72,8 @@ def add_page_mass_(
             work.pages_at,
             work.capacity.max_pages,
             *masses.sums.shape[1:],
-            scale,
-            0.0 if softcap is None else softcap,
+            scoring.scale,
+            scoring.softcap or 0.0,
             *keys.stride(),
             *key_scales.stride()[:2],
             FIRST=is_first,
@@ -83,7 +82,7 @@ def add_page_mass_(
             D=dim,
             D_PAD=power_of_two(dim),
             PAGE=kv.page_size,
-            SOFTCAP=softcap is not None,
+            SOFTCAP=scoring.softcap is not None,
             CODES=is_coded,
             BLOCK_M=power_of_two(group),
             BLOCK_N=max(config.decode_n, LEAST_N),

@@ -38,7 +38,7 @@ import torch
 from harness import arguments, row, table
 from torch import Tensor
 
-from sgmv_kernels.backend import load_backend
+from sgmv_kernels.backend import Scoring, load_backend
 from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
@@ -252,7 +252,7 @@ def attention_seconds(
 
     def work() -> None:
         for kv in layers:
-            ops.paged_attention(q, kv, plan, DIM**-0.5, softcap=softcap)
+            ops.paged_attention(q, kv, plan, Scoring(DIM**-0.5, softcap=softcap))
 
     work()
     return least(work, 5) / len(layers)
@@ -329,7 +329,7 @@ def mass_seconds(ops: Ops, layers: list[KvPages], tables: np.ndarray, observed: 
 
     def work() -> None:
         for kv in layers:
-            add_(masses, q, kv, plan, DIM**-0.5, None)
+            add_(masses, q, kv, plan, Scoring(DIM**-0.5))
 
     work()
     return least(work, 2) / len(layers)

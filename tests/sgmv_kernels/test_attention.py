@@ -10,6 +10,7 @@ import torch
 from attention_cases import BF16, CLOSE, CPU_HEADS, FLOAT, GPU_HEADS, HALF, make_case
 from kernel_pools import pages_on
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
 from sgmv_kernels.metadata.plans import AttentionPlan, plan_of
 from sgmv_kernels.ops import Ops
@@ -187,7 +188,7 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
         plan = plan_of(case.tables[order], *lens, case.kv.page_size, case.kv.num_pages, device)
         held = held or AttentionTables(plan, device, AttentionCapacity(4, 20, 12, 0, 8, 12))
         held.update(plan)
-        got = attention.attention(case.q_of(order, device), kv, replace(plan, prepared=held), 0.125, None, None, None)
+        got = attention.attention(case.q_of(order, device), kv, replace(plan, prepared=held), Scoring(0.125))
         assert torch.equal(got.cpu(), case.attend(ops, order=order))
     with pytest.raises(CapacityExceeded, match="sequences"):
         held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16, 1, device))
@@ -248,13 +249,13 @@ def test_a_graph_replays_with_other_sequences(ops: Ops) -> None:
     kv, q = pages_on(case.kv, ops.device), case.q_of(orders[0], ops.device)
     held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 256, 0, 4, 256))
     planned = replace(plan_for(orders[0]), prepared=held)
-    attention.attention(q, kv, planned, 0.1, None, None, None)
+    attention.attention(q, kv, planned, Scoring(0.1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attention(q, kv, planned, 0.1, None, None, None)
+        out = attention.attention(q, kv, planned, Scoring(0.1))
     for order in orders:
         held.update(plan_for(order))
         graph.replay()
         lens = [case.kv_lens[i] for i in order]
         eager = ops.plan_attention(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages)
-        assert torch.equal(out, ops.paged_attention(q, kv, eager, 0.1))
+        assert torch.equal(out, ops.paged_attention(q, kv, eager, Scoring(0.1)))

@@ -15,6 +15,7 @@ import torch
 from kernel_pools import pages_on
 from llvmlite.binding import get_host_cpu_features
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import (
     ALIGNMENT_BYTES,
@@ -78,7 +79,7 @@ class Sequences:
         rows = [t.to(ops.device, copy=True) for t in (qkv, angle.cos(), angle.sin())]
         q = ops.rope_write_kv(*rows, kv, plan)
         torch.testing.assert_close(q.cpu(), self.queries(spans), rtol=1e-5, atol=1e-5)
-        return ops.paged_attention(q, kv, plan, self.kv.head_dim**-0.5, **how).cpu()
+        return ops.paged_attention(q, kv, plan, Scoring(self.kv.head_dim**-0.5, **how)).cpu()
 
     def turned(self, spans: Sequence[tuple[int, int, int]], first: int, count: int) -> torch.Tensor:
         """Return heads of tokens with their positions."""
@@ -95,7 +96,7 @@ class Sequences:
         used = [self.tables[s][: -(-end // PAGE)].tolist() for s, _, end in spans]
         lens = [end - begin for _, begin, end in spans], [end for _, _, end in spans]
         q = self.queries(spans)
-        return paged_attention_reference(q, keys, values, used, *lens, self.kv.head_dim**-0.5, parents=parents, **how)
+        return paged_attention_reference(q, keys, values, used, *lens, Scoring(self.kv.head_dim**-0.5, **how), parents)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 80, 128, 256, 24, 6, 100])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_pools import pages_on
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -48,7 +49,7 @@ def masses_of(
     masses = PageMasses(counts, torch.zeros(kv.num_heads, int(counts.sum()), tables.shape[1], device=ops.device))
     plan = ops.plan_attention(tables, lens[0], lens[1], PAGE, PAGES)
     for _ in range(times):
-        ops.paged_attention(q.to(ops.device), on, plan, 0.3, masses=masses, **more)
+        ops.paged_attention(q.to(ops.device), on, plan, Scoring(0.3, **more), masses)
     return masses.sums.cpu()
 
 

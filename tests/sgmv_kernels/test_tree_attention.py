@@ -11,6 +11,7 @@ from attention_cases import BF16, CLOSE, CPU_HEADS, FLOAT, GPU_HEADS, Case, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.errors import CapacityExceeded, KernelArgumentError
 from sgmv_kernels.metadata.draft_trees import MAX_SLOTS, ancestor_words, build_trees, depths_of
 from sgmv_kernels.metadata.plans import plan_of
@@ -41,7 +42,7 @@ def grow(case: Case, seed: int, *sizes: int) -> Case:
 
 def on_paths(case: Case, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
     """The reference, of each row alone behind the keys of its path and no others."""
-    out, row = [], 0
+    out, row, scoring = [], 0, Scoring(scale, window, softcap, case.slopes)
     for table, n, length, parents in zip(case.tables, case.query_lens, case.kv_lens, case.parents, strict=True):
         used = table[: -(-length // case.kv.page_size)].tolist()
         keys, values = case.kv.keys[used].permute(1, 2, 0, 3).flatten(2), case.kv.values[used].transpose(0, 1)
@@ -54,9 +55,7 @@ def on_paths(case: Case, scale: float, window: int | None, softcap: float | None
                 node = parents[node]
             path = [*range(min(start, slot + 1)), *reversed(path)]
             alone = (keys[None, :, :, path], values[None, :, path], [[0]], [1], [len(path)])
-            out.append(
-                paged_attention_reference(case.q[row : row + 1], *alone, scale, window, softcap, (), case.slopes)
-            )
+            out.append(paged_attention_reference(case.q[row : row + 1], *alone, scoring))
             row += 1
     return torch.cat(out)
 

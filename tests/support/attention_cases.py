@@ -7,6 +7,7 @@ import torch
 from float_pages import float_pages
 from kernel_pools import pages_on
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.draft_trees import Parents
 from sgmv_kernels.ops import Ops
@@ -45,12 +46,14 @@ class Case:
         plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
         q = self.q_of(order, ops.device)
         slopes = None if self.slopes is None else self.slopes.to(ops.device)
-        return ops.paged_attention(q, pages_on(self.kv, ops.device), plan, scale, window, softcap, slopes).cpu()
+        return ops.paged_attention(
+            q, pages_on(self.kv, ops.device), plan, Scoring(scale, window, softcap, slopes)
+        ).cpu()
 
     def reference(self, scale: float, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         tables = [row[: -(-n // self.kv.page_size)].tolist() for row, n in zip(self.tables, self.kv_lens, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
-        return paged_attention_reference(*args, scale, window, softcap, self.parents, self.slopes)
+        return paged_attention_reference(*args, Scoring(scale, window, softcap, self.slopes), self.parents)
 
     def check(self, ops: Ops, scale=0.125, window=None, softcap=None, **close: float) -> torch.Tensor:
         """What the kernels compute, which is what the reference does."""

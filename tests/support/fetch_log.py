@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.cpu_ops.attention import THREADS, sequences_part
 from sgmv_kernels.cpu_runtime import kernel_cache, launch
 from sgmv_kernels.cpu_simd.vector_ir import Emitter
@@ -74,7 +75,7 @@ def _blocks_of(step: Decode) -> dict[Block, int]:
     part = sequences_part(plan, *shape)
     plan.prepared.parts[shape] = replace(part, words={**part.words, THREADS: step.threads})
     _log[0] = 0
-    ops.paged_attention(torch.zeros(rows, shape[0], DIM), kv, plan, 1.0, step.window)
+    ops.paged_attention(torch.zeros(rows, shape[0], DIM), kv, plan, Scoring(1.0, step.window))
     addresses = dict.fromkeys(_log[1 : 1 + _log[0]].tolist())
     found: dict[Block, set[int]] = {}
     *offsets, _ = kv_format.offsets(step.heads, DIM, PAGE)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from float_pages import float_pages
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.ops import Ops
 
@@ -54,6 +55,6 @@ def test_a_plan_keeps_its_threads(threads) -> None:
     plan = ops.plan_attention(np.arange(12, dtype=np.int32).reshape(12, 1), [1] * 12, [16] * 12, 16, 12)
     kv = float_pages(torch.randn(12 * 2 * 2 * 16 * 32).view(torch.uint8), torch.float32, 2, 16, 32)
     q = torch.randn(12, 4, 32)
-    expected = ops.paged_attention(q, kv, plan, 0.2)
+    expected = ops.paged_attention(q, kv, plan, Scoring(0.2))
     threads(5)
-    assert torch.equal(ops.paged_attention(q, kv, plan, 0.2), expected)
+    assert torch.equal(ops.paged_attention(q, kv, plan, Scoring(0.2)), expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_kv import KEY_SCALES, TOY, VALUE_SCALES
 
-from sgmv_kernels.backend import KernelsUnavailable
+from sgmv_kernels.backend import KernelsUnavailable, Scoring
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import KV_FORMATS, get_kv_format
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -79,10 +79,10 @@ def test_a_format_with_scales_is_written_and_attended_to() -> None:
         keys.append(rope_reference(k, angle.cos(), angle.sin())[: query_lens[0]])
         values.append(v[: query_lens[0]])
         q = ops.rope_write_kv(qkv, angle.cos(), angle.sin(), kv, plan)
-        got = ops.paged_attention(q, kv, plan, 0.125)
+        got = ops.paged_attention(q, kv, plan, Scoring(0.125))
         held = kv.read(torch.arange(kv.num_pages))
         used = [row[: -(-n // PAGE)].tolist() for row, n in zip(tables, lengths, strict=True)]
-        want = paged_attention_reference(q, *held, used, query_lens, lengths, 0.125)
+        want = paged_attention_reference(q, *held, used, query_lens, lengths, Scoring(0.125))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     first_keys, first_values = kv.read(torch.tensor(tables[0].tolist()))
     for found, given in ((first_keys.permute(0, 3, 1, 2), keys), (first_values.permute(0, 2, 1, 3), values)):
@@ -98,7 +98,7 @@ def test_kernels_refuse_formats_that_they_do_not_read() -> None:
         numba.warm_up(torch.float32, TOY)
     plan = numba.plan_attention(np.zeros((1, 1), dtype=np.int32), [1], [1], PAGE, 2)
     with pytest.raises(KernelArgumentError, match="'numba' do not read KV pages in format 'toy-int8'"):
-        numba.paged_attention(torch.zeros(1, HEADS, DIM), kv, plan, 1.0)
+        numba.paged_attention(torch.zeros(1, HEADS, DIM), kv, plan, Scoring(1.0))
     with pytest.raises(KernelArgumentError, match="do not read KV pages"):
         numba.rope_write_kv(torch.zeros(1, 12 * DIM), torch.zeros(1, 8), torch.zeros(1, 8), kv, plan)
 

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from compiled_kernels import Compiler, Facts, compiling
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -107,8 +108,8 @@ def compile_attention(active: torch.dtype, kv_format: str, heads: int, kv_heads:
     for trees in (None, build_trees([(-1,), (-1, 0, 0)], np.diff(plan.query_starts), plan.kv_lens)):
         plan = replace(plan, trees=trees)
         plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
-        for window, softcap, slopes in ((None, None, None), (100, None, None), (None, 50.0, None), (None, None, lean)):
-            attention_triton.attention(q, kv, plan, 0.1, window, softcap, slopes)
+        for more in ({}, {"window": 100}, {"softcap": 50.0}, {"slopes": lean}):
+            attention_triton.attention(q, kv, plan, Scoring(0.1, **more))
 
 
 def compile_page_mass(active: torch.dtype, kv_format: str, heads: int, kv_heads: int, dim: int) -> None:
@@ -117,7 +118,9 @@ def compile_page_mass(active: torch.dtype, kv_format: str, heads: int, kv_heads:
     plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
     plan = replace(plan, prepared=attention_triton.prepare(plan, CPU))
     masses = PageMasses(np.array([1, 32], dtype=np.int32), torch.zeros(kv_heads, 33, 20))
-    page_mass_triton.add_page_mass_(masses, torch.zeros(71, heads, dim, dtype=active), kv, plan, 0.1, 50.0)
+    page_mass_triton.add_page_mass_(
+        masses, torch.zeros(71, heads, dim, dtype=active), kv, plan, Scoring(0.1, softcap=50.0)
+    )
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
