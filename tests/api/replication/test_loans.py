@@ -1,26 +1,21 @@
 """All servers together keep the limits of a key, whatever happens to messages and processes."""
 
-import asyncio
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from clock import Clock
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+from lossy_network import ARRIVES, LOST, LossyNetwork, followers, lasts, mostly, servers
 
 from api.auth.principal import Caller, KeyLimits
 from api.auth.rate_limits import Reservation
 from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import LEASE_S
-from api.replication.leases import Leases
 from api.replication.lending import LendingLimiter
 from api.replication.loans import LoanQuestion
 from lorasrv.errors import LimitExceeded
@@ -28,11 +23,6 @@ from lorasrv.errors import LimitExceeded
 REQUESTS, TOKENS, ANSWERS = 12, 300, 5
 LIMITS = KeyLimits(requests_per_min=REQUESTS, tokens_per_min=TOKENS, max_concurrent=ANSWERS)
 ANN = Caller("ann", frozenset(), limits=LIMITS)
-FOLLOWERS = 2
-servers = st.integers(0, FOLLOWERS)
-followers = st.integers(1, FOLLOWERS)
-mostly = st.sampled_from([True, True, False])
-ARRIVES, UNANSWERED, LOST = "arrives", "is not answered", "is lost"
 
 
 @dataclass
@@ -44,35 +34,17 @@ class Server:
     running: list[Reservation] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Message:
-    """A question or an answer on its way; `text` is what travels."""
-
-    sender: Server
-    text: str
-    asked_s: float
-
-
-class Shared(RuleBasedStateMachine):
-    """A registry that also answers prompts, and two followers; every message may be lost, late or come again."""
-
+class Shared(LossyNetwork):
     def __init__(self) -> None:
-        super().__init__()
-        self.folder, self.clock, self.loop = Path(tempfile.mkdtemp()), Clock(), asyncio.new_event_loop()
-        self.begun_s, self.started = self.clock.now, 0
         # Requests and tokens that clients have used; tokens that processes owed when they died.
         self.requests, self.tokens, self.forgiven = 0, 0, 0.0
-        self.questions: list[Message] = []
-        self.answers: list[Message] = []
-        self.servers = [self.registry(), *(self.follower() for _ in range(FOLLOWERS))]
+        super().__init__()
 
-    def registry(self) -> Server:
-        self.leases = Leases(self.folder, self.clock)
+    def make_registry(self) -> Server:
         return Server(LendingLimiter(self.leases, self.clock))
 
-    def follower(self) -> Server:
-        self.started += 1
-        server = Server(None, f"{self.started:08x}")
+    def make_follower(self, name: str) -> Server:
+        server = Server(None, name)
 
         async def ask() -> None:
             self.ask(server)
@@ -80,63 +52,32 @@ class Shared(RuleBasedStateMachine):
         server.limiter = BorrowingLimiter(ask, self.clock)
         return server
 
+    def asker(self, server: Server) -> Any:
+        return server.limiter
+
+    def reply(self, name: str, question: str) -> Any:
+        return self.servers[0].limiter.lend(name, LoanQuestion.model_validate_json(question), {"ann": LIMITS})
+
+    def forget(self, server: Server) -> None:
+        self.forgiven += self.owed(server)
+
     def teardown(self) -> None:
         try:
             self.one_gets_nearly_all()
         finally:
-            self.loop.close()
-            shutil.rmtree(self.folder)
+            super().teardown()
 
     def account(self, server: Server) -> Any:
         return server.limiter._account(ANN)
 
-    # The network.
-
-    def ask(self, server: Server) -> Message:
-        self.questions.append(Message(server, json.dumps(server.limiter.question()), self.clock.now))
-        return self.questions[-1]
-
-    def arrive(self, question: Message) -> Message:
-        name = question.sender.name
-        self.loop.run_until_complete(self.leases.renew(name, 0, 0))
-        asked = LoanQuestion.model_validate_json(question.text)
-        text = json.dumps(self.servers[0].limiter.lend(name, asked, {"ann": LIMITS}))
-        self.answers.append(Message(question.sender, text, question.asked_s))
-        return self.answers[-1]
-
-    def take_over(self, answer: Message) -> None:
-        answer.sender.limiter.on_answer(json.loads(answer.text), answer.asked_s + LEASE_S)
-
-    @rule(number=followers, times=st.integers(1, 4), last=st.sampled_from([ARRIVES, UNANSWERED, LOST]))
+    @rule(number=followers, times=st.integers(1, 4), last=lasts)
     def renew(self, number: int, times: int, last: str) -> None:
-        """Ask every second, and be answered, but for the last time maybe."""
-        for left in range(times - 1, -1, -1):
-            self.pass_time(1.0)
-            question = self.ask(self.servers[number])
-            if left or last != LOST:
-                answer = self.arrive(question)
-                if left or last == ARRIVES:
-                    self.take_over(answer)
-
-    @rule(data=st.data())
-    def question_arrives(self, data: st.DataObject) -> None:
-        """Late, again, or out of order."""
-        if self.questions:
-            self.arrive(data.draw(st.sampled_from(self.questions)))
-
-    @rule(data=st.data())
-    def answer_arrives(self, data: st.DataObject) -> None:
-        if self.answers:
-            self.take_over(data.draw(st.sampled_from(self.answers)))
+        self.renew_lease(self.servers[number], times, last)
 
     # Clients.
 
     def prepare(self, server: Server, prompts: int, answers: int, arrives: bool) -> None:
-        """Ask the registry if the server wants to; the answer arrives, or is late."""
-        before = len(self.questions)
-        self.loop.run_until_complete(server.limiter.ready(ANN, prompts, answers))
-        for question in self.questions[before:] if arrives else ():
-            self.take_over(self.arrive(question))
+        self.make_ready(server.limiter.ready(ANN, prompts, answers), arrives)
 
     @rule(number=servers, prompts=st.integers(1, REQUESTS), arrives=mostly)
     def request(self, number: int, prompts: int, arrives: bool) -> None:
@@ -189,17 +130,9 @@ class Shared(RuleBasedStateMachine):
                 while server.running:
                     self.end(self.servers.index(server), refused=False)
 
-    @rule(number=followers)
-    def kill(self, number: int) -> None:
-        self.forgiven += self.owed(self.servers[number])
-        self.servers[number] = self.follower()
-
     @rule()
     def restart_registry(self) -> None:
-        """Connections to the old process end, so that no question to it comes to the new one."""
-        self.questions.clear()
-        self.forgiven += self.owed(self.servers[0])
-        self.servers[0] = self.registry()
+        super().restart_registry()
         if self.leases.are_all_known:
             # Nobody has borrowed anything: as when any server starts, counting begins anew.
             self.begun_s, self.requests, self.tokens, self.forgiven = self.clock.now, 0, 0, 0.0

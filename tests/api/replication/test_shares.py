@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import json
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -17,7 +15,8 @@ import hypothesis.strategies as st
 import pytest
 from clock import Clock
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+from lossy_network import ARRIVES, FOLLOWERS, UNANSWERED, LossyNetwork, Message, lasts, mostly, servers
 from tiny_scheduler import scheduler
 
 from adapter_store.errors import OriginUnreachable
@@ -36,11 +35,6 @@ pytestmark = pytest.mark.aside
 RUNNING, RATE = 5, 40.0
 LIMITS = {"max_running": RUNNING, "tokens_per_s": RATE}
 PROMPT, CHUNK = 3, 16
-FOLLOWERS = 2
-servers = st.integers(0, FOLLOWERS)
-followers = st.integers(1, FOLLOWERS)
-mostly = st.sampled_from([True, True, False])
-ARRIVES, UNANSWERED, LOST = "arrives", "is not answered", "is lost"
 
 
 @given(
@@ -88,14 +82,13 @@ class Engine:
         for _ in range(number):
             self.bench.add(f"r{next(self.numbers)}", PROMPT, max_tokens, adapter_id="mia", ignore_eos=True)
 
-    def step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do what came in, and one step; then whoever waited for it goes on."""
+    def step(self) -> None:
+        """Do what came in, and one step."""
         inbox, self.inbox = self.inbox, []
         for share, future in inbox:
             future.set_result(self.bench.scheduler.quotas.set_share("mia", share))
         self.bench.now = self.clock.now
         self.computed += sum(len(share.token_ids) for share in self.bench.step().scheduled)
-        drain(loop)
 
     def end(self, most: int = 1 << 30) -> None:
         for request in self.bench.scheduler.requests()[:most]:
@@ -124,11 +117,6 @@ class Engine:
         return account.tokens.rate if is_used else 0.0
 
 
-def drain(loop: asyncio.AbstractEventLoop) -> None:
-    for _ in range(4):
-        loop.run_until_complete(asyncio.sleep(0))
-
-
 @dataclass
 class Server:
     """A registry (without a name) or a follower."""
@@ -139,29 +127,14 @@ class Server:
     lease_ends_s: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Message:
-    """A question or an answer on its way; `text` is what travels."""
-
-    sender: Server
-    text: str
-    asked_s: float
-
-
-class Shared(RuleBasedStateMachine):
-    """A registry that also answers prompts, and two followers; every message may be lost, late or come again."""
-
+class Shared(LossyNetwork):
     def __init__(self) -> None:
-        super().__init__()
-        self.folder, self.clock, self.loop = Path(tempfile.mkdtemp()), Clock(), asyncio.new_event_loop()
-        self.begun_s, self.started, self.numbers = self.clock.now, 0, itertools.count()
+        self.numbers = itertools.count()
         # Tokens that servers computed that are gone, and how often one began.
         self.computed, self.starts = 0, 0
-        self.questions: list[Message] = []
-        self.answers: list[Message] = []
-        self.servers = [self.registry(), *(self.follower() for _ in range(FOLLOWERS))]
+        super().__init__()
 
-    def server(self, name: str) -> Server:
+    def make_follower(self, name: str) -> Server:
         engine = Engine(self.clock, self.numbers)
         server = Server(name, engine, ShareHolder(cast(Any, engine), self.clock))
         self.starts += 1
@@ -183,14 +156,15 @@ class Shared(RuleBasedStateMachine):
         self.loop.run_until_complete(begin())
         return server
 
-    def registry(self) -> Server:
-        self.leases = Leases(self.folder, self.clock)
+    def make_registry(self) -> Server:
         self.lender = ShareLender(self.leases, {"mia": LIMITS}.__getitem__, self.clock)
-        return self.server(HERE)
+        return self.make_follower(HERE)
 
-    def follower(self) -> Server:
-        self.started += 1
-        return self.server(f"{self.started:08x}")
+    def asker(self, server: Server) -> ShareHolder:
+        return server.holder
+
+    def reply(self, name: str, question: str) -> Any:
+        return self.lender.lend(name, ShareQuestion.model_validate_json(question))
 
     def teardown(self) -> None:
         try:
@@ -198,69 +172,34 @@ class Shared(RuleBasedStateMachine):
         finally:
             for server in self.servers:
                 self.forget(server)
-            self.loop.close()
-            shutil.rmtree(self.folder)
-
-    # The network.
+            super().teardown()
 
     def ask_soon(self, server: Server) -> None:
         question = self.ask(server)
         if server.name == HERE:
             self.take_over(self.arrive(question))
 
-    def ask(self, server: Server) -> Message:
-        async def question() -> None:
-            self.questions.append(Message(server, json.dumps(server.holder.question()), self.clock.now))
-
-        self.in_loop(question)
-        return self.questions[-1]
-
-    def arrive(self, question: Message) -> Message:
-        name = question.sender.name
-        asked = ShareQuestion.model_validate_json(question.text)
-        if name != HERE:
-            self.in_loop(lambda: self.leases.renew(name, 0, 0))
-        text = json.dumps(self.lender.lend(name, asked))
-        self.answers.append(Message(question.sender, text, question.asked_s))
-        return self.answers[-1]
-
     def take_over(self, answer: Message) -> None:
         sender, ends_s = answer.sender, answer.asked_s + LEASE_S
-
-        async def take() -> None:
-            sender.holder.on_answer(json.loads(answer.text), float("inf") if sender.name == HERE else ends_s)
-
         if sender.name != HERE:
             sender.lease_ends_s = ends_s if sender.lease_ends_s == float("inf") else max(sender.lease_ends_s, ends_s)
+        super().take_over(answer)
 
-        self.in_loop(take)
-
-    def in_loop(self, call: Any) -> None:
-        """Run a coroutine, also from within one."""
-        coroutine = call()
-        if self.loop.is_running():
-            try:
-                coroutine.send(None)
-            except StopIteration:
-                return
-            raise AssertionError("the registry's own question waits for nothing")
-        self.loop.run_until_complete(coroutine)
-        drain(self.loop)
-
-    @rule(number=servers, times=st.integers(1, 4), last=st.sampled_from([ARRIVES, UNANSWERED, LOST]), steps=mostly)
+    @rule(number=servers, times=st.integers(1, 4), last=lasts, steps=mostly)
     def renew(self, number: int, times: int, last: str, steps: bool) -> None:
-        """Ask every second, and be answered, but for the last time maybe; the engine may take longer."""
+        """The engine may take longer than a second."""
         server = self.servers[number]
-        for left in range(times - 1, -1, -1):
-            self.pass_time(RENEW_S)
-            question = self.ask(server)
-            if left or last != LOST or number == 0:
-                answer = self.arrive(question)
-                if left or last == ARRIVES or number == 0:
-                    self.take_over(answer)
-            if steps:
-                self.ask_again(server)
-                server.engine.step(self.loop)
+        then = (lambda: self.ask_again_and_compute(server)) if steps else (lambda: None)
+        self.renew_lease(server, times, last if number else ARRIVES, then)
+
+    def compute(self, server: Server) -> None:
+        """Do one step; then whoever waited for it goes on."""
+        server.engine.step()
+        self.drain()
+
+    def ask_again_and_compute(self, server: Server) -> None:
+        self.ask_again(server)
+        self.compute(server)
 
     def ask_again(self, server: Server) -> None:
         """Ask an engine again that used more than its share, as time does."""
@@ -272,33 +211,18 @@ class Shared(RuleBasedStateMachine):
 
         self.in_loop(ask)
 
-    @rule(data=st.data())
-    def question_arrives(self, data: st.DataObject) -> None:
-        """Late, again, or out of order."""
-        if self.questions:
-            self.arrive(data.draw(st.sampled_from(self.questions)))
-
-    @rule(data=st.data())
-    def answer_arrives(self, data: st.DataObject) -> None:
-        if self.answers:
-            self.take_over(data.draw(st.sampled_from(self.answers)))
-
     # Clients.
 
     @rule(number=servers, count=st.integers(1, 7), max_tokens=st.sampled_from([1, 8, 200]), arrives=mostly)
     def request(self, number: int, count: int, max_tokens: int, arrives: bool) -> None:
-        server, before = self.servers[number], len(self.questions)
-        self.loop.run_until_complete(server.holder.ready("mia", count))
-        drain(self.loop)
-        for question in self.questions[before:] if arrives and number else ():
-            self.take_over(self.arrive(question))
+        server = self.servers[number]
+        self.make_ready(server.holder.ready("mia", count), arrives and number > 0)
         server.engine.add(count, max_tokens)
 
     @rule(number=servers, steps=st.integers(1, 6))
     def step(self, number: int, steps: int) -> None:
         for _ in range(steps):
-            self.ask_again(self.servers[number])
-            self.servers[number].engine.step(self.loop)
+            self.ask_again_and_compute(self.servers[number])
 
     @rule(number=servers, most=st.integers(1, 4))
     def end(self, number: int, most: int) -> None:
@@ -319,17 +243,12 @@ class Shared(RuleBasedStateMachine):
             if self.clock.now >= server.lease_ends_s:
                 # The engine, which takes less than `GRACE_S` for a step, has been told.
                 server.lease_ends_s = float("inf")
-                server.engine.step(self.loop)
+                self.compute(server)
                 # docs/cluster.md says that these are not bounded.
                 server.engine.end()
                 self.computed, server.engine.computed = self.computed + server.engine.computed, 0
                 self.starts += 1
-                server.engine.step(self.loop)
-
-    @rule(number=followers)
-    def kill(self, number: int) -> None:
-        self.forget(self.servers[number])
-        self.servers[number] = self.follower()
+                self.compute(server)
 
     def forget(self, server: Server) -> None:
         """Take over the tokens that a server has computed which is gone."""
@@ -338,14 +257,7 @@ class Shared(RuleBasedStateMachine):
             task.cancel()
         if server.holder._timer is not None:
             server.holder._timer.cancel()
-        drain(self.loop)
-
-    @rule()
-    def restart_registry(self) -> None:
-        """Connections to the old process end, so that no question to it comes to the new one."""
-        self.questions.clear()
-        self.forget(self.servers[0])
-        self.servers[0] = self.registry()
+        self.drain()
 
     # What holds.
 
@@ -367,9 +279,8 @@ class Shared(RuleBasedStateMachine):
             self.clock.now += RENEW_S
             for server in self.servers:
                 self.take_over(self.arrive(self.ask(server)))
-                server.engine.step(self.loop)
-                self.ask_again(server)
-                server.engine.step(self.loop)
+                self.compute(server)
+                self.ask_again_and_compute(server)
 
     def all_is_used_and_everybody_has_some(self) -> None:
         """Once messages arrive, and requests end now and then."""
@@ -503,9 +414,9 @@ def test_a_server_that_is_cut_off_begins_no_more(state: Shared) -> None:
     before, rate = server.engine.num_running, server.engine.rate
     state.clock.now += LEASE_S - GRACE_S
     state.in_loop(lambda: _call(server))
-    server.engine.step(state.loop)
+    state.compute(server)
     server.engine.add(2, 1000)
-    server.engine.step(state.loop)
+    state.compute(server)
     assert (before, server.engine.num_running) == (2, 2)
     assert server.engine.rate == rate > 0
     state.renew(1, 1, ARRIVES, True)
