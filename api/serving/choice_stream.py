@@ -71,7 +71,7 @@ class ChoiceStream:
                 raise StopAsyncIteration
             self._ahead.append(await self._take())
         index, output = self._ahead.popleft()
-        self._note_taken(output)
+        self._on_taken(output)
         return index, output
 
     def pass_to(self, write: Callable[[int, RequestOutput], None], can_write: Callable[[], bool]) -> None:
@@ -87,8 +87,8 @@ class ChoiceStream:
         def take(output: RequestOutput) -> bool:
             if not can_write():
                 return False
-            output = self._noted(0, output)
-            self._note_taken(output)
+            self._on_arrived(0, output)
+            self._on_taken(output)
             write(0, output)
             return True
 
@@ -158,15 +158,15 @@ class ChoiceStream:
             self._closed_for = cause_of(output)
             raise output
         self._num_unfinished -= output.finished
-        return index, self._noted(index, output)
+        self._on_arrived(index, output)
+        return index, output
 
-    def _noted(self, index: int, output: RequestOutput) -> RequestOutput:
+    def _on_arrived(self, index: int, output: RequestOutput) -> None:
         if self.first_token_s is None and output.num_generated_tokens:
             self.first_token_s = time.monotonic()
         self.latest[index] = output
-        return output
 
-    def _note_taken(self, output: RequestOutput) -> None:
+    def _on_taken(self, output: RequestOutput) -> None:
         self.num_taken += 1
         if self._is_marked and not self.is_repeated:
             self._unmarked += output.token_ids
