@@ -139,7 +139,7 @@ def check_guarded(settings: ServerSettings) -> None:
         return
     raise ConfigError(
         f"--host {settings.host} opens the server to other machines without a key; create one with "
-        f"{key_command(settings)} or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
+        f"`{key_command(settings)}` or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
     )
 
 

@@ -25,8 +25,8 @@ FIELDS = tuple(OPTIONS)
 # Known variables that are not options of `serve`; those of tests are ignored.
 _OTHERS = ("SERVER", "TRACEBACK", ENVIRONMENT.removeprefix(PREFIX))
 _TESTS = "TEST_"
-# But not a flag of another command.
-_FLAG = re.compile(r"(?<!key create )--([a-z][a-z0-9-]*)")
+# Flags of this command: in backticks are whole commands, which stay as they are.
+_FLAG = re.compile(r"`[^`]*`|--([a-z][a-z0-9-]*)")
 _KINDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOUNDS = (("ge", "at least {}"), ("gt", "above {}"), ("le", "at most {}"), ("lt", "below {}"))
 OriginKind = Literal["flag", "environment", "file", "default"]
@@ -113,7 +113,7 @@ class Sources:
     def reworded(self, message: str) -> str:
         """Replace flags in a message by the flags, variables or keys that were used."""
         named = [self._given.get(_option(name)) for name in _FLAG.findall(message)]
-        message = _FLAG.sub(lambda found: self._spelled(_option(found[1]), found[0]), message)
+        message = _FLAG.sub(lambda found: self._spelled(_option(found[1] or ""), found[0]), message)
         from_file = any(given is not None and given.origin.kind == "file" for given in named)
         return f"{self.file.path}: {message}" if from_file and self.file is not None else message
 

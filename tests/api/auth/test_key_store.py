@@ -398,15 +398,15 @@ class TestServe:
         spelled = "--host" if where == "flag" else f"{path}: host"
         assert done.code == 2
         assert done.err.startswith(f"lorasrv: {spelled} 0.0.0.0 opens the server to other machines without a key; ")
-        assert f"lorasrv key create --store {tmp_path}/store or" in done.err
+        assert f"`lorasrv key create --store {tmp_path}/store` or" in done.err
         assert not (tmp_path / "store").exists(), "nothing is made before"
 
     def test_the_command_is_not_spelled_as_a_variable(self, cli, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("LORASRV_STORE", str(tmp_path / "a b"))
         done = cli("serve", "--host", "0.0.0.0")
-        assert f"create one with lorasrv key create --store '{tmp_path}/a b' or --api-key" in done.err
+        assert f"create one with `lorasrv key create --store '{tmp_path}/a b'` or --api-key" in done.err
         monkeypatch.delenv("LORASRV_STORE")
-        assert "create one with lorasrv key create or --api-key" in cli("serve", "--host", "0.0.0.0").err
+        assert "create one with `lorasrv key create` or --api-key" in cli("serve", "--host", "0.0.0.0").err
 
     @pytest.mark.parametrize("more", [(), ("--replicas", 2)])
     def test_a_first_start_as_a_follower_drops_no_keys(
