@@ -1,7 +1,7 @@
 """Comm: how ranks exchange tensors within a step, whatever carries them.
 
 All ranks call the same operations in the same order, so nothing is named or numbered. A rank that waits too long, or
-whose peer has gone, raises `RankLost`; the process then ends, as a step that was computed in part cannot be repeated.
+for one that has gone, raises `RankLost`; the process then ends, as a step that was computed in part cannot be repeated.
 """
 
 import queue
@@ -42,24 +42,24 @@ class Comm(ABC):
         """Return the tensor that a rank sends."""
 
     @abstractmethod
-    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
-        """Return the parts of all peers, in their order; each of them calls this. `shapes` are those of the parts."""
+    def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
+        """Return the parts of these ranks, in their order; each of them calls this. `shapes` are those of the parts."""
 
-    def gather_columns(self, part: Tensor, widths: Sequence[int], peers: tuple[int, ...]) -> Tensor:
-        """Return the columns of all peers side by side: [T, own width] -> [T, sum of widths]."""
-        return torch.cat(self.gather(part, [(len(part), width) for width in widths], peers), dim=1)
+    def gather_columns(self, part: Tensor, widths: Sequence[int], ranks: tuple[int, ...]) -> Tensor:
+        """Return the columns of these ranks side by side: [T, own width] -> [T, sum of widths]."""
+        return torch.cat(self.gather(part, [(len(part), width) for width in widths], ranks), dim=1)
 
-    def gather_sum(self, part: Tensor, peers: tuple[int, ...]) -> Tensor:
-        """Return the sum of the parts of all peers, which are of one shape: added in their order, so that it is the
+    def gather_sum(self, part: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Return the sum of the parts of these ranks, which are of one shape: added in their order, so that it is the
         same bits at all of them."""
-        total, *others = self.gather(part, [part.shape] * len(peers), peers)
+        total, *others = self.gather(part, [part.shape] * len(ranks), ranks)
         for other in others:
             total += other
         return total
 
-    def gather_rows(self, part: Tensor, counts: Sequence[int], peers: tuple[int, ...]) -> Tensor:
-        """Return the rows of all peers one after another: [own count, W] -> [sum of counts, W]."""
-        return torch.cat(self.gather(part, [(count, part.shape[1]) for count in counts], peers))
+    def gather_rows(self, part: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Tensor:
+        """Return the rows of these ranks one after another: [own count, W] -> [sum of counts, W]."""
+        return torch.cat(self.gather(part, [(count, part.shape[1]) for count in counts], ranks))
 
     @abstractmethod
     def close(self) -> None:
@@ -97,10 +97,10 @@ class MemoryComm(Comm):
         assert fits, "ranks compute different passes"
         return tensor
 
-    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
-        for peer in peers:
-            self.send(part, peer)
-        return [self.receive(shape, part.dtype, peer) for peer, shape in zip(peers, shapes, strict=True)]
+    def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
+        for rank in ranks:
+            self.send(part, rank)
+        return [self.receive(shape, part.dtype, rank) for rank, shape in zip(ranks, shapes, strict=True)]
 
     def close(self) -> None:
         """Do nothing: the boxes go with the last rank."""

@@ -48,7 +48,7 @@ class RankPart:
     stage: int
     column: int
     # Ranks of the stage, in order.
-    peers: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     num_stages: int
     layers: Span
     # Key heads, with their query heads.
@@ -58,14 +58,14 @@ class RankPart:
     inner: Span
     vocab: Span
     # Ranks that divide the rows of a step, in order; nothing where each computes all rows.
-    row_peers: tuple[int, ...] = ()
-    # Whether o and down have a part of the inputs and all outputs, whose sums the peers exchange.
+    row_ranks: tuple[int, ...] = ()
+    # Whether o and down have a part of the inputs and all outputs, whose sums the ranks of the stage exchange.
     has_sums: bool = False
 
     @property
     def is_further(self) -> bool:
         """Return whether a rank of a lower number has the same linears, or other parts of them."""
-        return self.column > 0 or self.rank > min(self.row_peers, default=self.rank)
+        return self.column > 0 or self.rank > min(self.row_ranks, default=self.rank)
 
     @property
     def is_first(self) -> bool:
@@ -150,8 +150,8 @@ class Partition:
         """
         if self.rows > 1:
             whole = self._parts_of(spec, Stage((0,)), 0, (0, spec.num_layers))[0]
-            peers = tuple(range(self.rows))
-            return tuple(replace(whole, rank=rank, peers=(rank,), row_peers=peers) for rank in peers)
+            ranks = tuple(range(self.rows))
+            return tuple(replace(whole, rank=rank, stage_ranks=(rank,), row_ranks=ranks) for rank in ranks)
         spans = self._layers(spec)
         found = [
             part

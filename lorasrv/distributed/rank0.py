@@ -256,8 +256,8 @@ class Ranks:
         self._comm = self.links.wait_ready(in_thread(lambda: self._launcher.comm(self._setup)))
         if not self._comm.meets_later:
             self._launcher.forget_meeting()
-        told = lambda moves: self.links.tell(encode_moves(moves))  # noqa: E731
-        self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, told)
+        tell = lambda moves: self.links.tell(encode_moves(moves))  # noqa: E731
+        self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, tell)
         return self._exchange
 
     @property

@@ -19,7 +19,7 @@ from lorasrv.worker.step_rows import StepRows
 from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.ops import Ops
 
-Told = Callable[[Sequence[SlotMoves]], None]
+Tell = Callable[[Sequence[SlotMoves]], None]
 
 
 DIVIDED_FROM = 64
@@ -30,13 +30,13 @@ class RankExchange(Exchange):
     """Compute one rank's part of every pass.
 
     Args:
-        told: sends moves of keys and values to the other ranks; only rank 0 does that.
+        tell: sends moves of keys and values to the other ranks; only rank 0 does that.
     """
 
     can_record = False
 
-    def __init__(self, told: Told | None) -> None:
-        self._told = told
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell
         # Whether this rank waits for others, or they for it: a failure then cannot be repaired.
         self.is_within_pass = False
 
@@ -44,8 +44,8 @@ class RankExchange(Exchange):
         self.is_within_pass = False
 
     def on_slots_moved(self, moves: Sequence[SlotMoves]) -> None:
-        assert self._told is not None, "only rank 0 accepts drafts"
-        self._told(moves)
+        assert self._tell is not None, "only rank 0 accepts drafts"
+        self._tell(moves)
 
 
 class PartExchange(RankExchange):
@@ -57,23 +57,23 @@ class PartExchange(RankExchange):
     """
 
     def __init__(
-        self, comm: Comm, specs: Sequence[RankSpec], dtype: torch.dtype, device: torch.device, told: Told | None
+        self, comm: Comm, specs: Sequence[RankSpec], dtype: torch.dtype, device: torch.device, tell: Tell | None
     ) -> None:
-        super().__init__(told)
+        super().__init__(tell)
         self._comm, self._dtype, self._device = comm, dtype, device
         own = specs[comm.rank]
         part, self._spec = own.part, own
         self.is_first, self.is_last = part.is_first, part.is_last
-        self._peers, self._leads, self._has_sums = part.peers, part.column == 0, part.has_sums
-        peers = [specs[peer] for peer in part.peers]
-        hidden = [width(peer.part.hidden) for peer in peers]
+        self._ranks, self._leads, self._has_sums = part.stage_ranks, part.column == 0, part.has_sums
+        of_stage = [specs[rank] for rank in part.stage_ranks]
+        hidden = [width(spec.part.hidden) for spec in of_stage]
         self._widths = {
-            SplitOutput.ATTENDED: [peer.q_width for peer in peers],
+            SplitOutput.ATTENDED: [spec.q_width for spec in of_stage],
             SplitOutput.OUT: hidden,
-            SplitOutput.GATED: [peer.intermediate_size for peer in peers],
+            SplitOutput.GATED: [spec.intermediate_size for spec in of_stage],
             SplitOutput.DOWN: hidden,
         }
-        stages = {spec.part.stage: spec.part.peers for spec in specs}
+        stages = {spec.part.stage: spec.part.stage_ranks for spec in specs}
         self._before = stages.get(part.stage - 1, (0,))[0]
         self._behind = stages.get(part.stage + 1, ())
         last = [spec.part for spec in specs if spec.part.is_last]
@@ -84,12 +84,12 @@ class PartExchange(RankExchange):
         return self._comm.receive((num_rows, self._spec.hidden_size), self._dtype, self._before)
 
     def whole(self, part: Tensor, place: SplitOutput) -> Tensor:
-        if len(self._peers) == 1:
+        if len(self._ranks) == 1:
             return part
         if self._has_sums:
             is_sum = place in (SplitOutput.OUT, SplitOutput.DOWN)
-            return self._comm.gather_sum(part, self._peers) if is_sum else part
-        return self._comm.gather_columns(part, self._widths[place], self._peers)
+            return self._comm.gather_sum(part, self._ranks) if is_sum else part
+        return self._comm.gather_columns(part, self._widths[place], self._ranks)
 
     def leave(self, x: Tensor) -> None:
         if self._leads:
@@ -122,10 +122,10 @@ class RowExchange(RankExchange):
         memory: its pool.
     """
 
-    def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, told: Told | None) -> None:
-        super().__init__(told)
+    def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, tell: Tell | None) -> None:
+        super().__init__(tell)
         self._comm, self._memory, self._ops = comm, memory, ops
-        self._peers, self._q_width = spec.part.row_peers, spec.q_width
+        self._ranks, self._q_width = spec.part.row_ranks, spec.q_width
         # Of the next pass: the span of each rank; nothing if all compute everything.
         self._spans: list[Span] = []
         self._written: AttentionPlan | None = None
@@ -133,7 +133,7 @@ class RowExchange(RankExchange):
         self._sampled: list[Rows] = []
 
     def divide(self, rows: StepRows) -> StepRows:
-        self._spans = spans_of(rows, len(self._peers)) if len(rows.token_ids) >= DIVIDED_FROM else []
+        self._spans = spans_of(rows, len(self._ranks)) if len(rows.token_ids) >= DIVIDED_FROM else []
         if not self._spans:
             return rows
         self._written = self._ops.plan_attention(
@@ -157,7 +157,7 @@ class RowExchange(RankExchange):
         self.own_rows(rows).copy_(qkv)
         if qkv.shape[1] > self._q_width:
             kv = qkv[:, self._q_width :].contiguous()
-            rows[:, self._q_width :] = self._comm.gather_rows(kv, counts, self._peers)
+            rows[:, self._q_width :] = self._comm.gather_rows(kv, counts, self._ranks)
         return rows, self._written
 
     def own_rows(self, q: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ def make_exchange(
     activation: torch.dtype,
     memory: DevicePool,
     ops: Ops,
-    told: Told | None = None,
+    tell: Tell | None = None,
 ) -> RankExchange:
     """Return the exchange of a rank; see `PartExchange` and `RowExchange`."""
     own = specs[comm.rank]
-    if own.part.row_peers:
-        return RowExchange(comm, own, memory, ops, told)
-    return PartExchange(comm, specs, activation, memory.device, told)
+    if own.part.row_ranks:
+        return RowExchange(comm, own, memory, ops, tell)
+    return PartExchange(comm, specs, activation, memory.device, tell)

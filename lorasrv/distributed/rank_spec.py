@@ -1,6 +1,6 @@
 """The model of one rank: the spec that its decoder, pool and adapters are built from. Imports no torch.
 
-A rank's layers count from 0. Linears have all inputs and a part of the outputs; where peers exchange sums, o and down
+A rank's layers count from 0. Linears have all inputs and a part of the outputs; where ranks exchange sums, o and down
 have a part of the inputs and all outputs. Norms, and what follows from the hidden size, are whole.
 """
 
@@ -36,7 +36,7 @@ class RankSpec(ModelSpec):
             "intermediate_size": part.inner[1] - part.inner[0],
             "windowed_layers": whole.windowed_layers[first:end],
             "kv_source_layers": tuple(source - first for source in whole.kv_source_layers[first:end]),
-            "tied_head": whole.tied_head and part.is_first and part.is_last and len(part.peers) == 1,
+            "tied_head": whole.tied_head and part.is_first and part.is_last and len(part.stage_ranks) == 1,
         }
         known = {each.name: getattr(whole, each.name) for each in fields(ModelSpec)}
         return cls(**(known | own), whole=whole, part=part)
@@ -125,7 +125,7 @@ def pool_widths(specs: Sequence[RankSpec]) -> ModelSpec:
         first.rank,
         stage=0,
         column=0,
-        peers=(0,),
+        stage_ranks=(0,),
         num_stages=1,
         layers=(0, specs[0].whole.num_layers),
         kv_heads=_widest(spec.part.kv_heads for spec in specs),

@@ -53,7 +53,7 @@ MakeComm = Callable[[RankSetup, str], Comm]
 def torch_comm(setup: RankSetup, meeting: str) -> Comm:
     """Return the comm of a process."""
     parts = [spec.part for spec in setup.specs]
-    groups = sorted({peers for part in parts for peers in (part.peers, part.row_peers) if len(peers) > 1})
+    groups = sorted({ranks for part in parts for ranks in (part.stage_ranks, part.row_ranks) if len(ranks) > 1})
     return TorchComm(setup.rank, len(setup.specs), setup.device, Path(meeting), groups)
 
 

@@ -71,14 +71,14 @@ class TorchComm(Comm):
             dist.recv(tensor, source)
         return tensor
 
-    def gather(self, part: Tensor, shapes: Sequence[Shape], peers: tuple[int, ...]) -> list[Tensor]:
+    def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
         # All parts must be of one size: shorter ones are padded.
         own = part.new_empty(max(sizes))
         own[: part.numel()] = part.reshape(-1)
-        parts = [torch.empty_like(own) for _ in peers]
+        parts = [torch.empty_like(own) for _ in ranks]
         with _as_rank_lost():
-            dist.all_gather(parts, own, group=self._groups[peers])
+            dist.all_gather(parts, own, group=self._groups[ranks])
         return [got[:size].view(tuple(shape)) for got, size, shape in zip(parts, sizes, shapes, strict=True)]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def of(**options: object) -> Partition:
 
 def test_stages_and_columns_by_text() -> None:
     parts = of(partition="0&1@0-3;2@4-5").parts(SMALL)
-    assert [(s.rank, s.stage, s.column, s.peers, s.layers) for s in parts] == [
+    assert [(s.rank, s.stage, s.column, s.stage_ranks, s.layers) for s in parts] == [
         (0, 0, 0, (0, 1), (0, 4)),
         (1, 0, 1, (0, 1), (0, 4)),
         (2, 1, 0, (2,), (4, 6)),
@@ -49,7 +49,7 @@ def test_counts_are_short_for_a_text() -> None:
 
 def test_ranks_of_rows_have_everything() -> None:
     parts = of(cp=2).parts(SMALL)
-    assert [(s.rank, s.peers, s.layers, s.kv_heads, s.vocab) for s in parts] == [
+    assert [(s.rank, s.stage_ranks, s.layers, s.kv_heads, s.vocab) for s in parts] == [
         (0, (0,), (0, 6), (0, 3), (0, 400)),
         (1, (1,), (0, 6), (0, 3), (0, 400)),
     ]
