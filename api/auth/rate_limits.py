@@ -233,7 +233,7 @@ class RateLimiter:
         self._on_refused = on_refused
         self._accounts: dict[str, KeyAccount] = {}
 
-    async def ready(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
+    async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
         """Prepare to decide about a request: here everything that is needed for that is known.
 
         Args:
@@ -325,7 +325,7 @@ class RateLimitMiddleware:
             return
         refusal: LimitExceeded | None = None
         if is_counted(scope["method"], scope["path"]):
-            await self._rate_limiter.ready(caller, 1, 0)
+            await self._rate_limiter.prepare(caller, 1, 0)
             try:
                 self._rate_limiter.spend(caller)
             except LimitExceeded as error:

@@ -221,7 +221,7 @@ class EdgeDeployment:
         self._secret = secret
         self._registry = await address_of(registry)
         await self._watch.refresh()
-        self._keeping = asyncio.create_task(self._watch.keep())
+        self._keeping = asyncio.create_task(self._watch.run())
 
     def __serve_build_asgi_app__(self) -> Edge:
         return Edge(self._watch, self._registry, self._secret)

@@ -258,7 +258,7 @@ class Edge:
     async def _live(self, receive: Receive, send: Send) -> None:
         while (message := await receive())["type"] != "lifespan.shutdown":
             if self._survey is not None:
-                self._surveying = asyncio.create_task(self._survey.keep())
+                self._surveying = asyncio.create_task(self._survey.run())
             await send({"type": f"{message['type']}.complete"})
         if self._surveying is not None:
             self._surveying.cancel()

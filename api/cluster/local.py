@@ -400,7 +400,7 @@ class _Watching:
         # An exception here would make uvicorn serve without what lives with the application; `keep` looks again.
         with contextlib.suppress(Exception):
             await self._watch.refresh()
-        keeping = asyncio.create_task(self._watch.keep())
+        keeping = asyncio.create_task(self._watch.run())
         try:
             await self._app(scope, receive, send)
         finally:

@@ -37,7 +37,7 @@ class ReplicaWatch(StaticChooser):
         self.was_ready = asyncio.Event()
         self._sent: Counter[str] = Counter()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Look again and again, until cancelled."""
         while True:
             try:

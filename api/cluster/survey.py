@@ -48,7 +48,7 @@ class Survey:
         """Return what the base is called."""
         return {one.model for one in self.figures.values()}
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Ask again and again, until cancelled."""
         while True:
             await self.refresh()

@@ -184,7 +184,7 @@ class BorrowingLimiter(RateLimiter):
         self._until_s = math.inf
         self._asked = 0
 
-    async def ready(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
+    async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
         account = self._account(caller)
         missing = [] if account is None else account.missing(prompts, answers)
         if not all(borrowed.may_get(number) for borrowed, number in missing) or not missing:

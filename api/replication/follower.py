@@ -112,7 +112,7 @@ class Follower:
         self._renewed = asyncio.Event()
         self._renewed_s = 0.0
         self._is_cut_off = False
-        self._limiter = BorrowingLimiter(self.renewed, clock)
+        self._limiter = BorrowingLimiter(self.renew_lease, clock)
         self._shares: ShareHolder | None = None
         self._on_changed: OnChanged | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,13 +148,13 @@ class Follower:
 
     def limiter(self, on_refused: Callable[[Exception], object]) -> BorrowingLimiter:
         """Return a new limiter of keys, whose questions go with those for leases from now on."""
-        self._limiter = BorrowingLimiter(self.renewed, self.clock, on_refused)
+        self._limiter = BorrowingLimiter(self.renew_lease, self.clock, on_refused)
         return self._limiter
 
     async def share(self, shares: ShareHolder) -> None:
         """Have an engine share the limits of adapters; its questions go with those for leases from now on."""
         self._shares = shares
-        await shares.begin(self.renewed, self._renew_now.set)
+        await shares.begin(self.renew_lease, self._renew_now.set)
 
     async def start(self, on_changed: OnChanged) -> None:
         """Begin to follow."""
@@ -174,7 +174,7 @@ class Follower:
         await self.client.close()
         self._origin.close()
 
-    async def renewed(self) -> None:
+    async def renew_lease(self) -> None:
         """Renew the lease at once; return when that is done or has failed, or takes `RENEWED_S`.
 
         All who wait share one question. While the registry cannot be reached, none waits.

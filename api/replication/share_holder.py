@@ -108,7 +108,7 @@ class ShareHolder:
         if adapter_id in self._engine.in_flight.by_adapter:
             self._ask_soon()
 
-    async def ready(self, adapter_id: str, answers: int) -> None:
+    async def prepare(self, adapter_id: str, answers: int) -> None:
         """Ask for a share before an adapter's request comes to the engine, if there is none; the request may come
         whatever was answered, and waits in the engine's queue."""
         holding = self._holdings.get(adapter_id)

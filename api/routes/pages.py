@@ -125,7 +125,7 @@ async def _offer(services: Services, body: OfferBody, prompt: PromptBody | None)
     lease = await engine.pages.offer(digests)
     if len(lease.pages) < len(digests) and prompt is not None:
         await engine.pages.end(lease.lease_id)
-        await services.limits.shares.ready(prompt.adapter_id, 1)
+        await services.limits.shares.prepare(prompt.adapter_id, 1)
         await _compute(engine, prompt, body.wait_s)
         lease = await engine.pages.offer(digests)
     return lease

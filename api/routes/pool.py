@@ -13,7 +13,7 @@ from adapter_store.spec import AdapterId, AdapterKey
 from api.asgi.query import OF_ONE_SERVER
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
-from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, runs_of
+from lorasrv.engine.pool_map import AdapterPages, PoolMap, RequestPages, runs_of
 from lorasrv.metrics.request_stats import MAX_ACCOUNTS
 from lorasrv.worker.host_memory import resident_bytes
 

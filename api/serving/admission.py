@@ -40,7 +40,7 @@ class AdmissionController:
         Raises: EngineOverloaded, LimitExceeded.
         """
         self.engine.check_admission(caller.principal)
-        await self.rate_limiter.ready(caller)
+        await self.rate_limiter.prepare(caller)
         self.rate_limiter.check(caller)
 
     async def admit(
@@ -62,7 +62,7 @@ class AdmissionController:
             InvalidRequest: the request exceeds the key's limits or the context, so it can never be admitted.
             LorasrvError, AdapterError: from `begin` or the engine.
         """
-        await self.rate_limiter.ready(caller, len(prompts), len(prompts) * width)
+        await self.rate_limiter.prepare(caller, len(prompts), len(prompts) * width)
         reservation = self.rate_limiter.reserve(caller, len(prompts), len(prompts) * width)
         streams: list[OutputStream] = []
         try:

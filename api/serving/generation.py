@@ -153,7 +153,7 @@ async def generate(
     prefix = await services.prefixes.of_prompt(target.persona, planned.prompts[0]) if may_keep else None
 
     async def begin() -> AddPrompt:
-        await services.limits.shares.ready(options.adapter_id, len(planned.prompts) * planned.width)
+        await services.limits.shares.prepare(options.adapter_id, len(planned.prompts) * planned.width)
         grammar = planned.grammar
         constraint = None if grammar is None else await engine.grammars.compile(grammar, caller.principal, own)
         resumed = () if resuming is None else resuming.token_ids

@@ -46,7 +46,7 @@ from lorasrv.engine.messages import (
 )
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.engine.page_lender import PageLender
-from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.pool_map import PoolMap
 from lorasrv.engine.request_stream import RequestStream
 from lorasrv.engine.step_retry import FaultHook
 from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping, name_of

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from lorasrv.engine.engine_snapshot import CoreCounters, describe_engine
+from lorasrv.engine.engine_counters import CoreCounters, describe_engine
 from lorasrv.engine.messages import (
     FindSnapshot,
     MakeSnapshot,

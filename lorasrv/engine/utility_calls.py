@@ -20,7 +20,7 @@ from lorasrv.engine.messages import (
     UtilityResult,
     WarmAdapter,
 )
-from lorasrv.engine.pool_snapshot import describe_pool
+from lorasrv.engine.pool_map import describe_pool
 from lorasrv.errors import InvalidRequest, LorasrvError
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier

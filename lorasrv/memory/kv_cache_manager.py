@@ -286,7 +286,7 @@ class KVCacheManager:
     # Pages that are read beside the steps.
 
     def lend(self, lease: str, digests: Sequence[bytes]) -> int:
-        """Hold the first cached pages of these hashes, up to one that is missing, where they are until `end_loan`;
+        """Hold the first cached pages of these hashes, up to one that is missing, where they are until `end_lease`;
         nothing is held if the first one is missing.
 
         Returns: their number.
@@ -311,7 +311,7 @@ class KVCacheManager:
         """Return the leases that hold pages."""
         return self._lent.keys()
 
-    def end_loan(self, lease: str) -> None:
+    def end_lease(self, lease: str) -> None:
         """Give back the pages of a lease."""
         for page in reversed(self._lent.pop(lease)):
             self._release_page(page)

@@ -97,7 +97,7 @@ class PeerPages:
     def end(self, lease: str) -> None:
         """End a lease; do nothing if it has ended."""
         if self._until_s.pop(lease, None) is not None:
-            self._kv.end_loan(lease)
+            self._kv.end_lease(lease)
 
     def expire(self) -> None:
         """End the leases whose time is over."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorasrv.errors import ConfigError
-from lorasrv.placement.placement import Account, Ask, Placement, Replica, Sent
+from lorasrv.placement.placement import Ask, Placement, Replica, ReplicaAccount, SentRequest
 
 FACTOR = 1.25
 FREE_BELOW_S = 1.0
@@ -22,7 +22,7 @@ class Bounded(Placement):
 
     name = "bounded"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         work_us = ask.work_s * 1e6
         ahead_us = {account: account.ready_us(ask) + work_us / account.replica.weight for account in ready}
         mean_us = (sum(a.own_us + a.others_us + a.loading_us for a in ready) + work_us) / sum(
@@ -40,7 +40,7 @@ class Least(Placement):
 
     name = "least"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return self.by_load(ready)
 
 
@@ -49,7 +49,7 @@ class RandomReplica(Placement):
 
     name = "random"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return sorted(ready, key=lambda account: -math.log(1.0 - self.rng.random()) / account.replica.weight)
 
 
@@ -58,7 +58,7 @@ class HashOnly(Placement):
 
     name = "hash"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return self.by_affinity(ask, ready)
 
 
@@ -67,7 +67,7 @@ class PowerOfTwo(Placement):
 
     name = "p2c"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         shuffled = self.rng.sample(ready, len(ready))
         return [*self.by_load(shuffled[:2]), *shuffled[2:]]
 
@@ -78,7 +78,7 @@ class Holders(Placement):
 
     name = "holders"
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         by_load = self.by_load(ready)
         if ask.adapter_id is None:
             return by_load
@@ -98,22 +98,22 @@ class Migrating(Placement):
 
     def __init__(self, replicas: Iterable[Replica] = (), seed: int = 0) -> None:
         # What has not ended, the oldest first.
-        self._open: dict[Sent, None] = {}
+        self._open: dict[SentRequest, None] = {}
         super().__init__(replicas, seed)
 
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return sorted(ready, key=lambda account: (account.ready_us(ask), self.rng.random()))
 
-    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
+    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> SentRequest:
         sent = super().on_request_sent(replica_id, ask, moves)
         self._open[sent] = None
         return sent
 
-    def on_request_ended(self, sent: Sent) -> None:
+    def on_request_ended(self, sent: SentRequest) -> None:
         self._open.pop(sent, None)
         super().on_request_ended(sent)
 
-    def moves(self) -> list[tuple[Sent, str]]:
+    def moves(self) -> list[tuple[SentRequest, str]]:
         loads = {account: account.load for account in self._accounts.values() if account.replica.is_ready}
         limit = FACTOR * sum(loads.values()) / max(1, len(loads))
         moved = []

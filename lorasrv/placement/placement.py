@@ -72,7 +72,7 @@ class ReplicaReport:
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class ReplicaAccount:
     """Count the work of one replica, until it is removed."""
 
     replica: Replica
@@ -111,10 +111,10 @@ class Account:
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentRequest:
     """Stand for a request that a replica is computing."""
 
-    account: Account
+    account: ReplicaAccount
     ask: Ask
     work_us: int
     # How often it was moved before.
@@ -138,14 +138,14 @@ class Placement(ABC):
 
     def __init__(self, replicas: Iterable[Replica] = (), seed: int = 0) -> None:
         self.rng = random.Random(seed)
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, ReplicaAccount] = {}
         self.set_replicas(replicas)
 
     def set_replicas(self, replicas: Iterable[Replica]) -> None:
         """Replace the list of replicas. Those that stay keep their accounts."""
         accounts = {}
         for replica in replicas:
-            account = self._accounts.get(replica.id) or Account(replica, hash_of(replica.id))
+            account = self._accounts.get(replica.id) or ReplicaAccount(replica, hash_of(replica.id))
             account.replica = replica
             accounts[replica.id] = account
         self._accounts = accounts
@@ -161,7 +161,7 @@ class Placement(ABC):
             raise NoReplicaReady(f"none of {len(self._accounts)} replicas is ready", retry_after_s=RETRY_AFTER_S)
         return tuple(account.replica.id for account in self.ranked(ask, ready))
 
-    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> Sent:
+    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> SentRequest:
         """Note that a request was sent to a replica.
 
         Args:
@@ -175,9 +175,9 @@ class Placement(ABC):
         if ask.load_s and ask.adapter_id is not None and not account.holds(ask.adapter_id):
             account.loading[ask.adapter_id] = round(ask.load_s * _MICROSECONDS)
         account.in_flight[ask.adapter_id] += 1
-        return Sent(account, ask, work_us, moves)
+        return SentRequest(account, ask, work_us, moves)
 
-    def on_request_ended(self, sent: Sent) -> None:
+    def on_request_ended(self, sent: SentRequest) -> None:
         """Note that a request is over, whichever way; telling it again changes nothing."""
         if sent.has_ended:
             return
@@ -197,7 +197,7 @@ class Placement(ABC):
             account.adapters = report.adapters
             account.loading = {name: us for name, us in account.loading.items() if name not in report.adapters}
 
-    def moves(self) -> list[tuple[Sent, str]]:
+    def moves(self) -> list[tuple[SentRequest, str]]:
         """Return requests that should be withdrawn, if they have not begun, and sent to another replica; asked after
         each round of reports."""
         return []
@@ -207,14 +207,14 @@ class Placement(ABC):
         return {name: (a.own_us + a.others_us) / _MICROSECONDS for name, a in self._accounts.items()}
 
     @abstractmethod
-    def ranked(self, ask: Ask, ready: Sequence[Account]) -> Sequence[Account]:
+    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         """Return all of these accounts, at least one, in the order in which to try them."""
 
-    def by_load(self, accounts: Iterable[Account]) -> list[Account]:
+    def by_load(self, accounts: Iterable[ReplicaAccount]) -> list[ReplicaAccount]:
         """Return accounts by their load, equal ones in random order."""
         return sorted(accounts, key=lambda account: (account.load, self.rng.random()))
 
-    def by_affinity(self, ask: Ask, accounts: Sequence[Account]) -> list[Account]:
+    def by_affinity(self, ask: Ask, accounts: Sequence[ReplicaAccount]) -> list[ReplicaAccount]:
         """Return accounts as the request's key ranks them; without a key, by load."""
         if ask.key is None:
             return self.by_load(accounts)

@@ -18,7 +18,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits, LimitShare
 from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
-from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.pool_map import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import (
     AdapterCold,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from adapter_store.spec import AdapterKey
-from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, ReservedAdapter
+from lorasrv.engine.pool_map import AdapterPages, PoolMap, RequestPages, ReservedAdapter
 from lorasrv.outputs import RequestId
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.sim_replica import SimReplica
 from lorasrv.offline.planner.sim_traffic import SimulatedRequest
-from lorasrv.placement.placement import Ask, Placement, Sent
+from lorasrv.placement.placement import Ask, Placement, SentRequest
 from lorasrv.placement.work import WorkEstimator
 
 
@@ -40,7 +40,7 @@ class Place:
     router: Router
     # The one of the router's that chose the machine.
     placement: Placement
-    sent: Sent
+    sent: SentRequest
     # Of a prompt that is computed for another machine: the request's place there. And the reverse, meanwhile.
     answer: "Place | None" = None
     prompt: "Place | None" = None

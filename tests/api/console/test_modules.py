@@ -15,7 +15,7 @@ import pytest
 from adapter_store.spec import AdapterKey
 from api.cli.top.stats import quantile
 from api.schemas.openapi_examples import EXAMPLES
-from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages
+from lorasrv.engine.pool_map import AdapterPages, PoolMap, RequestPages
 from lorasrv.outputs import RequestId
 
 NODE = shutil.which("node")

@@ -77,7 +77,7 @@ class Shared(LossyNetwork):
     # Clients.
 
     def prepare(self, server: Server, prompts: int, answers: int, arrives: bool) -> None:
-        self.make_ready(server.limiter.ready(ANN, prompts, answers), arrives)
+        self.make_ready(server.limiter.prepare(ANN, prompts, answers), arrives)
 
     @rule(number=servers, prompts=st.integers(1, REQUESTS), arrives=mostly)
     def request(self, number: int, prompts: int, arrives: bool) -> None:

@@ -216,7 +216,7 @@ class Shared(LossyNetwork):
     @rule(number=servers, count=st.integers(1, 7), max_tokens=st.sampled_from([1, 8, 200]), arrives=mostly)
     def request(self, number: int, count: int, max_tokens: int, arrives: bool) -> None:
         server = self.servers[number]
-        self.make_ready(server.holder.ready("mia", count), arrives and number > 0)
+        self.make_ready(server.holder.prepare("mia", count), arrives and number > 0)
         server.engine.add(count, max_tokens)
 
     @rule(number=servers, steps=st.integers(1, 6))

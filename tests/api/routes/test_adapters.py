@@ -22,7 +22,7 @@ from api.app import create_app
 from api.config.settings import ServerSettings
 from api.schemas.adapters import LimitsBody
 from lorasrv.config import Limits
-from lorasrv.engine.pool_snapshot import ReservedAdapter
+from lorasrv.engine.pool_map import ReservedAdapter
 from lorasrv.errors import AdapterDeleted, EngineDead, InvalidRequest
 from lorasrv.metrics.request_stats import RequestTotals
 

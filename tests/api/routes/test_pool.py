@@ -10,7 +10,7 @@ from pool_maps import full_pool
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.messages import AdapterStatus
-from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.pool_map import PoolMap
 from lorasrv.errors import AdapterLoadFailed, EngineDead, InvalidRequest
 from lorasrv.outputs import AdapterTier
 

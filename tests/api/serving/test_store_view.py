@@ -26,7 +26,7 @@ from api.batches.in_process import in_process_client
 from api.batches.manager import BatchManager
 from api.serving.model_list import ModelList, adapter_card, base_card
 from api.serving.store_view import MAX_CACHED, ScopedStores
-from lorasrv.engine.pool_snapshot import AdapterPages, RequestPages, ReservedAdapter
+from lorasrv.engine.pool_map import AdapterPages, RequestPages, ReservedAdapter
 from lorasrv.errors import VerificationBusy
 from lorasrv.offline.verify.verifier import Verifier
 from lorasrv.outputs import RequestId

@@ -23,7 +23,7 @@ from tiny_engine import offline_engine
 from adapter_store.store import AdapterStore
 from lorasrv.config import SpeculationOptions
 from lorasrv.engine import core
-from lorasrv.engine.pool_snapshot import describe_pool
+from lorasrv.engine.pool_map import describe_pool
 from lorasrv.memory.cost_model import Rate, StepCosts
 from lorasrv.outputs import EngineOutput, FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams

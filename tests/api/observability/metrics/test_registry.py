@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adapter_store.spec import AdapterKey
 from api.observability.metrics.registry import collected
 from api.observability.metrics.requests import HttpFigures, TopAdapters
-from lorasrv.engine.pool_snapshot import AdapterPages
+from lorasrv.engine.pool_map import AdapterPages
 from lorasrv.errors import EngineDead
 from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.metrics.request_stats import FinishedRequestStats

@@ -1,4 +1,4 @@
-"""Pool snapshot: the pool's pages as an operator sees them, free or in use."""
+"""Pool map: the pool's pages as an operator sees them, free or in use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

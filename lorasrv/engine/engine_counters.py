@@ -1,4 +1,4 @@
-"""Engine snapshot: the counters of the engine and of its parts, as plain numbers."""
+"""Engine counters: those of the engine and of its parts, as plain numbers."""
 
 from dataclasses import dataclass
 
