@@ -111,7 +111,7 @@ class RequestQueue:
         self._waiting[request.request_id] = self._preempted[request.request_id] = request
         self._enqueue(request)
 
-    def finish(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a finished request."""
         del self.requests[request.request_id]
         self._starved.pop(request.request_id, None)

@@ -566,7 +566,7 @@ class Scheduler:
             if was is RequestStatus.RUNNING:
                 self.quotas.preempt(request)
             self.quotas.remove(request)
-            self._queue.finish(request)
+            self._queue.remove(request)
             self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
             if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
                 self.predictor.on_finished(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
