@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorasrv.errors import ConfigError, NoReplicaReady
 from lorasrv.placement import rendezvous
 from lorasrv.placement.kinds import FACTOR, FREE_BELOW_S, PLACEMENTS, make_placement
-from lorasrv.placement.placement import Ask, Placement, Replica, ReplicaReport, Sent
+from lorasrv.placement.placement import Ask, Placement, Replica, ReplicaReport, SentRequest
 from lorasrv.placement.rendezvous import hash_of, order
 from lorasrv.placement.work import FIRST_ANSWER, WorkEstimator, WorkRates
 
@@ -94,7 +94,7 @@ def test_a_hot_adapter_spreads_over_its_first_replicas_only_as_far_as_it_must() 
     assert max(loads.values()) <= FACTOR * sum(loads.values()) / 8 + 0.25
 
 
-def _send(placement: Placement, ask: Ask) -> Sent:
+def _send(placement: Placement, ask: Ask) -> SentRequest:
     return placement.on_request_sent(placement.rank(ask)[0], ask)
 
 
