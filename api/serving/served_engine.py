@@ -10,7 +10,7 @@ from api.serving.admission import AdmittingEngine
 from api.serving.fixed_prefixes import PrefixEngine
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.messages import AdapterStatus, SnapshotStatus
-from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.pool_map import PoolMap
 from lorasrv.engine.watchdog import WatchedEngine
 from lorasrv.errors import EngineDead
 from lorasrv.metrics.engine_stats import EngineMetrics
