@@ -36,7 +36,9 @@ class ReplicationGate:
 
         async def send_with_revision(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REVISION] = str(self._store.feed.revision)
+                # Empty where the key is refused: by how much names change is no business of strangers.
+                told = "" if message["status"] == 401 else str(self._store.feed.revision)
+                MutableHeaders(scope=message)[REVISION] = told
             await send(message)
 
         try:

@@ -14,13 +14,13 @@ from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary, 
 from lorasrv.text.structured_output.sandbox import GrammarSandbox
 from lorasrv.text.tokenizer import Tokenizer
 
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 1 << 30
 KEPT_REFUSALS = 512
 MAX_WAITING = 256
 MAX_TRIES = 4
 """Most extended tokenizers whose tokens, and grammars, are kept."""
-LEAST_BYTES = 256 << 10
-"""Minimum size that a grammar counts as: small ones do not show in a process's memory."""
+LEXER_BYTES = 28 << 20
+"""Most that answers add to a grammar while it is kept: `LEXER_STATES`, some 550 bytes each."""
 
 
 class GrammarCompiler:
@@ -93,7 +93,7 @@ class GrammarCompiler:
         matcher = await asyncio.to_thread(compile_matcher, trie, grammar.text)
         if matcher.is_error():
             raise _refusal(grammar, one_line(matcher.get_error()))
-        nbytes = max(LEAST_BYTES, verdict.nbytes)
+        nbytes = verdict.nbytes + LEXER_BYTES
         compiled = await asyncio.to_thread(CompiledGrammar, matcher, size, self._ends, nbytes)
         if nbytes <= KEPT_BYTES:
             self._kept[own, grammar.text] = compiled

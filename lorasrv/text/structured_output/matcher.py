@@ -165,7 +165,7 @@ def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.
 
 
 class CompiledGrammar:
-    """Implement `TokenConstraint`. `nbytes` is the measured memory use.
+    """Implement `TokenConstraint`. `nbytes` is the memory that it may come to take.
 
     All states of one share a lexer, which keeps what each of them has met. `has_failed` once that was too much for one
     of them: then it is for all, and later ones.

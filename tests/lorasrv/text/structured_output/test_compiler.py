@@ -18,7 +18,7 @@ from tiny_tokenizers import sentencepiece
 from adapter_store.spec import AddedToken
 from lorasrv.errors import EngineOverloaded, InvalidRequest
 from lorasrv.text.structured_output import grammar as source
-from lorasrv.text.structured_output.compiler import MAX_TRIES, GrammarCompiler
+from lorasrv.text.structured_output.compiler import KEPT_BYTES, LEXER_BYTES, MAX_TRIES, GrammarCompiler
 from lorasrv.text.structured_output.matcher import FORCED_BYTES, CompiledGrammar, Vocabulary
 from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox, GrammarVerdict
 from lorasrv.text.structured_output.satisfiability import lark_can_end, repetitions
@@ -493,6 +493,21 @@ def test_grammars_go_with_the_tokens_of_their_tokenizer(builtin_tokenizer: Token
             assert compiling.compile(grammar) is base
         kept = {own for own, _ in compiling.compiler._kept}
         assert kept == {None, owns[0], *owns[-MAX_TRIES + 1 :]}
+
+
+def test_kept_grammars_count_what_answers_may_add_to_them(builtin_tokenizer: Tokenizer) -> None:
+    """An expression of 145 bytes grew to 27 MB, and a thousand such were kept."""
+    most = KEPT_BYTES // LEXER_BYTES
+    grammars = [source.regex_of(f"[ab]{{{n}}}", "p") for n in range(1, most + 3)]
+    with closing(Compiling(builtin_tokenizer)) as compiling:
+        first = compiling.compile(grammars[0])
+        for grammar in grammars[1:]:
+            compiling.compile(grammar)
+            assert compiling.compile(grammars[0]) is first, "those used last are kept"
+        kept = [text for _, text in compiling.compiler._kept]
+    assert len(kept) == most
+    assert grammars[1].text not in kept
+    assert grammars[-1].text in kept
 
 
 def test_ends_outside_of_the_vocabulary_are_no_ends() -> None:
