@@ -208,7 +208,7 @@ class InputProcessor:
             prompt = words.tokenizer.encode(prompt, add_special_tokens=True)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if not all(0 <= token < words.vocab_size for token in prompt):
+        if not 0 <= min(prompt) <= max(prompt) < words.vocab_size:
             raise InvalidRequest(f"token ids must lie in [0, {words.vocab_size})", param="prompt")
         return tuple(prompt)
 
@@ -318,7 +318,10 @@ def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) 
 
     Probabilities of the prompt come with the first one alone.
     """
-    seed, sampling = first.sampling.seed, replace(first.sampling, prompt_logprobs=None)
+    sampling = first.sampling
+    if sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=None)
+    seed = sampling.seed
     return [
         replace(
             first,
