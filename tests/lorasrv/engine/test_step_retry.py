@@ -409,7 +409,8 @@ async def test_a_request_in_two_faults_is_refused(engine, keys, monkeypatch) -> 
             raise RuntimeError("forced")
 
     async def say(prompt: list[int], key: AdapterKey | None = None, **options: Any) -> int:
-        sampling = SamplingParams(max_tokens=5, temperature=1.0, ignore_eos=True)
+        bias = ((POISON, -100.0),)  # an answer with it would fail, too
+        sampling = SamplingParams(max_tokens=5, temperature=1.0, ignore_eos=True, logit_bias=bias)
         return (await ask(engine, key, prompt, sampling=sampling, **options))[-1].num_generated_tokens
 
     _around(monkeypatch, engine._engine._parts.executor.runner, "run", fails)
