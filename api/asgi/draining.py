@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import describe_at
 from lorasrv.errors import ServerStopping
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Served until the end, for monitoring."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/replica"})
+"""Served until the end, for monitoring and edges."""
 PEER_PATHS = "/v1/pages/"
 """Begins the paths of what the next server may take over of requests that run here."""
 

@@ -18,21 +18,24 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from adapter_store.errors import StoreLocked
 from api.cluster.autoscale import DOWN_AFTER_S, FIGURES, LOOK_BACK_S, UP_AFTER_S, BacklogPolicy
+from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge import Edge
 from api.cluster.hosted import LEFT_S, HostedServer
-from api.cluster.load import ReplicaStatus
 from api.cluster.pick import ReplicaWatch
 from api.cluster.replica import ReplicaPlan, ReplicaServer, Sealed, opened, sealed
 from api.cluster.shape import ClusterShape, parse
 from api.config import replication_settings as roles
 from api.config.settings import ServerSettings
 from api.server import CannotListen
+from api.serving.load import ReplicaLoad
 from lorasrv.errors import ConfigError
 from lorasrv.placement.kinds import make_placement
 
 REPLICA, PREFILL, REGISTRY, EDGE = "Replica", "Prefill", "Registry", "Edge"
 NOTICED_S = 2.0
 """Time for edges to notice that a replica goes, before it refuses requests: some periods of `pick.py`."""
+SINGLE_CALLS = 8
+"""Replicas that are asked one by one, chosen at random, where one keeps the answers of all back."""
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 MAX_STARTS = 3
@@ -147,17 +150,27 @@ def registry_application(settings: ServerSettings, shape: ClusterShape) -> serve
     ).bind(sealed(settings), shape.registry_port, shape.log)
 
 
-def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaStatus | BaseException]]]:
-    """Return a function that asks all running replicas of deployments, known by their handles, for their state."""
+def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaAddress | BaseException]]]:
+    """Return a function that asks all running replicas of deployments, known by their handles, where they are."""
 
-    async def ask(replicas: Any) -> list[ReplicaStatus | BaseException]:
+    async def ask(replicas: Any) -> list[ReplicaAddress | BaseException]:
+        said: list[ReplicaAddress | BaseException]
         # Within Ray's own timeout a cancellation leaves a future whose exception is never read, and asyncio logs it.
-        said: list[ReplicaStatus | BaseException] = await asyncio.wait_for(
-            replicas.broadcast("status").results_async(return_exceptions=True), NOTICED_S
-        )
+        try:
+            said = await asyncio.wait_for(
+                replicas.broadcast("address").results_async(return_exceptions=True), NOTICED_S
+            )
+        except TimeoutError as late:
+            # One that hangs keeps all back; single calls Ray sends to others.
+            singles = asyncio.gather(*(ask_one(replicas) for _ in range(SINGLE_CALLS)))
+            said = [*await asyncio.wait_for(singles, NOTICED_S), late]
         return said
 
-    async def look() -> list[ReplicaStatus | BaseException]:
+    async def ask_one(replicas: Any) -> ReplicaAddress:
+        one: ReplicaAddress = await replicas.address.remote()
+        return one
+
+    async def look() -> list[ReplicaAddress | BaseException]:
         return [one for said in await asyncio.gather(*map(ask, deployments)) for one in said]
 
     return look
@@ -203,7 +216,7 @@ class ReplicaDeployment(ReplicaServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the figures that the number of replicas depends on."""
-        load = self.status().load
+        load = ReplicaLoad.of(self.running.services.engine.metrics.snapshot())
         return {name: float(getattr(load, name)) for name in FIGURES}
 
     def __del__(self) -> None:

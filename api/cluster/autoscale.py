@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from api.cluster.load import ReplicaLoad
+from api.serving.load import ReplicaLoad
 
 UP_AFTER_S = 15.0
 DOWN_AFTER_S = 300.0

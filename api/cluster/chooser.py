@@ -1,14 +1,16 @@
 """Choose the replica that answers a request, and hold its place there until the request is over."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from api.config.replication_settings import BOTH, PREFILL
 from lorasrv.errors import NoReplicaReady
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import RETRY_AFTER_S, Ask, Placement, Replica
+from lorasrv.placement.placement import RETRY_AFTER_S, Ask, Placement, Replica, ReplicaReport
+from lorasrv.placement.work import WorkRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,20 @@ class ReplicaAddress:
     role: str = BOTH
     # Fingerprint of the model, its formats and kernels: equal ones compute equal tokens. Empty: not known.
     kernels: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """Hold what a replica said of itself."""
+
+    model: str
+    rates: WorkRates
+    is_ready: bool
+    # Requests that run or wait, and the seconds until they have ended if no further ones came.
+    requests: int
+    seconds_ahead: float
+    # Adapters in its pool.
+    adapters: int
 
 
 class Chooser(Protocol):
@@ -52,6 +68,9 @@ class Chooser(Protocol):
     def loads_s(self) -> Mapping[str, float]:
         """Return the seconds of work ahead of every replica."""
 
+    def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
+        """Take what a replica says of its readiness and work; one that is not known any more is ignored."""
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Give replicas work as these weights say, beside those that their addresses have."""
 
@@ -72,6 +91,8 @@ class StaticChooser:
         # Of prompts that are computed for the answers of other replicas.
         self._prompts = make_placement(placement.name)
         self._weights: Mapping[str, float] = {}
+        # Requests that run, by replica.
+        self._sent: Counter[str] = Counter()
         self.set_addresses(addresses)
 
     def set_addresses(self, addresses: Sequence[ReplicaAddress]) -> None:
@@ -107,10 +128,25 @@ class StaticChooser:
     def sent_to(self, placement: Placement, chosen: str, ask: Ask) -> Iterator[ReplicaAddress]:
         """Count a request's work at a replica for the block."""
         sent = placement.on_request_sent(chosen, ask)
+        self._sent[chosen] += 1
         try:
             yield self._addresses[chosen]
         finally:
             placement.on_request_ended(sent)
+            self._sent[chosen] -= 1
+            if not self._sent[chosen]:
+                del self._sent[chosen]
+
+    def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
+        address = self._addresses.get(replica_id)
+        if address is not None and address.is_ready != figures.is_ready:
+            self._addresses[replica_id] = replace(address, is_ready=figures.is_ready)
+            self.set_addresses(self.replicas())
+        # What this edge sent, the placement counts itself, and knows better.
+        others = max(0, figures.requests - self._sent[replica_id])
+        others_s = figures.seconds_ahead * others / max(1, figures.requests)
+        for placement in (self._placement, self._prompts):
+            placement.on_report(replica_id, ReplicaReport(others_s))
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

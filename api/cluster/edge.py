@@ -113,7 +113,7 @@ class Edge:
         """Return the ids of the replicas that did not answer a moment ago."""
         now_s = time.monotonic()
         self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
-        return self._suspects
+        return self._suspects.keys() | (set() if self._survey is None else self._survey.silent)
 
     @property
     def is_stopping(self) -> bool:

@@ -92,9 +92,7 @@ class HostedServer:
     @property
     def is_ready(self) -> bool:
         """Return whether it should get requests."""
-        services = self.running.services
-        is_followed = services.follower is None or services.follower.has_lease
-        return not self._ended and is_followed and not services.draining.is_on and services.ready_problem is None
+        return not self._ended and self.running.services.ready_problem is None
 
     def ready(self) -> Ready:
         """Return the description that the server gave when it had started."""

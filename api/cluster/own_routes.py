@@ -10,9 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.responses import JSONResponse, Response
 
-from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.chooser import Chooser, ReplicaAddress, ReplicaFigures
 from api.cluster.edge_stats import EdgeStats
-from api.cluster.survey import ReplicaFigures
 from api.errors import ApiError
 from api.observability.metrics.registry import as_text
 from api.observability.metrics.requests import connections_cut

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from api.cluster.chooser import ReplicaAddress
 from api.cluster.folders import free_folder
 from api.cluster.hosted import HostedServer
-from api.cluster.load import ReplicaLoad, ReplicaStatus
 
 if TYPE_CHECKING:
     from api.config.settings import ServerSettings
@@ -56,17 +55,15 @@ class ReplicaServer(HostedServer):
             own_settings(opened(plan.settings), registry, folder, replica_id), replica_id, host, log=plan.log
         )
 
-    def status(self) -> ReplicaStatus:
+    def address(self) -> ReplicaAddress:
         """Describe the replica now."""
-        services = self.running.services
-        address = ReplicaAddress(
+        return ReplicaAddress(
             self.name,
             self.ready().url,
             is_ready=self.is_ready,
             role=self.settings.role,
-            kernels=services.engine.fingerprint,
+            kernels=self.running.services.engine.fingerprint,
         )
-        return ReplicaStatus(address, ReplicaLoad.of(services.engine.metrics.snapshot()))
 
     def close(self) -> None:
         super().close()

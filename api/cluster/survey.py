@@ -1,34 +1,24 @@
-"""Ask the replicas now and then what they are and how fast; nothing that a request needs waits for it."""
+"""Ask each replica now and then what it is, what it has to do and how fast it is; no request waits for it.
+
+Each is asked by itself, at its own address: what one does not say keeps nothing back that others say.
+"""
 
 import asyncio
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.chooser import Chooser, ReplicaAddress, ReplicaFigures
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.upstream import Broken, Unreachable, UpstreamRequest, Upstreams
 from api.replication.headers import REPLICA
 from lorasrv.placement.speed import speed_weights
 from lorasrv.placement.work import WorkRates
 
-PERIOD_S = 2.0
+PERIOD_S = 0.5
 ANSWER_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaFigures:
-    """Hold what a replica said of itself."""
-
-    model: str
-    rates: WorkRates
-    # Requests that run or wait.
-    requests: int
-    # Adapters in its pool.
-    adapters: int
 
 
 class Survey:
@@ -41,7 +31,11 @@ class Survey:
     def __init__(self, chooser: Chooser, upstreams: Upstreams, stats: EdgeStats, secret: str) -> None:
         self._chooser, self._upstreams, self._stats = chooser, upstreams, stats
         self._secret = f"Bearer {secret}".encode()
-        self.figures: Mapping[str, ReplicaFigures] = {}
+        self.figures: dict[str, ReplicaFigures] = {}
+        # Ids of replicas that did not answer when they were last asked.
+        self.silent: set[str] = set()
+        # Ids of replicas that are being asked.
+        self._asked: set[str] = set()
 
     @property
     def base_names(self) -> Collection[str]:
@@ -50,15 +44,38 @@ class Survey:
 
     async def run(self) -> None:
         """Ask again and again, until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(PERIOD_S)
+        async with asyncio.TaskGroup() as asking:
+            while True:
+                replicas = {one.id: one for one in self._chooser.replicas()}
+                self.figures = {name: said for name, said in self.figures.items() if name in replicas}
+                self.silent &= replicas.keys()
+                for name in replicas.keys() - self._asked:
+                    self._asked.add(name)
+                    asking.create_task(self._hear(replicas[name]))
+                await asyncio.sleep(PERIOD_S)
+                self._weigh()
 
-    async def refresh(self) -> None:
-        """Ask all replicas once; the figures of one that does not answer are forgotten."""
-        replicas = self._chooser.replicas()
-        found = await asyncio.gather(*map(self._ask, replicas))
-        self.figures = {one.id: said for one, said in zip(replicas, found, strict=True) if said is not None}
+    async def _hear(self, replica: ReplicaAddress) -> None:
+        """Ask a replica; what one said that does not answer is forgotten."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, body = await self._upstreams.fetch(replica.url, self._question(replica))
+            self.silent.discard(replica.id)
+            figures = _figures(json.loads(body)) if status == 200 else None
+        except (Unreachable, Broken, TimeoutError):
+            self.silent.add(replica.id)
+            figures = None
+        except (ValueError, KeyError, TypeError):
+            figures = None
+        finally:
+            self._asked.remove(replica.id)
+        if figures is None:
+            self.figures.pop(replica.id, None)
+        else:
+            self.figures[replica.id] = figures
+            self._chooser.on_figures(replica.id, figures)
+
+    def _weigh(self) -> None:
         rates = {name: one.rates for name, one in self.figures.items()}
         if rates:
             self._stats.estimator.rates = WorkRates(
@@ -72,16 +89,13 @@ class Survey:
         host = urlsplit(replica.url).netloc.encode()
         return UpstreamRequest("GET", REPLICA.encode(), [(b"host", host), (b"authorization", self._secret)])
 
-    async def _ask(self, replica: ReplicaAddress) -> ReplicaFigures | None:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                status, body = await self._upstreams.fetch(replica.url, self._question(replica))
-            return _figures(json.loads(body)) if status == 200 else None
-        except (Unreachable, Broken, TimeoutError, ValueError, KeyError, TypeError):
-            return None
-
 
 def _figures(said: Mapping[str, Any]) -> ReplicaFigures:
     return ReplicaFigures(
-        said["model"], WorkRates.of_steps(said["step_costs"]), int(said["requests"]), int(said["adapters"])
+        said["model"],
+        WorkRates.of_steps(said["step_costs"]),
+        is_ready=bool(said["is_ready"]),
+        requests=int(said["requests"]),
+        seconds_ahead=float(said["seconds_ahead"]),
+        adapters=int(said["adapters"]),
     )

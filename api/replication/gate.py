@@ -20,7 +20,7 @@ _REVISION = re.compile(r"[0-9]{1,18}")
 class ReplicationGate:
     """Put the revision of the names into responses, and wait for the one that a request asks for.
 
-    A server that follows without a lease answers 503, but for what monitoring reads.
+    A server that follows without a lease answers 503, but for what monitoring and edges read.
 
     Args:
         follower: None on a server that owns its store.

@@ -82,9 +82,7 @@ async def root(request: Request, services: ServicesDep) -> Response:
 @router.get("/ready")
 async def ready(services: ServicesDep) -> JSONResponse:
     """Return 200 while the server should get requests."""
-    problem = "draining" if services.draining.is_on else services.ready_problem
-    if problem is None and services.follower is not None and not services.follower.has_lease:
-        problem = "registry unreachable"
+    problem = services.ready_problem
     if problem is None and not await services.store_probe.is_writable():
         problem = "store not writable"
     if problem is None:

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.replication.headers import REPLICA
+from api.serving.load import ReplicaLoad
 from api.serving.services import ServicesDep
 
 router = APIRouter()
@@ -14,10 +15,13 @@ router = APIRouter()
 async def show_replica(services: ServicesDep) -> dict[str, Any]:
     """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
     figures = services.engine.metrics.snapshot()
+    load = ReplicaLoad.of(figures)
     return {
         "model": services.base_name,
         "fingerprint": services.engine.fingerprint,
         "step_costs": dict(figures.step_costs),
-        "requests": figures.requests_running + figures.requests_waiting + figures.requests_waiting_for_adapter,
+        "is_ready": services.ready_problem is None,
+        "requests": load.requests,
+        "seconds_ahead": load.seconds_ahead,
         "adapters": figures.adapters_resident,
     }

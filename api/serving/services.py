@@ -211,9 +211,13 @@ class Services:
 
     @property
     def ready_problem(self) -> str | None:
-        """Return why the engine should get no new requests, though it may go on: it is not alive, or a process that
-        computes a part of the model is silent."""
-        return self.health_problem or self.engine.silence
+        """Return why the server should get no new requests, though it may go on: it drains or has no lease, the engine
+        is not alive, or a process that computes a part of the model is silent."""
+        if self.draining.is_on:
+            return "draining"
+        if (problem := self.health_problem or self.engine.silence) is not None:
+            return problem
+        return None if self.follower is None or self.follower.has_lease else "registry unreachable"
 
     @property
     def base_name(self) -> str:

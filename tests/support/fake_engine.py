@@ -227,8 +227,15 @@ class FakeEngine:
         self.page_size_tokens = 16
         self.tokenizer: Any = object()
         self.chat_template: Any = FakeTemplate()
-        self.grammars = FakeGrammars()
-        self.metrics = EngineMetrics(EngineStats(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
+        self.grammars, self.fingerprint = FakeGrammars(), "double"
+        self.metrics = EngineMetrics(
+            EngineStats(
+                pages_total=10,
+                pages_free=7,
+                requests_finished_total={"stop": 3},
+                step_costs={"step": 16e-3, "token": 1e-3, "request": 1e-3},
+            )
+        )
         self.heartbeat = Heartbeat()
         self.profile = StepProfile()
         self.step_stats = StepStats()

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from api.cluster.autoscale import ADAPTER_SHARE, FIGURES, BacklogPolicy, replicas_for
-from api.cluster.load import ReplicaLoad
-from lorasrv.metrics.engine_stats import EngineStats
+from api.serving.load import ReplicaLoad
 
 POOL = 1000
 
@@ -52,24 +51,3 @@ def test_the_policy_reads_what_replicas_record() -> None:
 @pytest.mark.parametrize("metrics", [None, {}, {"requests": {"a": 1.0}}])
 def test_without_figures_nothing_changes(metrics: object) -> None:
     assert BacklogPolicy(2.0)(SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=3)) == (3, {})
-
-
-def test_load_of_an_engine() -> None:
-    stats = EngineStats(
-        requests_running=4,
-        requests_waiting=1,
-        requests_waiting_for_adapter=2,
-        requests_arrived_total=10,
-        prompt_tokens_total=1000,
-        generated_tokens_total=150,
-        requests_finished_total={"stop": 2, "length": 1},
-        pages_total=100,
-        pages_adapters=30,
-        pages_adapters_idle=10,
-        pool_bytes=6400,
-        step_costs={"step": 0.016, "token": 0.001, "request": 0.002},
-    )
-    found = ReplicaLoad.of(stats)
-    # 100 tokens of a prompt, 50 of an answer; half of each running request is over.
-    each = 100 * 0.001 + 50 * (0.001 + 0.002 + 0.016 / 16)
-    assert found == ReplicaLoad(7, pytest.approx((3 + 4 / 2) * each), 20 * 64, 6400)

@@ -23,7 +23,6 @@ from api.cluster.chooser import ReplicaAddress
 from api.cluster.edge import Edge
 from api.cluster.forwarded_request import ForwardedRequest
 from api.cluster.interruption import Interruption
-from api.cluster.load import ReplicaLoad, ReplicaStatus
 from api.cluster.local import edge_server
 from api.cluster.pick import ReplicaWatch
 from api.cluster.upstream import UpstreamRequest, Upstreams
@@ -195,10 +194,10 @@ def test_a_first_look_that_fails_is_followed_by_others() -> None:
     """On a busy machine replicas may take longer to answer than a look waits."""
     looks = iter([TimeoutError("busy")])
 
-    async def look() -> list[ReplicaStatus | BaseException]:
+    async def look() -> list[ReplicaAddress | BaseException]:
         for error in looks:
             raise error
-        return [ReplicaStatus(ReplicaAddress("r0", "http://127.0.0.1:9"), ReplicaLoad(0, 0.0, 0, 0))]
+        return [ReplicaAddress("r0", "http://127.0.0.1:9")]
 
     watch, is_ready = ReplicaWatch(look, make_placement("hash")), threading.Event()
     listener, settings = bind("127.0.0.1", 0), Sources.of_flags({"replicas": 1}).settings()
@@ -587,8 +586,8 @@ def test_a_body_that_stops_in_the_middle_is_refused_and_counted_once(path: str) 
     with fake_replica(lambda seen: seen.answer(b"{}")) as replica, fake_replica(reads) as registry:
         registry.answers_early = True
 
-        async def look() -> list[ReplicaStatus]:
-            return [ReplicaStatus(ReplicaAddress("r0", replica.url), ReplicaLoad(0, 0.0, 0, 0))]
+        async def look() -> list[ReplicaAddress]:
+            return [ReplicaAddress("r0", replica.url)]
 
         watch = ReplicaWatch(look, make_placement("hash"))
         settings = Sources.of_flags({"replicas": 1, "body_timeout_s": 0.3}).settings()
@@ -618,9 +617,8 @@ def test_ready_is_told_when_a_replica_is_ready() -> None:
     """Replicas that follow a registry run without a lease, when they may not answer."""
     is_ready = threading.Event()
 
-    async def look() -> list[ReplicaStatus]:
-        address = ReplicaAddress("r0", "http://127.0.0.1:9", is_ready=is_ready.is_set())
-        return [ReplicaStatus(address, ReplicaLoad(0, 0.0, 0, 0))]
+    async def look() -> list[ReplicaAddress]:
+        return [ReplicaAddress("r0", "http://127.0.0.1:9", is_ready=is_ready.is_set())]
 
     watch, told = ReplicaWatch(look, make_placement("hash")), threading.Event()
     listener, settings = bind("127.0.0.1", 0), Sources.of_flags({"replicas": 1}).settings()

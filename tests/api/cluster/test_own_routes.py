@@ -20,7 +20,7 @@ STEPS = {"step": 16e-3, "token": 1e-3, "request": 1e-3}
 ADMIN = {"authorization": "Bearer admin"}
 
 
-def replica_of(name: str, slower: float = 1.0) -> Any:
+def replica_of(name: str, slower: float = 1.0, *, is_ready: bool = True) -> Any:
     """A replica that has keys."""
 
     def answer(seen: Seen) -> None:
@@ -30,7 +30,7 @@ def replica_of(name: str, slower: float = 1.0) -> Any:
             assert seen.header("host")[0].startswith("127.0.0.1:")
             costs = {key: value * slower for key, value in STEPS.items()}
             said = {"model": "base", "fingerprint": "x", "step_costs": costs, "requests": 3, "adapters": 5}
-            seen.answer(json.dumps(said).encode())
+            seen.answer(json.dumps({**said, "is_ready": is_ready, "seconds_ahead": 0.0}).encode())
         elif "/v1/pool" in seen.line and seen.header("authorization") != ["Bearer admin"]:
             seen.answer(b'{"error":{"code":"forbidden"}}', 403)
         else:
@@ -171,8 +171,12 @@ def test_the_base_is_known_by_its_name(cluster: Any) -> None:
 
 def test_a_slow_replica_gets_less_and_is_not_thrown_out(cluster: Any) -> None:
     """Of speeds 1, 1/2 and 1/3 the second is the usual one."""
-    weights = {account.replica.id: account.replica.weight for account in cluster.chooser.placement._accounts.values()}
-    assert weights == {"r0": 1.0, "r1": 1.0, "r2": 0.75}
+
+    def weights() -> dict[str, float]:
+        accounts = cluster.chooser.placement._accounts.values()
+        return {account.replica.id: account.replica.weight for account in accounts}
+
+    eventually(lambda: weights() == {"r0": 1.0, "r1": 1.0, "r2": 0.75})
     assert cluster.edge.stats.estimator.rates.prompt_token_s == pytest.approx(2e-3)
 
 
@@ -181,3 +185,24 @@ def test_a_replica_that_says_nothing_is_asked_nevertheless(cluster: Any) -> None
         replica.answer = lambda seen: seen.answer(b"[1")
     eventually(lambda: not cluster.edge._survey.figures)
     assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 200
+
+
+def test_a_replica_that_hangs_is_asked_last_until_it_goes_on(cluster: Any) -> None:
+    """What the others say is heard meanwhile."""
+    ask = {"model": "mia", "prompt": "once", "max_tokens": 4}
+    assert cluster.http.post("/v1/completions", json=ask).json()["by"] == "r0"
+    goes_on = threading.Event()
+
+    def hangs(seen: Seen) -> None:
+        goes_on.wait(60)
+        replica_of("r0")(seen)
+
+    cluster.replicas[0].answer = hangs
+    eventually(lambda: "r0" in cluster.edge.suspects())
+    assert cluster.http.post("/v1/completions", json=ask, timeout=5).json()["by"] == "r1"
+    cluster.replicas[1].answer = replica_of("r1", is_ready=False)
+    eventually(lambda: not cluster.chooser.replicas()[1].is_ready)
+    assert cluster.http.post("/v1/completions", json=ask, timeout=5).json()["by"] == "r2"
+    goes_on.set()
+    eventually(lambda: "r0" not in cluster.edge.suspects())
+    assert cluster.http.post("/v1/completions", json=ask).json()["by"] == "r0"

@@ -279,6 +279,38 @@ def test_kill_after_kill_no_request_fails(cluster: Cluster) -> None:
     print(f"{kills} kills: {dict(load.ends)}")
 
 
+def test_a_stopped_replica_delays_neither_requests_nor_news(cluster: Cluster) -> None:
+    """Requests go to the other one, and to the one that Ray starts in its place."""
+    cluster.until(cluster.is_whole)
+    stopped, other = sorted(cluster.replica_pids())
+    urls = set(cluster.ready())
+    os.kill(stopped, signal.SIGSTOP)
+    begun_s = time.monotonic()
+    try:
+        cluster.until(lambda: all(answers_soon(cluster.served.url, name) for name in ("tiny", "one", "two")), 10)
+        os.kill(other, signal.SIGKILL)
+        cluster.until(lambda: ready_at(cluster.served.url) - urls)
+        cluster.until(lambda: all(answers_soon(cluster.served.url, name) for name in ("tiny", "one", "two")), 10)
+        print(f"{time.monotonic() - begun_s:.1f} s")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    cluster.until(cluster.is_whole)
+
+
+def answers_soon(url: str, name: str) -> bool:
+    body = {"model": name, "prompt": "the river", "max_tokens": 2}
+    try:
+        return httpx2.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=2).status_code == 200
+    except httpx2.TimeoutException:
+        return False
+
+
+def ready_at(url: str) -> set[str]:
+    """Addresses of the replicas that the edge takes for ready."""
+    answer = httpx2.get(f"{url}/v1/replicas", trust_env=False, timeout=60)
+    return {one["url"] for one in answer.json().get("replicas", ()) if one["is_ready"]}
+
+
 def test_updates_and_scaling_lose_nothing(cluster: Cluster) -> None:
     """Scale out, then update with other options and fewer replicas, under load: no request and no stream is lost."""
     with Load(cluster.served.url).running() as load:

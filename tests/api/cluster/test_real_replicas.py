@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from fake_replicas import edge_of
 from served import serve
+from server import eventually
 
 from api.cluster.chooser import StaticChooser
 from lorasrv.placement.kinds import make_placement
@@ -74,6 +75,31 @@ def test_what_an_edge_asks_by_itself_fills_no_log(model, adapter_dirs) -> None:
         assert answer.status_code == 200
         replica.until(lambda: "/v1/completions" in replica.log)
         assert "/v1/replica" not in replica.log
+
+
+def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs) -> None:
+    with started(model, adapter_dirs, 0, 0) as cluster:
+        stopped, stats, suspects = cluster.replicas[0], cluster.edge.stats, cluster.edge.suspects
+
+        def ask_all() -> int:
+            """Ask for the base and every adapter, and return how often the first replica was asked."""
+            before = stats.sent["r0"]
+            for number in range(9):
+                answer = httpx2.post(
+                    f"{cluster.url}/v1/completions", json=body_of(number, 2), timeout=5, trust_env=False
+                )
+                assert answer.status_code == 200
+            return stats.sent["r0"] - before
+
+        eventually(lambda: ask_all() > 0)
+        stopped.signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: "r0" in suspects())
+            assert ask_all() == 0
+        finally:
+            stopped.signal(signal.SIGCONT)
+        eventually(lambda: "r0" not in suspects())
+        assert ask_all() > 0
 
 
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:

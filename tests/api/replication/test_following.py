@@ -298,6 +298,26 @@ def test_a_lease_needs_what_the_registry_has(cluster: Cluster, upload: Callable[
     assert node.ask("mia").headers["x-adapter-version"] == "2"
 
 
+def test_a_replica_says_that_it_is_not_ready(cluster: Cluster) -> None:
+    """An edge is told where nobody else is answered: without a lease, and to the end of draining."""
+    node = cluster.follow()
+
+    def is_ready() -> bool:
+        answer = node.http.get("/v1/replica", headers={"authorization": f"Bearer {SECRET}"})
+        assert answer.status_code == 200, answer.text
+        return bool(answer.json()["is_ready"])
+
+    eventually(is_ready)
+    cluster.registry.line.is_broken = True
+    node.ahead.s = LEASE_S + 1
+    eventually(lambda: not is_ready())
+    assert node.ask(BASE).status_code == 503
+    cluster.registry.line.is_broken = False
+    eventually(is_ready)
+    node.services.draining.begin(25.0)
+    assert not is_ready()
+
+
 def test_deletion_is_answered_when_nobody_takes_requests_for_it(cluster: Cluster, upload: Callable[..., int]) -> None:
     nodes = [cluster.follow(name) for name in ("a", "bb")]
     leases = cluster.registry.services.registry.leases

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from api.cluster.chooser import ReplicaAddress
 from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.placement.work import FIRST_ANSWER, WorkRates
 
@@ -33,14 +32,6 @@ class ReplicaLoad:
             pages * stats.pool_bytes // max(1, stats.pages_total),
             stats.pool_bytes,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """Hold what a replica says of itself to an edge."""
-
-    address: ReplicaAddress
-    load: ReplicaLoad
 
 
 def _request_s(stats: EngineStats) -> float:
