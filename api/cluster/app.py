@@ -27,7 +27,7 @@ from api.cluster.shape import ClusterShape, parse
 from api.config import replication_settings as roles
 from api.config.settings import ServerSettings
 from api.server import CannotListen
-from api.serving.load import ReplicaLoad
+from lorasrv.engine.replica_load import ReplicaLoad
 from lorasrv.errors import ConfigError
 from lorasrv.placement.kinds import make_placement
 

@@ -9,12 +9,9 @@ from typing import Any
 from adapter_store.composition import is_sum, parse_sum
 from adapter_store.errors import AdapterError
 from api.asgi.json_body import INLINE_BYTES
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import CHARS_PER_TOKEN, SESSION_CHARS, Ask
 from lorasrv.placement.work import WorkEstimator
 
-SESSION_CHARS = 256
-"""First characters of a conversation that name it, for clients that name none."""
-CHARS_PER_TOKEN = 4
 _WARM = re.compile(r"/v1/adapters/([^/]+):warm")
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 _CONVERSATIONS = ("messages", "input", "prompt", "inputs")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from api.serving.load import ReplicaLoad
+from lorasrv.engine.replica_load import ReplicaLoad
 
 UP_AFTER_S = 15.0
 DOWN_AFTER_S = 300.0

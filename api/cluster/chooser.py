@@ -142,11 +142,9 @@ class StaticChooser:
         if address is not None and address.is_ready != figures.is_ready:
             self._addresses[replica_id] = replace(address, is_ready=figures.is_ready)
             self.set_addresses(self.replicas())
-        # What this edge sent, the placement counts itself, and knows better.
-        others = max(0, figures.requests - self._sent[replica_id])
-        others_s = figures.seconds_ahead * others / max(1, figures.requests)
+        report = ReplicaReport.beside(self._sent[replica_id], figures.requests, figures.seconds_ahead)
         for placement in (self._placement, self._prompts):
-            placement.on_report(replica_id, ReplicaReport(others_s))
+            placement.on_report(replica_id, report)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

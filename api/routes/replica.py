@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.replication.headers import REPLICA
-from api.serving.load import ReplicaLoad
 from api.serving.services import ServicesDep
+from lorasrv.engine.replica_load import ReplicaLoad
 
 router = APIRouter()
 

@@ -15,19 +15,16 @@ class Bounded(Placement):
     Thorup and Zadimoghaddam 2018).
 
     A replica is full where this request would take it above `FACTOR` times the mean load; below `FREE_BELOW_S` none
-    is. If all are full, the one that is ready soonest is taken. So a hot adapter spreads over as many replicas as its
-    load needs, always the same ones. Adapters that a replica must read first count as work, so that cold ones do
-    not queue at one disk.
+    is. If all are full, the one with the least work is taken. So a hot adapter spreads over as many replicas as its
+    load needs, always the same ones.
     """
 
     name = "bounded"
 
     def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         work_us = ask.work_s * 1e6
-        ahead_us = {account: account.ready_us(ask) + work_us / account.replica.weight for account in ready}
-        mean_us = (sum(a.own_us + a.others_us + a.loading_us for a in ready) + work_us) / sum(
-            a.replica.weight for a in ready
-        )
+        ahead_us = {account: account.load + work_us / account.replica.weight for account in ready}
+        mean_us = (sum(a.own_us + a.others_us for a in ready) + work_us) / sum(a.replica.weight for a in ready)
         most_us = max(FACTOR * mean_us, FREE_BELOW_S * 1e6)
         free = [account for account in self.by_affinity(ask, ready) if ahead_us[account] <= most_us]
         chosen = set(free)

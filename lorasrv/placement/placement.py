@@ -17,6 +17,10 @@ from lorasrv.errors import ConfigError, NoReplicaReady
 from lorasrv.placement.rendezvous import hash_of, order
 
 RETRY_AFTER_S = 1.0
+SESSION_CHARS = 256
+"""First characters of a conversation that name it, for clients that name none."""
+CHARS_PER_TOKEN = 4
+"""By which a router that has no tokenizer counts."""
 _MICROSECONDS = 1e6
 
 
@@ -30,7 +34,7 @@ class Ask:
     work_s: float
     # Conversation whose turns should meet where no adapter is named.
     session: str | None = None
-    # Estimated seconds until a replica that does not have its adapter has read it; 0: not known.
+    # Estimated seconds until a replica that does not have its adapter has read it; 0: not known, as to an edge.
     load_s: float = 0.0
     # Estimated tokens of its prompt, whose computing is part of `work_s`; 0: not known, or computed elsewhere.
     prompt_tokens: float = 0.0
@@ -70,6 +74,18 @@ class ReplicaReport:
     # Adapters that it has in memory.
     adapters: Set[str] = frozenset()
 
+    @classmethod
+    def beside(cls, own: int, requests: int, seconds_ahead: float, adapters: Set[str] = frozenset()) -> "ReplicaReport":
+        """Derive it from what a replica says, for the router that has sent `own` of its requests: what that sent, its
+        placement counts itself, and knows better.
+
+        Args:
+            requests: of all routers, that have not ended.
+            seconds_ahead: until they have.
+        """
+        others = max(0, requests - own)
+        return cls(seconds_ahead * others / max(1, requests), adapters)
+
 
 @dataclass(slots=True, eq=False)
 class ReplicaAccount:
@@ -93,12 +109,7 @@ class ReplicaAccount:
     def ready_us(self, ask: Ask) -> float:
         """Return the microseconds until it could begin a request, if all that it has were done one after another."""
         is_new = ask.adapter_id is not None and not self.holds(ask.adapter_id)
-        return self.load + self.loading_us + is_new * ask.load_s * _MICROSECONDS
-
-    @property
-    def loading_us(self) -> int:
-        """Return the microseconds that it reads adapters for requests that were sent, one after another."""
-        return sum(self.loading.values())
+        return self.load + sum(self.loading.values()) + is_new * ask.load_s * _MICROSECONDS
 
     def holds(self, adapter_id: str) -> bool:
         """Return whether it has an adapter, or is getting it."""

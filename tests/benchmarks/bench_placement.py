@@ -60,7 +60,7 @@ def main() -> None:
         adapters=(100_000, "adapters"),
         zipf=(1.0, "exponent of their popularity"),
         routers=(1, "routers that do not know each other"),
-        report_s=(0.25, "seconds between two reports of a machine"),
+        report_s=(0.5, "seconds between two reports of a machine"),
         pool=(16.0, "GB of the pool"),
         host=(32.0, "GB of the host cache"),
         storage=(0.0, "GB/s of one storage that all share; 0: each has a disk of its own"),

@@ -61,7 +61,7 @@ class Pair:
     async def ask(self, sending: Sending) -> RequestOutcome:
         """Send one, with its prompt's length guessed from its characters, as an edge must."""
         request = TraceRequest(0.0, max(1, len(sending.prompt) // 4), sending.max_tokens, sending.model)
-        ask = self._router.ask(request, request.prompt_tokens, self._adapter_bytes)
+        ask = self._router.ask(request, "", request.prompt_tokens, self._adapter_bytes)
         async with self._chooser.choose(ask, ()) as replica:
             self.sent[replica.id] += 1
             outcome = await self._clients[replica.id].ask(sending)

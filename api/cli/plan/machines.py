@@ -40,7 +40,7 @@ class MachineOptions:
     compare: Annotated[bool, _option("Replay once for each placement.", "--compare")] = False
     routers: Annotated[int | None, _option("Routers that know of each other by reports only. [default: 1]")] = None
     report_s: Annotated[
-        float | None, _option("Seconds between two reports of a machine to the routers. [default: 0.25]")
+        float | None, _option("Seconds between two reports of a machine to the routers. [default: 0.5]")
     ] = None
     fail: Annotated[list[str] | None, _option("Machine that fails, and when: m0@12.5 (seconds). Repeatable.")] = None
     join: Annotated[list[str] | None, _option("Machine that joins, and when: m16@20. Repeatable.")] = None

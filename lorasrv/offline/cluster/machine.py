@@ -1,7 +1,7 @@
 """Routers and machines of a simulated cluster, and the places that requests have there."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.sim_replica import SimReplica
@@ -21,14 +21,14 @@ class Router:
     # Seconds to read a byte of an adapter, which placements may weigh.
     read_byte_s: float
 
-    def ask(self, request: TraceRequest, prompt_tokens: int, adapter_bytes: int) -> Ask:
+    def ask(self, request: TraceRequest, session: str, prompt_tokens: int, adapter_bytes: int) -> Ask:
         """Return what a request asks for, at a machine that computes so many tokens of its prompt."""
-        work_s = self.work.work_s(request.adapter, prompt_tokens)
-        return Ask(request.adapter, work_s, load_s=adapter_bytes * self.read_byte_s)
+        work_s = self.work.work_s(request.adapter, prompt_tokens, request.max_tokens)
+        return Ask(request.adapter, work_s, session, load_s=adapter_bytes * self.read_byte_s)
 
-    def prompt_ask(self, request: TraceRequest) -> Ask:
+    def prompt_ask(self, ask: Ask, request: TraceRequest) -> Ask:
         """Return what it asks for at a machine that computes its prompt alone."""
-        return Ask(request.adapter, request.prompt_tokens * self.work.rates.prompt_token_s)
+        return replace(ask, work_s=request.prompt_tokens * self.work.rates.prompt_token_s)
 
 
 @dataclass(eq=False)
@@ -60,8 +60,8 @@ class SimMachine:
     given: list[SimulatedRequest] = field(default_factory=list)
     # By the request's number, the first that was sent first.
     places: dict[int, Place] = field(default_factory=dict)
-    # Microseconds of work that is not over, by router.
-    work_us: Counter[int] = field(default_factory=Counter)
+    # Requests that are not over, by router.
+    sent: Counter[int] = field(default_factory=Counter)
     # Number of its newest entry in the heap of times; older entries are void.
     entry: int = 0
     is_gone: bool = False
@@ -71,11 +71,11 @@ class SimMachine:
     def open(self, place: Place) -> None:
         """Count a request that was sent here."""
         self.places[place.outcome.number] = place
-        self.work_us[place.router.number] += place.sent.work_us
+        self.sent[place.router.number] += 1
 
     def close(self, place: Place) -> None:
         """Take a request that is over off the accounts of its router and of this machine."""
         del self.places[place.outcome.number]
         place.is_open = False
         place.placement.on_request_ended(place.sent)
-        self.work_us[place.router.number] -= place.sent.work_us
+        self.sent[place.router.number] -= 1

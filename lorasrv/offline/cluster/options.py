@@ -43,8 +43,8 @@ class ClusterOptions:
     machines: int
     placement: str = "bounded"
     routers: int = 1
-    # Time between two reports of a machine to the routers.
-    report_s: float = 0.25
+    # Time between two reports of a machine to the routers; an edge asks as often.
+    report_s: float = 0.5
     changes: Sequence[MachineChange] = ()
     seed: int = 0
     # Bandwidth of one storage that all machines read adapters from; None: each has a disk of its own.

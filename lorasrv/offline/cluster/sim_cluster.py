@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lorasrv.engine.replica_load import ReplicaLoad
 from lorasrv.errors import NoReplicaReady
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.cluster.machine import Place, Router, SimMachine
@@ -154,7 +155,8 @@ class SimCluster:
         """Send a request to the first machine of its rank that takes it."""
         router, request = self._routers[outcome.number % len(self._routers)], outcome.request
         nbytes = 0 if request.adapter is None else self._traffic.layouts[key_of(request.adapter)].nbytes
-        ask = router.ask(request, 0 if self._is_split(outcome) else request.prompt_tokens, nbytes)
+        session = self._traffic.prompts.session(outcome.number)
+        ask = router.ask(request, session, 0 if self._is_split(outcome) else request.prompt_tokens, nbytes)
         for machine in self._ranked(router.answers, ask):
             place = self._open(machine, outcome, router, router.answers, ask)
             if self._begin_prompt(place, now) or self._begin(place, now):
@@ -211,11 +213,12 @@ class SimCluster:
             return
         self._report_at_s = (math.floor(now / self._options.report_s) + 1) * self._options.report_s
         for machine in self._machines.values():
-            adapters, total_us = machine.replica.resident(), machine.work_us.total()
+            adapters, load = machine.replica.resident(), ReplicaLoad.of(machine.replica.stats())
             for router in self._routers:
-                others_s = (total_us - machine.work_us[router.number]) / 1e6
+                own = machine.sent[router.number]
                 placement = router.prompts if machine.is_prefill else router.answers
-                placement.on_report(machine.name, ReplicaReport(others_s, adapters))
+                report = ReplicaReport.beside(own, load.requests, load.seconds_ahead, adapters)
+                placement.on_report(machine.name, report)
         if not self._options.prefill:
             self._move(now)
 
@@ -254,7 +257,7 @@ class SimCluster:
         page_size = self._server.geometry.page_size
         tokens = (request.prompt_tokens - 1) // page_size * page_size
         part = replace(request, prompt_tokens=tokens, output_tokens=1, max_tokens=1, timeout_s=None)
-        ask = answer.router.prompt_ask(part)
+        ask = answer.router.prompt_ask(answer.sent.ask, request)
         for machine in self._ranked(answer.router.prompts, ask):
             outcome = SimulatedRequest(part, number)
             place = self._open(machine, outcome, answer.router, answer.router.prompts, ask)

@@ -26,6 +26,7 @@ from lorasrv.memory.cost_model import StepShape
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.prefix_cache import page_hashes, root_hash
+from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_drafter import RecordedDrafts
@@ -108,7 +109,7 @@ class SimReplica:
         self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
         self._live: dict[RequestId, SimulatedRequest] = {}
         self._inbox: list[tuple[EngineCoreRequest, Sequence[bytes]]] = []
-        self._num_withdrawn = 0
+        self._num_arrived = self._num_withdrawn = 0
         # The step that is being computed; else until when to wait for an event, or None: a round begins now.
         self._pass: _Pass | None = None
         self._waits_until_s: float | None = None
@@ -183,6 +184,7 @@ class SimReplica:
         if message is None:
             return refused or "does not fit"
         self._live[rid] = outcome
+        self._num_arrived += 1
         self._inbox.append((message, pages))
         if message.found is AdapterTier.DISK:
             for term in message.terms:
@@ -241,6 +243,20 @@ class SimReplica:
     def resident(self) -> frozenset[str]:
         """Return the names of the adapters in the pool."""
         return frozenset(self._traffic.names[key] for key, _, _ in self.memory.adapters.placements())
+
+    def stats(self) -> EngineStats:
+        """Return those of an engine's counts from which its work is estimated."""
+        counters, for_adapter = self.scheduler.counters, self.scheduler.num_waiting_for_adapter
+        return EngineStats(
+            requests_running=self.scheduler.num_running,
+            requests_waiting=self.scheduler.num_waiting - for_adapter + len(self._inbox),
+            requests_waiting_for_adapter=for_adapter,
+            requests_arrived_total=self._num_arrived,
+            prompt_tokens_total=counters.prompt_tokens,
+            generated_tokens_total=counters.generated_tokens,
+            requests_finished_total=dict(counters.finished),
+            step_costs=self._step_costs.as_dict(),
+        )
 
     def check_integrity(self) -> None:
         """Check the accounts of the pool and the scheduler."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from adapter_store.spec import AdapterKey
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.outputs import RequestTiming
+from lorasrv.placement.placement import CHARS_PER_TOKEN, SESSION_CHARS
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 OTHER_TOKEN, SHARED_TOKEN = 1, 2
@@ -41,6 +42,10 @@ class SimulatedPrompts:
         if shared == length:
             return (SHARED_TOKEN,) * length
         return (SHARED_TOKEN,) * shared + (FIRST_OWN_TOKEN + number,) + (OTHER_TOKEN,) * (length - shared - 1)
+
+    def session(self, number: int) -> str:
+        """Return what an edge takes a request's conversation for: how its prompt begins."""
+        return repr(self.of(number)[: SESSION_CHARS // CHARS_PER_TOKEN])
 
 
 class SimTraffic:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from api.cluster.autoscale import ADAPTER_SHARE, FIGURES, BacklogPolicy, replicas_for
-from api.serving.load import ReplicaLoad
+from lorasrv.engine.replica_load import ReplicaLoad
 
 POOL = 1000
 

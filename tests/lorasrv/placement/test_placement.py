@@ -177,16 +177,33 @@ def test_holders_are_asked_first_then_those_with_the_fewest() -> None:
     assert placement.rank(Ask("d", 1.0))[0] == "r2", "it is getting it"
 
 
-def test_adapters_that_must_be_read_are_work() -> None:
-    """A replica that reads one adapter is full for another, until it says that it has it; not for its own requests."""
-    placement = make_placement("bounded", _replicas(8))
-    home = placement.rank(Ask("a", 0.1))[0]
-    other = next(name for name in map(str, range(99)) if placement.rank(Ask(name, 0.1))[0] == home)
-    _send(placement, Ask("a", 0.1, load_s=0.6))
-    assert placement.rank(Ask("a", 0.3, load_s=0.6))[0] == home
-    assert placement.rank(Ask(other, 0.1, load_s=0.6))[0] != home
-    placement.on_report(home, ReplicaReport(adapters=frozenset("a")))
-    assert placement.rank(Ask(other, 0.1, load_s=0.6))[0] == home
+def test_adapters_that_must_be_read_are_work_where_that_is_known() -> None:
+    """A replica is ready later while it reads one, until it says that it has it."""
+    placement = make_placement("migrate", _replicas(2))
+    placement.on_request_sent("r0", Ask("a", 0.1, load_s=0.6))
+    assert placement.rank(Ask("a", 0.1, load_s=0.6)) == ("r1", "r0"), "0.6 s beside 0.7"
+    assert placement.rank(Ask("b", 0.1, load_s=0.6)) == ("r1", "r0")
+    placement.on_report("r0", ReplicaReport(adapters=frozenset("a")))
+    assert placement.rank(Ask("a", 0.1, load_s=0.6)) == ("r0", "r1")
+
+
+@pytest.mark.parametrize("name", ["bounded", "least", "hash"])
+def test_placements_of_an_edge_do_not_depend_on_what_it_cannot_know(name: str) -> None:
+    """How long adapters are read, and which adapters replicas have."""
+    knowing, edge = (make_placement(name, _replicas(8)) for _ in range(2))
+    for number in range(200):
+        adapter, work_s = f"a{number % 7}", 0.1 * (1 + number % 5)
+        chosen = knowing.rank(Ask(adapter, work_s, load_s=0.6))[0]
+        assert edge.rank(Ask(adapter, work_s))[0] == chosen
+        knowing.on_request_sent(chosen, Ask(adapter, work_s, load_s=0.6))
+        edge.on_request_sent(chosen, Ask(adapter, work_s))
+        knowing.on_report("r0", ReplicaReport(adapters=frozenset({adapter})))
+        edge.on_report("r0", ReplicaReport())
+
+
+def test_a_report_counts_what_others_sent_and_the_own_not_twice() -> None:
+    assert ReplicaReport.beside(1, 4, 8.0, frozenset("a")) == ReplicaReport(6.0, frozenset("a"))
+    assert ReplicaReport.beside(5, 4, 8.0) == ReplicaReport.beside(0, 0, 0.0) == ReplicaReport(0.0)
 
 
 def test_migration_moves_the_newest_once_and_only_to_where_they_are_sooner() -> None:

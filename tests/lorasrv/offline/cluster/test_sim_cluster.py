@@ -12,6 +12,7 @@ from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
 from lorasrv.errors import ConfigError
 from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.cluster.machine import Router
 from lorasrv.offline.cluster.options import ChangeKind, ClusterOptions, MachineChange
 from lorasrv.offline.cluster.report import cluster_stats
 from lorasrv.offline.cluster.sim_cluster import LOST, NO_REPLICA, ClusterResult, replay_on
@@ -20,7 +21,8 @@ from lorasrv.offline.planner.laws import LAWS, TrafficLaw
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_replica import SimServer
 from lorasrv.offline.planner.simulator import replay
-from lorasrv.placement.kinds import PLACEMENTS
+from lorasrv.placement.kinds import PLACEMENTS, make_placement
+from lorasrv.placement.work import WorkEstimator, WorkRates
 
 STEP = {"step": 5e-3, "token": 5e-4, "request": 2e-4, "adapter_byte": 2e-9, "attention_pair": 1e-8, "second_token": 0.0}
 BOUNDS_MS = {"ttft": 1000.0, "tpot": 100.0}
@@ -225,6 +227,21 @@ def test_affinity_loads_less_than_chance() -> None:
     }
     assert stats["bounded"].loads_from_disk < 0.7 * stats["random"].loads_from_disk
     assert {one.requests for one in stats.values()} == {len(trace)}
+
+
+def test_base_requests_that_begin_alike_meet() -> None:
+    """An edge takes the first 256 characters, some 64 tokens, for the conversation."""
+    for cached, num_machines in ((64, 1), (63, 4)):
+        trace = [TraceRequest(0.2 * number, 80, 5, cached_tokens=cached) for number in range(40)]
+        done = replay_on(_server(), trace, ClusterOptions(4))
+        assert sum(bool(machine.outcomes) for machine in done.machines) == num_machines
+
+
+def test_answers_are_counted_by_their_limit() -> None:
+    work = WorkEstimator(WorkRates(1e-3, 1e-2))
+    router = Router(0, make_placement("least"), make_placement("least"), work, 0.0)
+    asks = [router.ask(TraceRequest(0.0, 100, 9, max_tokens=limit), "", 100, 0) for limit in (9, None)]
+    assert [ask.work_s for ask in asks] == pytest.approx([0.1 + 0.09, 0.1 + 1.28])
 
 
 def test_reports_let_routers_see_what_others_sent() -> None:

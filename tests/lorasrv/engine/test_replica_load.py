@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.serving.load import ReplicaLoad
+from lorasrv.engine.replica_load import ReplicaLoad
 from lorasrv.metrics.engine_stats import EngineStats
 
 
