@@ -216,9 +216,9 @@ class SimCluster:
             adapters, load = machine.replica.resident(), ReplicaLoad.of(machine.replica.stats())
             for router in self._routers:
                 own = machine.sent[router.number]
-                placement = router.prompts if machine.is_prefill else router.answers
                 report = ReplicaReport.beside(own, load.requests, load.seconds_ahead, adapters)
-                placement.on_report(machine.name, report)
+                for placement in (router.answers, router.prompts):
+                    placement.on_report(machine.name, report)
         if not self._options.prefill:
             self._move(now)
 
@@ -246,8 +246,8 @@ class SimCluster:
 
     def _is_split(self, outcome: SimulatedRequest) -> bool:
         """Return whether a prompt is long enough to hand over, and there are machines for it."""
-        tokens = outcome.request.prompt_tokens
-        return self._options.prefill > 0 and is_worth_asking(tokens, self._server.costs.step["token"])
+        has_prefill = any(machine.is_prefill for machine in self._machines.values())
+        return has_prefill and is_worth_asking(outcome.request.prompt_tokens, self._server.costs.step["token"])
 
     def _begin_prompt(self, answer: Place, now: float) -> bool:
         """Have another machine compute the whole pages of a prompt; return False if none does, or none is missing."""
@@ -259,6 +259,8 @@ class SimCluster:
         part = replace(request, prompt_tokens=tokens, output_tokens=1, max_tokens=1, timeout_s=None)
         ask = answer.router.prompt_ask(answer.sent.ask, request)
         for machine in self._ranked(answer.router.prompts, ask):
+            if machine is answer.machine:
+                continue
             outcome = SimulatedRequest(part, number)
             place = self._open(machine, outcome, answer.router, answer.router.prompts, ask)
             if self._begin(place, now):
@@ -333,10 +335,12 @@ class SimCluster:
         self._route(outcome, now)
 
     def _tell_routers(self) -> None:
-        machines = self._machines.values()
+        """Machines for prompts answer, too, where no other is left: as at an edge."""
+        prefill = [Replica(name) for name, machine in self._machines.items() if machine.is_prefill]
+        others = [Replica(name) for name, machine in self._machines.items() if not machine.is_prefill]
         for router in self._routers:
-            router.answers.set_replicas(Replica(m.name) for m in machines if not m.is_prefill)
-            router.prompts.set_replicas(Replica(m.name) for m in machines if m.is_prefill)
+            router.answers.set_replicas(others or prefill)
+            router.prompts.set_replicas(prefill)
 
 
 def replay_on(

@@ -168,8 +168,19 @@ def test_what_is_not_handed_over_is_computed() -> None:
         done = replay_on(_server(), trace, replace(options, changes=[MachineChange(at_s, FAIL, "m0")]))
         _check(done, trace)
         assert (done.counters.handed_over, done.outcomes[0].timing.num_cached_tokens) == (0, 0)
-    done = replay_on(_server(), trace, replace(options, changes=[MachineChange(0.3, FAIL, "m1")]))
-    assert done.outcomes[0].refused == NO_REPLICA, "a machine for prompts answers nothing"
+
+
+def test_machines_for_prompts_answer_where_no_other_is_left() -> None:
+    """And compute the prompts of each other."""
+    trace = [TraceRequest(0.0, 300, 5, "a")]
+    for machines in (2, 3):
+        changed = [MachineChange(0.05, FAIL, f"m{machines - 1}")]
+        options = ClusterOptions(machines, prefill=machines - 1, transfer_bytes_per_s=1e6, changes=changed)
+        done = replay_on(_server(), trace, options)
+        _check(done, trace)
+        assert (done.outcomes[0].refused, done.counters.resent) == (None, 1)
+        assert done.counters.handed_over == machines - 2
+        assert len(done.machines[machines - 1].outcomes) == 0
 
 
 def test_a_router_moves_requests_that_have_not_begun() -> None:
