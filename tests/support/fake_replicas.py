@@ -71,6 +71,8 @@ class FakeReplica:
     seen: list[Seen] = field(default_factory=list)
     # Answers before it has read a body.
     answers_early: bool = False
+    # What an edge asks every replica by itself is answered by `answer`, too; else with nothing.
+    is_surveyed: bool = False
     url: str = ""
 
 
@@ -91,10 +93,14 @@ def _handler(replica: FakeReplica) -> type[socketserver.BaseRequestHandler]:
                 )
                 body = self.rfile.read(lengths[0]) if lengths else self._chunked(headers)
                 seen = Seen(line.strip().decode(), headers, body, self.request, self.rfile)
-                if not seen.line.startswith("GET /v1/replica "):
+                is_survey = seen.line.startswith("GET /v1/replica ")
+                if not is_survey:
                     replica.seen.append(seen)
                 try:
-                    replica.answer(seen)
+                    if is_survey and not replica.is_surveyed:
+                        seen.answer(b"{}")
+                    else:
+                        replica.answer(seen)
                 except (Dies, OSError):
                     return
 

@@ -43,6 +43,8 @@ def replica_of(name: str, slower: float = 1.0, *, is_ready: bool = True) -> Any:
 def cluster() -> Iterator[SimpleNamespace]:
     with ExitStack() as opened:
         replicas = [opened.enter_context(fake_replica(replica_of(f"r{number}", 1 + number))) for number in range(3)]
+        for replica in replicas:
+            replica.is_surveyed = True
         edge = opened.enter_context(edge_of([one.url for one in replicas], secret=SECRET))
         eventually(lambda: len(edge.edge._survey.figures) == 3)
         ended = threading.Event()
