@@ -232,6 +232,8 @@ class RateLimiter:
         self._clock = clock
         self._on_refused = on_refused
         self._accounts: dict[str, KeyAccount] = {}
+        # From so many on, those that are idle are dropped.
+        self._most_accounts = MAX_ACCOUNTS
 
     async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
         """Prepare to decide about a request: here everything that is needed for that is known.
@@ -302,8 +304,10 @@ class RateLimiter:
             return None
         account = self._accounts.get(caller.principal)
         if account is None:
-            if len(self._accounts) >= MAX_ACCOUNTS:
+            if len(self._accounts) >= self._most_accounts:
                 self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle()}
+                # Not again before there are twice as many: all are looked at each time.
+                self._most_accounts = max(MAX_ACCOUNTS, 2 * len(self._accounts))
             account = self._accounts[caller.principal] = self._new_account(caller.principal)
         account.set_limits(limits)
         return account

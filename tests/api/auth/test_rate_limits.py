@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 
 from api.app import _ROUTES
 from api.auth.principal import ANYBODY, Caller, KeyLimits, Scope
-from api.auth.rate_limits import HEADERS, MAX_ACCOUNTS, RateLimiter, duration
+from api.auth.rate_limits import HEADERS, MAX_ACCOUNTS, KeyAccount, RateLimiter, duration
 from api.auth.scopes import GENERATING, REPLICATE, needed
 from api.batches.in_process import in_process_client
 from api.batches.input_lines import pending_lines, scan
@@ -218,6 +218,15 @@ class TestLimits:
         assert len(limiter._accounts) <= MAX_ACCOUNTS
         assert "busy" in limiter._accounts
         await read(held)
+
+    async def test_busy_accounts_are_not_looked_at_for_each_new_one(
+        self, limiter: RateLimiter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks, number = list[KeyAccount](), MAX_ACCOUNTS + 100
+        monkeypatch.setattr(KeyAccount, "is_idle", lambda account: looks.append(account))
+        for name in map(str, range(number)):
+            limiter.check(key(name, requests_per_min=1))
+        assert (len(limiter._accounts), len(looks) <= 2 * number) == (number, True)
 
 
 class TestCosts:
