@@ -9,7 +9,7 @@ from typing import Any, cast
 from api.auth.principal import Caller, KeyLimits
 from api.auth.rate_limits import KeyAccount, Kind, RateLimiter
 from api.replication.headers import RENEW_S
-from api.replication.loans import Loan, LoanAnswer, LoanReport, answers_of
+from api.replication.loans import MAX_LOANS, Loan, LoanAnswer, LoanReport, answers_of
 
 WINDOW_S = 1.0
 """What was used in this window and the one before is what is wanted for the next."""
@@ -183,6 +183,8 @@ class BorrowingLimiter(RateLimiter):
         self._open_loans = _OpenLoans(clock)
         self._until_s = math.inf
         self._asked = 0
+        # Loans that the last question told.
+        self._reported: list[Borrowed] = []
 
     async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
         account = self._account(caller)
@@ -199,11 +201,14 @@ class BorrowingLimiter(RateLimiter):
                 borrowed.pending -= number
 
     def question(self) -> dict[str, Any]:
-        """Return what the registry is asked with the next lease, as JSON."""
+        """Return what the registry is asked with the next lease, as JSON: of more loans than a question may have those
+        that were begun first, until they are over; no others hold anything."""
         self._end_loans()
         self._asked += 1
-        reports = [borrowed.report() for borrowed in list(self._open_loans.open.values())]
-        return {"number": self._asked, "loans": [report for report in reports if report is not None]}
+        loans = [(borrowed, borrowed.report()) for borrowed in list(self._open_loans.open.values())]
+        told = [(borrowed, report) for borrowed, report in loans if report is not None][:MAX_LOANS]
+        self._reported = [borrowed for borrowed, _ in told]
+        return {"number": self._asked, "loans": [report for _, report in told]}
 
     def on_answer(self, answer: Any, until_s: float) -> None:
         """Take over what the registry has lent.
@@ -218,8 +223,8 @@ class BorrowingLimiter(RateLimiter):
         if number != self._asked:
             return
         self._until_s = until_s
-        for borrowed in self._open_loans.open.values():
-            borrowed.on_reported()
+        for borrowed in self._reported:
+            borrowed.told()
         for one in answers:
             if (found := self._open_loans.open.get((one.key, one.kind))) is not None:
                 found.on_answer(one)

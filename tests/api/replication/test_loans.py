@@ -14,10 +14,11 @@ from lossy_network import ARRIVES, LOST, LossyNetwork, followers, lasts, mostly,
 
 from api.auth.principal import Caller, KeyLimits
 from api.auth.rate_limits import Reservation
+from api.replication import borrowing
 from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import LEASE_S
 from api.replication.lending import LendingLimiter
-from api.replication.loans import LoanQuestion
+from api.replication.loans import MAX_LOANS, LoanQuestion
 from lorasrv.errors import LimitExceeded
 
 REQUESTS, TOKENS, ANSWERS = 12, 300, 5
@@ -196,6 +197,55 @@ def state() -> Iterator[Shared]:
     yield shared
     shared.settle()
     shared.teardown()
+
+
+class SharedByTwo(Shared):
+    """Questions have room for two of the three loans of a follower, so that not every request is let through."""
+
+    def one_gets_nearly_all(self) -> None:
+        for server in self.servers[1:]:
+            assert len(server.limiter.question()["loans"]) <= 2
+
+
+class TestSharedByTwo(SharedByTwo.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(borrowing, "MAX_LOANS", 2)
+
+
+def test_more_loans_than_a_question_has_room_for(state: Shared) -> None:
+    """Those beyond wait until others are not used any more; no question is refused."""
+    callers = [Caller(f"key{number}", frozenset(), limits=LIMITS) for number in range(MAX_LOANS // 3 + 10)]
+    limits = {caller.principal: LIMITS for caller in callers}
+    registry, follower, told = state.servers[0].limiter, state.servers[1].limiter, list[list[str]]()
+
+    def use(users: list[Caller]) -> list[bool]:
+        """Have keys ask for all three limits at once, and return whose requests are let through."""
+        state.clock.now += 1.0
+
+        async def together() -> None:
+            waiting = [asyncio.ensure_future(follower.ready(caller, 1, 1)) for caller in users]
+            await asyncio.sleep(0)
+            said = LoanQuestion.model_validate_json(json.dumps(follower.question()))
+            told.append([report.key for report in said.loans])
+            asked.set()
+            await asyncio.gather(*waiting)
+            follower.answered(registry.lend(state.servers[1].name, said, limits), state.clock.now + LEASE_S)
+
+        asked, ask = asyncio.Event(), follower._ask
+        follower._ask = asked.wait
+        state.loop.run_until_complete(together())
+        follower._ask = ask
+        return [follower._account(caller).missing(1, 1) == [] for caller in users]
+
+    early, late = callers[: MAX_LOANS // 3], callers[MAX_LOANS // 3 :]
+    assert all(use(early))
+    assert not any(use(late))
+    assert {caller.principal for caller in early} <= set(told[-1]), "they hold permits, of which the registry must know"
+    # The others have used nothing for seconds.
+    assert all(map(any, zip(*(use(late) for _ in range(6)), strict=True)))
 
 
 def test_an_answer_to_an_older_question_comes_too_late(state: Shared) -> None:
