@@ -224,7 +224,7 @@ class BorrowingLimiter(RateLimiter):
             return
         self._until_s = until_s
         for borrowed in self._reported:
-            borrowed.told()
+            borrowed.on_reported()
         for one in answers:
             if (found := self._open_loans.open.get((one.key, one.kind))) is not None:
                 found.on_answer(one)

@@ -1,5 +1,6 @@
 """All servers together keep the limits of a key, whatever happens to messages and processes."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -226,13 +227,13 @@ def test_more_loans_than_a_question_has_room_for(state: Shared) -> None:
         state.clock.now += 1.0
 
         async def together() -> None:
-            waiting = [asyncio.ensure_future(follower.ready(caller, 1, 1)) for caller in users]
+            waiting = [asyncio.ensure_future(follower.prepare(caller, 1, 1)) for caller in users]
             await asyncio.sleep(0)
             said = LoanQuestion.model_validate_json(json.dumps(follower.question()))
             told.append([report.key for report in said.loans])
             asked.set()
             await asyncio.gather(*waiting)
-            follower.answered(registry.lend(state.servers[1].name, said, limits), state.clock.now + LEASE_S)
+            follower.on_answer(registry.lend(state.servers[1].name, said, limits), state.clock.now + LEASE_S)
 
         asked, ask = asyncio.Event(), follower._ask
         follower._ask = asked.wait
