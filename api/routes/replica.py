@@ -14,11 +14,12 @@ router = APIRouter()
 @router.get(REPLICA, include_in_schema=False)
 async def show_replica(services: ServicesDep) -> dict[str, Any]:
     """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
-    figures = services.engine.metrics.snapshot()
+    # First what a registry without an engine refuses.
+    fingerprint, figures = services.engine.fingerprint, services.engine.metrics.snapshot()
     load = ReplicaLoad.of(figures)
     return {
         "model": services.base_name,
-        "fingerprint": services.engine.fingerprint,
+        "fingerprint": fingerprint,
         "step_costs": dict(figures.step_costs),
         "is_ready": services.ready_problem is None,
         "requests": load.requests,
