@@ -270,7 +270,8 @@ async def test_cancelled_after_a_disk_was_full(
     batches, write, torn = manager(concurrency=2), os.write, []
 
     def full(fd: int, data: memoryview) -> int:
-        if len(ask.numbers) < 30 or not os.readlink(f"/proc/self/fd/{fd}").startswith(str(root)):
+        is_first = os.fstat(fd).st_size == 0
+        if is_first or len(ask.numbers) < 30 or not os.readlink(f"/proc/self/fd/{fd}").startswith(str(root)):
             return write(fd, data)
         if torn:
             raise OSError(errno.ENOSPC, "full")
