@@ -243,7 +243,8 @@ def linear_reference(x: Tensor, codes: GroupQuantizedWeight, bias: Tensor | None
     if rounded:
         groups = x.reshape(len(x), -1, 32)
         largest = groups.abs().amax(dim=-1, keepdim=True)
-        factor = torch.where(largest > 1e-30, 127 / largest, 0.0)
+        # Not `127 / largest`, which torch computes as the reciprocal times 127, rounding twice.
+        factor = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0.0)
         unit = torch.where(largest > 1e-30, largest * (1 / 127), 0.0)
         exact = ((groups * factor).round().double() * unit.double()).view(x.shape)
     y = exact @ columns.dequantize().double().T
