@@ -161,13 +161,15 @@ def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaAddress | B
                 replicas.broadcast("address").results_async(return_exceptions=True), NOTICED_S
             )
         except TimeoutError as late:
-            # One that hangs keeps all back; single calls Ray sends to others.
-            singles = asyncio.gather(*(ask_one(replicas) for _ in range(SINGLE_CALLS)))
-            said = [*await asyncio.wait_for(singles, NOTICED_S), late]
+            # One that hangs keeps all back; most single calls Ray sends to others.
+            said = [
+                *await asyncio.gather(*(ask_one(replicas) for _ in range(SINGLE_CALLS)), return_exceptions=True),
+                late,
+            ]
         return said
 
     async def ask_one(replicas: Any) -> ReplicaAddress:
-        one: ReplicaAddress = await replicas.address.remote()
+        one: ReplicaAddress = await asyncio.wait_for(replicas.address.remote(), NOTICED_S)
         return one
 
     async def look() -> list[ReplicaAddress | BaseException]:
