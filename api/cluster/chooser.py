@@ -71,6 +71,9 @@ class Chooser(Protocol):
     def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
         """Take what a replica says of its readiness and work; one that is not known any more is ignored."""
 
+    def on_no_figures(self, replica_id: str) -> None:
+        """Take a replica for ready that answers without figures: what it said before may not be true any more."""
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Give replicas work as these weights say, beside those that their addresses have."""
 
@@ -138,13 +141,13 @@ class StaticChooser:
                 del self._sent[chosen]
 
     def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
-        address = self._addresses.get(replica_id)
-        if address is not None and address.is_ready != figures.is_ready:
-            self._addresses[replica_id] = replace(address, is_ready=figures.is_ready)
-            self.set_addresses(self.replicas())
+        self._set_ready(replica_id, figures.is_ready)
         report = ReplicaReport.beside(self._sent[replica_id], figures.requests, figures.seconds_ahead)
         for placement in (self._placement, self._prompts):
             placement.on_report(replica_id, report)
+
+    def on_no_figures(self, replica_id: str) -> None:
+        self._set_ready(replica_id, True)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -155,6 +158,12 @@ class StaticChooser:
 
     def replicas(self) -> Sequence[ReplicaAddress]:
         return tuple(self._addresses.values())
+
+    def _set_ready(self, replica_id: str, is_ready: bool) -> None:
+        address = self._addresses.get(replica_id)
+        if address is not None and address.is_ready != is_ready:
+            self._addresses[replica_id] = replace(address, is_ready=is_ready)
+            self.set_addresses(self.replicas())
 
     def _placed(self, one: ReplicaAddress) -> Replica:
         return Replica(one.id, one.weight * self._weights.get(one.id, 1.0), one.is_ready)

@@ -69,11 +69,13 @@ class Survey:
             figures = None
         finally:
             self._asked.remove(replica.id)
-        if figures is None:
-            self.figures.pop(replica.id, None)
-        else:
+        if figures is not None:
             self.figures[replica.id] = figures
             self._chooser.on_figures(replica.id, figures)
+            return
+        self.figures.pop(replica.id, None)
+        if replica.id not in self.silent:
+            self._chooser.on_no_figures(replica.id)
 
     def _weigh(self) -> None:
         rates = {name: one.rates for name, one in self.figures.items()}

@@ -189,6 +189,22 @@ def test_a_replica_that_says_nothing_is_asked_nevertheless(cluster: Any) -> None
     assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 200
 
 
+def test_a_replica_that_refuses_the_secret_is_asked_nevertheless(cluster: Any) -> None:
+    """As one that has started again with another secret: before, while it drained, it was not ready."""
+    for replica in cluster.replicas:
+        replica.answer = replica_of("late", is_ready=False)
+    eventually(lambda: not any(one.is_ready for one in cluster.chooser.replicas()))
+    assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 503
+
+    def refuses(seen: Seen) -> None:
+        is_survey = seen.line.startswith("GET /v1/replica ")
+        seen.answer(b"{}", 403 if is_survey else 200)
+
+    for replica in cluster.replicas:
+        replica.answer = refuses
+    eventually(lambda: cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 200)
+
+
 def test_a_replica_that_hangs_is_asked_last_until_it_goes_on(cluster: Any) -> None:
     """What the others say is heard meanwhile."""
     ask = {"model": "mia", "prompt": "once", "max_tokens": 4}
