@@ -72,7 +72,7 @@ class Chooser(Protocol):
         """Take what a replica says of its readiness and work; one that is not known any more is ignored."""
 
     def on_no_figures(self, replica_id: str) -> None:
-        """Take a replica for ready that answers without figures: what it said before may not be true any more."""
+        """Take a replica for ready and idle that answers without figures: what it said may not be true any more."""
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Give replicas work as these weights say, beside those that their addresses have."""
@@ -142,12 +142,12 @@ class StaticChooser:
 
     def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
         self._set_ready(replica_id, figures.is_ready)
-        report = ReplicaReport.beside(self._sent[replica_id], figures.requests, figures.seconds_ahead)
-        for placement in (self._placement, self._prompts):
-            placement.on_report(replica_id, report)
+        own = self._sent[replica_id]
+        self._report(replica_id, ReplicaReport.beside(own, figures.requests, figures.seconds_ahead))
 
     def on_no_figures(self, replica_id: str) -> None:
         self._set_ready(replica_id, True)
+        self._report(replica_id, ReplicaReport())
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -164,6 +164,10 @@ class StaticChooser:
         if address is not None and address.is_ready != is_ready:
             self._addresses[replica_id] = replace(address, is_ready=is_ready)
             self.set_addresses(self.replicas())
+
+    def _report(self, replica_id: str, report: ReplicaReport) -> None:
+        for placement in (self._placement, self._prompts):
+            placement.on_report(replica_id, report)
 
     def _placed(self, one: ReplicaAddress) -> Replica:
         return Replica(one.id, one.weight * self._weights.get(one.id, 1.0), one.is_ready)

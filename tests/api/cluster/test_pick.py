@@ -110,6 +110,19 @@ async def test_work_of_other_edges_counts_and_the_own_not_twice(cluster: Cluster
     assert await chosen(watch) == "a"
 
 
+async def test_what_a_replica_said_is_forgotten_when_it_answers_without_figures(
+    watch: ReplicaWatch, cluster: Cluster
+) -> None:
+    cluster.seen = [address("a")]
+    await watch.refresh()
+    watch.on_figures("a", figures(4, 8.0, is_ready=False))
+    assert watch.loads_s()["a"] == 8.0
+    watch.on_no_figures("a")
+    assert watch.loads_s()["a"] == 0.0
+    assert all(one.is_ready for one in watch.replicas())
+    watch.on_no_figures("gone")
+
+
 async def test_a_replica_that_goes_while_it_answers(watch: ReplicaWatch, cluster: Cluster) -> None:
     cluster.seen = [address("a")]
     await watch.refresh()
