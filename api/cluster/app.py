@@ -35,7 +35,7 @@ REPLICA, PREFILL, REGISTRY, EDGE = "Replica", "Prefill", "Registry", "Edge"
 NOTICED_S = 2.0
 """Time for edges to notice that a replica goes, before it refuses requests: some periods of `pick.py`."""
 SINGLE_CALLS = 8
-"""Replicas that are asked one by one, chosen at random, where one keeps the answers of all back."""
+"""Single calls, to replicas of Ray's choice, where one that hangs keeps the answer to a call of all back."""
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 MAX_STARTS = 3

@@ -2,7 +2,7 @@
 
 No request passes through Ray's router: its `choose_replica` costs a call to the replica for each, knows no second
 choice once an answer fails, and waits where no replica is ready. One call to all replicas now and then brings their
-addresses instead; what they have to do they say there (`survey.py`).
+addresses instead, at which each says what it has to do (`survey.py`).
 """
 
 import asyncio
