@@ -5,6 +5,7 @@ Each is asked by itself, at its own address: what one does not say keeps nothing
 
 import asyncio
 import json
+import math
 from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Any
@@ -95,9 +96,16 @@ class Survey:
 def _figures(said: Mapping[str, Any]) -> ReplicaFigures:
     return ReplicaFigures(
         said["model"],
-        WorkRates.of_steps(said["step_costs"]),
+        WorkRates.of_steps({part: _finite(seconds) for part, seconds in dict(said["step_costs"]).items()}),
         is_ready=bool(said["is_ready"]),
-        requests=int(said["requests"]),
-        seconds_ahead=float(said["seconds_ahead"]),
-        adapters=int(said["adapters"]),
+        requests=int(_finite(said["requests"])),
+        seconds_ahead=_finite(said["seconds_ahead"]),
+        adapters=int(_finite(said["adapters"])),
     )
+
+
+def _finite(said: Any) -> float:
+    """Raises: TypeError, ValueError: it is no finite number."""
+    if not math.isfinite(number := float(said)):
+        raise ValueError(f"{said} is not finite")
+    return number

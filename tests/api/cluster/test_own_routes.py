@@ -18,6 +18,9 @@ from api.asgi.body_limits import MAX_JSON_BYTES
 SECRET = "secret-of-the-cluster"
 STEPS = {"step": 16e-3, "token": 1e-3, "request": 1e-3}
 ADMIN = {"authorization": "Bearer admin"}
+OTHERS = {"model": "x", "is_ready": True, "requests": 0, "seconds_ahead": 0.0, "adapters": 0}
+HUGE = json.dumps({**OTHERS, "step_costs": STEPS, "requests": float("inf")}).encode()
+UNKNOWN = json.dumps({**OTHERS, "step_costs": {**STEPS, "token": float("nan")}}).encode()
 
 
 def replica_of(name: str, slower: float = 1.0, *, is_ready: bool = True) -> Any:
@@ -182,11 +185,17 @@ def test_a_slow_replica_gets_less_and_is_not_thrown_out(cluster: Any) -> None:
     assert cluster.edge.stats.estimator.rates.prompt_token_s == pytest.approx(2e-3)
 
 
-def test_a_replica_that_says_nothing_is_asked_nevertheless(cluster: Any) -> None:
+@pytest.mark.parametrize(
+    "said", [b"[1", b"[1]", b'{"model": "x"}', b'{"model": "x", "step_costs": null}', HUGE, UNKNOWN]
+)
+def test_a_replica_that_says_nothing_is_asked_nevertheless(cluster: Any, said: bytes) -> None:
     for replica in cluster.replicas:
-        replica.answer = lambda seen: seen.answer(b"[1")
+        replica.answer = lambda seen: seen.answer(said)
     eventually(lambda: not cluster.edge._survey.figures)
     assert cluster.http.post("/v1/completions", json={"model": "mia"}).status_code == 200
+    for number, replica in enumerate(cluster.replicas):
+        replica.answer = replica_of(f"r{number}")
+    eventually(lambda: len(cluster.edge._survey.figures) == 3)
 
 
 def test_a_replica_that_refuses_the_secret_is_asked_nevertheless(cluster: Any) -> None:
