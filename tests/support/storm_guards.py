@@ -229,7 +229,7 @@ def _accept_anything(patch: pytest.MonkeyPatch) -> None:
     goes_on = _Path.goes_on_with
 
     def blind(self: _Path, token: int | None) -> bool:
-        drafts, at = self.part.draft_token_ids, len(self.tokens)
+        drafts, at = self.share.draft_token_ids, len(self.tokens)
         return goes_on(self, drafts[at] if at < len(drafts) else token)
 
     patch.setattr(_Path, "goes_on_with", blind)
