@@ -34,7 +34,7 @@ class UsageTotals:
         return self._used.get(principal, Usage(0, 0))
 
     def with_version(self, principal: str | None, digest: str, num_bytes: int) -> Usage:
-        """Return what it would have with one version more, of these weights."""
+        """Return what a principal would have stored with one more version, of these weights."""
         used = self.of(principal)
         return Usage(used.versions + 1, used.bytes + (0 if self._sharing[principal, digest] else num_bytes))
 
@@ -45,7 +45,7 @@ class UsageTotals:
             self._sharing[owner, digest] += 1
 
     def remove(self, principal: str, digest: str, num_bytes: int) -> None:
-        """Count a version no more that was added with the same facts."""
+        """Stop counting a version; the arguments are those that it was added with."""
         for owner in (None, principal):
             self._sharing[owner, digest] -= 1
             if is_last := not self._sharing[owner, digest]:

@@ -57,7 +57,7 @@ class Survey:
                 self._weigh()
 
     async def _hear(self, replica: ReplicaAddress) -> None:
-        """Ask a replica; what one said that does not answer is forgotten."""
+        """Ask a replica and keep what it says; without an answer, forget what it said before."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, body = await self._upstreams.fetch(replica.url, self._question(replica))

@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 FORCED_BYTES = 256
-"""Most of a forced text that is tokenized: more than drafts take, and it is done again for each mask of each answer."""
+"""At most this much of a forced text is tokenized: drafts take less, and each mask of each answer tokenizes it again."""
 
 
 class _Wrapper:

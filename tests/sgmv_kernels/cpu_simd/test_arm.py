@@ -1,5 +1,5 @@
-"""Code for ARM processors, as far as any machine can tell: which instructions it has. That their numbers are right is
-told by the other tests, where they run on such a processor or in an emulator (CONTRIBUTING.md)."""
+"""Code for ARM processors, as far as any machine can tell: which instructions it has. Whether their numbers are right,
+the other tests show on such a processor or in an emulator (CONTRIBUTING.md)."""
 
 from collections.abc import Callable
 from typing import Any
