@@ -1,4 +1,4 @@
-"""Bytes of stored weights that no content refers to: a sum, updated by every change, so that no upload counts the folder."""
+"""Bytes of stored weights that no content refers to: a sum that changes update, so that no upload counts files."""
 
 from collections.abc import Callable, Iterable
 

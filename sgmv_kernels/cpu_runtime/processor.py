@@ -10,7 +10,7 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 SIGNED_DOT = "dotprod"
 """ARM's products of signed bytes, four to a lane."""
 _HWCAP, _ASIMDDP = 16, 1 << 20
-"""Key of the word in which Linux says what an ARM processor can do, and its bit for these products (arm64/elf_hwcaps)."""
+"""Key of the word in which Linux says what an ARM processor can do, and its bit for these products (elf_hwcaps)."""
 
 
 def features() -> Mapping[str, bool]:

@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 FORCED_BYTES = 256
-"""At most this much of a forced text is tokenized: drafts take less, and each mask of each answer tokenizes it again."""
+"""At most this much of a forced text is tokenized: drafts take less, and each mask tokenizes it again."""
 
 
 class _Wrapper:
