@@ -27,6 +27,7 @@ from gpu_cases import (
     site_case,
 )
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.group_quant import INT4_LEVELS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -96,7 +97,7 @@ def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:
 
         def us(on: Ops, timer: Callable[..., float], made=made, lens=(query_lens, kv_lens)) -> float:
             plan = on.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
-            return timer([partial(on.paged_attention, q, kv, plan, DIM**-0.5) for q, kv, _ in made])
+            return timer([partial(on.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
 
         took, torch_us = us(ops, graph_us), us(plain, eager_us)
         moved = sum(kv_lens) * token_bytes + 2 * sum(query_lens) * 2 * HEADS * DIM

@@ -42,6 +42,7 @@ from gpu_cases import (
     with_config,
 )
 
+from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.group_quant import Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import attention as triton_attention
@@ -272,7 +273,7 @@ def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
 
 def _attention_us(ops: Ops, lens: tuple[list[int], list[int]], made: list[Any]) -> float:
     plan = ops.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
-    return gpu_cases.graph_us([partial(ops.paged_attention, q, kv, plan, DIM**-0.5) for q, kv, _ in made])
+    return gpu_cases.graph_us([partial(ops.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
 
 
 def written(table: dict[str, Any]) -> str:
