@@ -35,6 +35,7 @@ class RankSpec(ModelSpec):
             "num_heads": heads * (whole.num_heads // whole.num_kv_heads),
             "intermediate_size": part.inner[1] - part.inner[0],
             "windowed_layers": whole.windowed_layers[first:end],
+            "unrotated_layers": whole.unrotated_layers[first:end],
             "kv_source_layers": tuple(source - first for source in whole.kv_source_layers[first:end]),
             "tied_head": whole.tied_head and part.is_first and part.is_last and len(part.stage_ranks) == 1,
         }

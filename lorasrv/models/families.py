@@ -92,6 +92,37 @@ def _listed(kinds: list[Any], key: str, num_layers: int, label: str) -> tuple[bo
     return tuple(_KINDS[kind] for kind in kinds)
 
 
+def unrotated_layers(
+    values: Mapping[str, Any], rules: Mapping[str, Any], num_layers: int, label: str
+) -> tuple[bool, ...]:
+    """Return for each layer whether its heads are not rotated; empty if all are.
+
+    Args:
+        values: of the checkpoint.
+        rules: a family's section; see specs/llama.toml.
+        num_layers: number of layers.
+        label: name of the checkpoint's file in messages.
+    Raises:
+        CorruptModel: a list or a number that does not fit.
+    """
+    if "unrotated" not in rules:
+        return ()
+    rule = {"list": "", "key": "", **rules["unrotated"]}
+    flags = values.get(rule["list"])
+    if flags is None:
+        every = _number(values, rule, label)
+        if every < 1:
+            raise CorruptModel(f"{label}: {rule['key']} must be positive, not {every}")
+        flags = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if (
+        not isinstance(flags, list)
+        or len(flags) != num_layers
+        or not all(type(f) is int and f in (0, 1) for f in flags)
+    ):
+        raise CorruptModel(f"{label}: {rule['list']} must be {num_layers} times 0 or 1")
+    return () if all(flags) else tuple(not flag for flag in flags)
+
+
 def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, Any], label: str) -> tuple[int, ...]:
     """Return the layer whose keys and values each layer reads; empty if all read their own.
 
@@ -208,6 +239,7 @@ class Family:
             fields,
             rope_from_config(config, fields["max_position"], fields["head_dim"], self.config.get("rope", {})),
             windowed_layers=windowed,
+            unrotated_layers=unrotated_layers(config, self.config, fields["num_layers"], "config.json"),
             kv_source_layers=kv_source_layers(config, self.config.get("kv_source_layers", ""), fields, "config.json"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
@@ -238,6 +270,7 @@ class Family:
             fields,
             rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {}), tensors),
             windowed_layers=windowed,
+            unrotated_layers=unrotated_layers(meta, self.gguf, fields["num_layers"], source.label),
             eos_token_ids=_gguf_ends(meta, tokens),
             bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
         )

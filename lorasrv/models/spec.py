@@ -119,6 +119,8 @@ class ModelSpec:
     kv_source_layers: tuple[int, ...] = ()
     # Rotary embedding of layers with a window, where it is not `rope`.
     rope_local: RopeSpec | None = None
+    # Whether each layer's heads are not rotated (NoPE); empty where all are.
+    unrotated_layers: tuple[bool, ...] = ()
     # Heads of q and k have their own norms.
     qk_norm: bool = False
     # The outputs of attention and MLP are normed before they are added.
@@ -246,6 +248,12 @@ class ModelSpec:
         if self.sliding_window is None or (self.windowed_layers and not self.windowed_layers[layer]):
             return None
         return self.sliding_window
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """Return the rotary embedding of a layer; None where heads are not rotated."""
+        if self.alibi_max or (self.unrotated_layers and self.unrotated_layers[layer]):
+            return None
+        return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
 
     def sites(self) -> tuple[SiteShape, ...]:
         """Return all kinds of linear sites: qkv, o, gate_up, down; then qkv of layers without keys and values of their

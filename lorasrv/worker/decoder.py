@@ -124,15 +124,15 @@ class Decoder:
             Scoring(spec.attention_scale, spec.window(layer), spec.attn_softcap, alibi)
             for layer in range(spec.num_layers)
         )
-        ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
+        ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self._rope_indices = tuple(map(kinds.index, ropes))
         # What the head read last: its addresses are in recordings and graphs, which round their rows up.
         num_states = -(-limits.max_samples // STATE_ROWS) * STATE_ROWS
         self._states = torch.zeros((num_states, spec.hidden_size), dtype=self._dtype, device=memory.device)
         # The same of a pass of more such rows.
         self._wide = self._states
-        self._angles = [
-            rope_tables(rope, 0 if slopes else spec.head_dim, limits.max_model_len, memory.device) for rope in ropes
-        ]
+        self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in kinds]
         # The likeliest token of each row of the last pass's logits, if it has found them.
         self._likeliest: Tensor | None = None
         self._program = ops.program(self._stages(), self._shape(limits)) if self._can_be_recorded() else None
@@ -328,8 +328,7 @@ class Decoder:
         for layer in self._computed:
             weights = self._weights.layers[layer]
             normed = self._norm(x, delta, weights.input_norm, layer, "input_norm", tables)
-            turned = angles[-1] if self._spec.window(layer) else angles[0]
-            delta = self._attention(normed, layer, tables, turned)
+            delta = self._attention(normed, layer, tables, angles[self._rope_indices[layer]])
             if weights.attn_out_norm is not None:
                 delta = self._norm(delta, None, weights.attn_out_norm, layer, "attn_out_norm", tables)
             normed = self._norm(x, delta, weights.post_attn_norm, layer, "post_attn_norm", tables)

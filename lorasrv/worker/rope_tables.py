@@ -9,11 +9,13 @@ from torch import Tensor
 from lorasrv.models.spec import RopeSpec
 
 
-def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(rope: RopeSpec | None, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [length, N / 2] fp32.
 
-    N is the number of rotated numbers of a head: `rope.dims`, or `head_dim` where that is 0.
+    N is the number of rotated numbers of a head: `rope.dims`, or `head_dim` where that is 0; none without a `rope`.
     """
+    if rope is None:
+        return torch.empty((length, 0), device=device), torch.empty((length, 0), device=device)
     dims = rope.dims or head_dim
     exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)

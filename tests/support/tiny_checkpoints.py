@@ -112,7 +112,7 @@ def write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extr
     for name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
         module = name.split(".")[-2]
-        if arch == "llama" and module in heads:
+        if arch in ("llama", "smollm3") and module in heads:
             shape = values.shape
             values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -212,6 +212,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma3": GEMMA | {"sliding_window_pattern": 3},
     "mpt": {"no_bias": True, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 MPT_NAMES = {
     "hidden_size": "d_model",
@@ -259,16 +260,16 @@ def write_tiny(
 
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
     qkv biases and a tied head; qwen3 norms of heads; gemma one key head; gemma2 and gemma3 windows on some of 4 layers,
-    gemma3 two thetas; mpt ALiBi, LayerNorm and no gate; phi3 fused modules. `shard_bytes` splits the weights, `dtype`
-    casts them.
+    gemma3 two thetas; mpt ALiBi, LayerNorm and no gate; phi3 fused modules; smollm3 a layer without rotation.
+    `shard_bytes` splits the weights, `dtype` casts them.
     """
     import transformers
 
-    stem = "Gemma3Text" if family == "gemma3" else family.capitalize()
+    stem = {"gemma3": "Gemma3Text", "smollm3": "SmolLM3"}.get(family, family.capitalize())
     common = {MPT_NAMES.get(key, key): value for key, value in COMMON.items()} if family == "mpt" else COMMON
     config = getattr(transformers, f"{stem}Config")(**{**common, **FAMILIES[family], **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
+    model = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -18,6 +18,7 @@ _CLASSES = {
     "gemma2": "Gemma2Config",
     "gemma3": "Gemma3TextConfig",
     "phi3": "Phi3Config",
+    "smollm3": "SmolLM3Config",
 }
 _NONE, _ATTENTION, _QKV, _MLP, _ALL = (
     (False, False, False),
@@ -35,6 +36,7 @@ _BIASES: Mapping[str, Collection[tuple[bool, bool, bool]]] = {
     "gemma2": (_NONE, _ATTENTION),
     "gemma3": (_NONE, _ATTENTION),
     "phi3": (_NONE,),
+    "smollm3": (_NONE, _ATTENTION, _MLP, _ALL),
 }
 """Allowed combinations per family: bias on q, k and v; on o; on the MLP."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -93,8 +95,10 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
             "layer_types": _layer_types(spec),
         }
     fields: dict[str, Any] = {"hidden_act": activation}
-    if family == "llama":
+    if family in ("llama", "smollm3"):
         fields |= {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
+    if family == "smollm3":
+        fields["no_rope_layers"] = [int(spec.rope_of(layer) is not None) for layer in range(spec.num_layers)]
     if family in ("mistral", "phi3"):
         if spec.windowed_layers and not all(spec.windowed_layers):
             raise CannotVerify(f"transformers has no {family} model with a window on some layers only")

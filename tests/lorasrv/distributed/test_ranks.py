@@ -43,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("0;1&2", WIDE),
     "mpt": ("0&1", {"n_heads": 6, "d_model": 96}),
     "phi3": ("0&1", THREE_HEADS),
+    "smollm3": ("0;1&2", THREE_HEADS),
 }
 """By family: how it is divided, and what is changed so that three ranks have heads. Gemma has one key head."""
 ASKED = [None, "a", "b"]

@@ -22,7 +22,7 @@ LLAMA = json.loads("""{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": [2, 3]}""")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3", "smollm3")
 GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
 BARE = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
@@ -66,6 +66,10 @@ def test_llama_config_is_read_field_by_field() -> None:
         ("Gemma3", GEMMA | {"layer_types": KINDS[1:] * 2}, {"sliding_window": None, "rope_local": None}),
         ("Gemma3", GEMMA | OLD_ROPES, GEMMA_ROPES),
         ("Gemma3", GEMMA | {"rope_parameters": TWO_ROPES}, GEMMA_ROPES),
+        ("SmolLM3", LLAMA | {"no_rope_layers": [1, 1]}, {"unrotated_layers": (), "tied_head": True}),
+        ("SmolLM3", LLAMA | {"no_rope_layers": [0, 1]}, {"unrotated_layers": (True, False)}),
+        ("SmolLM3", LLAMA | {"num_hidden_layers": 4}, {"unrotated_layers": (False, False, False, True)}),
+        ("SmolLM3", LLAMA | {"no_rope_layer_interval": 1}, {"unrotated_layers": (True, True)}),
         ("Llama", LLAMA | {"rope_scaling": None}, {"rope": RopeSpec(500000.0)}),
         ("Llama", LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": RopeSpec(5e5, "linear", 4.0)}),
         ("Llama", LLAMA | {"rope_scaling": LLAMA3}, {"rope": LLAMA3_ROPE}),
@@ -93,7 +97,9 @@ def test_windows_of_layers(family: str, config: dict[str, Any], layers: list[int
 
 
 @pytest.mark.parametrize("said", [{}, {"num_key_value_heads": None}])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3"]
+)
 def test_key_heads_that_are_not_said_are_those_of_transformers(name: str, said: dict[str, Any]) -> None:
     """Some take null for one a query head, and another number where nothing is said."""
     import transformers
@@ -425,7 +431,7 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     with closing(open_checkpoint(str(path))) as checkpoint:
         spec, ours = checkpoint.spec, state_dict_fp32(checkpoint)
     assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma", "gemma2", "gemma3") else 16)
-    tied = family in ("qwen2", "gemma", "gemma2", "gemma3", "mpt")
+    tied = family in ("qwen2", "gemma", "gemma2", "gemma3", "mpt", "smollm3")
     assert (spec.sliding_window, spec.tied_head) == (8 if family in ("mistral", "gemma2", "gemma3") else None, tied)
     rope = getattr(config, "rope_parameters", {"rope_theta": spec.rope.theta})
     assert spec.rope.theta == (rope["full_attention"] if family == "gemma3" else rope)["rope_theta"]

@@ -52,11 +52,13 @@ CASES = {
     "phi3-window-partial": {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
     "phi3-longrope": {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64},
     "phi3-partial": {"rope_parameters": PARTIAL},
+    "smollm3": {},
+    "smollm3-listed-bias": {"no_rope_layers": [0, 0, 1], "attention_bias": True, "mlp_bias": True},
 }
 """By name, which begins with the family: changes of its tiny configuration."""
 EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
 EVERYDAY |= {"gemma", "gemma-mha-bias", "mpt", "mpt-six-heads"}
-EVERYDAY |= {"phi3-window-partial"}
+EVERYDAY |= {"phi3-window-partial", "smollm3"}
 """One of each family and of each kind of attention; the others are for test-long."""
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 CONFIGS = {
@@ -126,7 +128,7 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
         *cases("torch", *(name for name in ALL if name.startswith("llama"))),
         *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.exhaustive),
         *cases("triton", "llama", mark=pytest.mark.long),
-        *cases("triton", "mistral", "gemma2", "gemma3", "mpt", "phi3-partial", mark=pytest.mark.exhaustive),
+        *cases("triton", "mistral", "gemma2", "gemma3", "mpt", "phi3-partial", "smollm3", mark=pytest.mark.exhaustive),
     ],
 )
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(

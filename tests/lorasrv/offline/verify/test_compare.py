@@ -33,7 +33,7 @@ from lorasrv.offline.verify.verdict import ComparisonOutcome
 from lorasrv.worker.decoder import Decoder
 
 Tiny = dict[str, Callable[..., Path]]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3", "smollm3")
 PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
@@ -146,6 +146,7 @@ class TestRight:
         [
             *((family, {}) for family in ("llama", "gemma3")),
             *(long(family, {}) for family in ("qwen2", "qwen3", "gemma", "gemma2", "phi3")),
+            ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "mlp_bias": True}),
             *((family, {"rope_parameters": rope, "num_key_value_heads": 4}) for family, rope in ROPES.values()),
         ],
         ids=lambda value: value if isinstance(value, str) else value.get("rope_parameters", {}).get("rope_type", ""),
