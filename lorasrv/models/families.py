@@ -17,6 +17,8 @@ from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
 _KINDS = {"sliding_attention": True, "full_attention": False}
 _ONLY = {"is_causal": True}
 """Values that settings of config.json may have in every family."""
+_OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+"""Settings of a multimodal model that are its language part's; those of the part count where these are missing."""
 _GGUF_ONLY = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
@@ -146,6 +148,14 @@ def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, A
     return () if sources == list(range(count)) else tuple(sources)
 
 
+def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an inner table of config.json; empty where it is missing or null."""
+    inner = config.get(key) or {}
+    if not isinstance(inner, dict):
+        raise CorruptModel(f"config.json: {key} must be an object, not {inner!r:.60}")
+    return inner
+
+
 def _check_only(values: Mapping[str, Any], rules: Mapping[str, Any], label: str, prefix: str = "") -> None:
     """Check settings that may have one value, or one of a few; a missing one and null say nothing.
 
@@ -225,10 +235,9 @@ class Family:
             CorruptModel: a field is missing or of the wrong type.
             UnsupportedModel: an unknown RoPE kind, activation, storage or setting; the message names it.
         """
+        config, text_prefix = self._text_part(config)
         for table in self.config.get("nested", ()):
-            inner = config.get(table) or {}
-            if not isinstance(inner, dict):
-                raise CorruptModel(f"config.json: {table} must be an object, not {inner!r:.60}")
+            inner = _table(config, table)
             config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
         _check_only(config, _ONLY | self.config.get("only", {}), "config.json")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
@@ -243,7 +252,23 @@ class Family:
             kv_source_layers=kv_source_layers(config, self.config.get("kv_source_layers", ""), fields, "config.json"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
+            names=self._names(text_prefix),
         )
+
+    def _text_part(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """Return the configuration of a multimodal checkpoint's language part, and what its tensor names begin with;
+        of other checkpoints `config` itself and "".
+        """
+        part: Mapping[str, str] | None = self.config.get("text_part")
+        if part is None or part["key"] not in config:
+            return config, ""
+        of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
+        return _table(config, part["key"]) | of_whole, part["prefix"]
+
+    def _names(self, text_prefix: str = "") -> ModuleNames:
+        names = self.config.get("names", {})
+        parts = {"norms": tuple(names["norms"]), "sites": tuple(map(tuple, names["sites"]))} if names else {}
+        return ModuleNames(**(names | parts), text_prefix=text_prefix)
 
     def spec_from_gguf(self, meta: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelSpec:
         """Read GGUF metadata.
@@ -273,6 +298,7 @@ class Family:
             unrotated_layers=unrotated_layers(meta, self.gguf, fields["num_layers"], source.label),
             eos_token_ids=_gguf_ends(meta, tokens),
             bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
+            names=self._names(),
         )
 
     def gguf_name(self, name: str) -> str:
@@ -329,9 +355,7 @@ class Family:
                 raise UnsupportedModel(
                     f"layer {layer} reads keys of layer {source}, whose attention is of another kind"
                 )
-        names = self.config.get("names", {})
-        parts = {"norms": tuple(names["norms"]), "sites": tuple(map(tuple, names["sites"]))} if names else {}
-        return ModelSpec(family=self.name, norm=self.norm, names=ModuleNames(**(names | parts)), **fields, **rest)
+        return ModelSpec(family=self.name, norm=self.norm, **fields, **rest)
 
 
 @dataclass(frozen=True, slots=True)

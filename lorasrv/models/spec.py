@@ -71,9 +71,13 @@ class ModuleNames:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     # Of the four sites, inside a layer; empty for Llama's.
     sites: tuple[tuple[str, ...], ...] = ()
+    # What the file puts before the names of the language part of a multimodal model.
+    text_prefix: str = ""
 
     def in_file(self, name: str) -> str:
         """Return the checkpoint's own name of a canonical tensor name."""
+        if self.text_prefix:
+            return self.text_prefix + name
         if name.startswith(LLAMA_LAYERS):
             return self.layers + name.removeprefix(LLAMA_LAYERS)
         module, dot, kind = name.rpartition(".")

@@ -53,6 +53,8 @@ class HfCheckpoint:
             settings = _quantization(path, _read_json(path / "config.json"))
             if settings is not None and self.spec.names.sites:
                 raise UnsupportedModel(f"quantized checkpoints of family {self.spec.family} are not supported")
+            if settings is not None and self.spec.names.text_prefix:
+                raise UnsupportedModel("quantized checkpoints of multimodal models are not supported")
             self._packed = None if settings is None else _packed_modules(settings, self._readers)
             check_shapes(self.spec, dict(self._shapes()))
             self.packing = None if settings is None else self._packing(settings.method)

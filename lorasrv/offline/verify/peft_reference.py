@@ -101,7 +101,7 @@ def _base(job: VerifyJob, spec: ModelSpec) -> Any:
     """Build an empty model, from config.json where there is one, so that our parser does not affect the comparison."""
     folder = Path(job.model.model).expanduser()
     if job.model.load_format != "dummy" and folder.is_dir():
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     else:
         config = config_from_spec(spec)
     # Initialising weights that are replaced anyway would take longer than everything else.

@@ -127,6 +127,34 @@ def test_gemma_defaults_are_those_of_transformers() -> None:
         assert (spec.post_norms, spec.norms_less_one, spec.scaled_embedding) == (True, True, True)
 
 
+def test_published_multimodal_configurations_are_those_of_transformers() -> None:
+    """Of Gemma 3 4B, which leaves out most of what it has, and of Mistral Small 3.1, whose head is its own."""
+    from transformers import Gemma3Config
+
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
+    spec = detect("Gemma3ForConditionalGeneration").spec_from_hf(config)
+    wanted = Gemma3Config(text_config=text).text_config
+    assert (spec.num_heads, spec.num_kv_heads) == (wanted.num_attention_heads, wanted.num_key_value_heads)
+    assert (spec.vocab_size, spec.head_dim) == (wanted.vocab_size, wanted.head_dim)
+    assert (spec.rope, spec.eos_token_ids, spec.tied_head) == (RopeSpec(1e6, "linear", 8.0), (1, 106), True)
+    assert [bool(spec.window(i)) for i in range(34)] == [kind == "sliding_attention" for kind in wanted.layer_types]
+    assert spec.names.in_file("model.layers.0.mlp.up_proj.weight").startswith("language_model.model.layers.0.mlp")
+
+    text = LLAMA | {"model_type": "mistral", "sliding_window": None}
+    config = {"model_type": "mistral3", "text_config": text, "vision_config": {}}
+    spec = detect("Mistral3ForConditionalGeneration").spec_from_hf(config)
+    assert (spec.family, spec.tied_head, spec.sliding_window) == ("mistral", False, None)
+    assert spec.names.in_file("lm_head.weight") == "language_model.lm_head.weight"
+    for wrong, error, message in (
+        ({"text_config": text | {"model_type": "ministral3"}}, UnsupportedModel, "'ministral3'"),
+        ({"text_config": [1]}, CorruptModel, "text_config must be an object"),
+    ):
+        with pytest.raises(error, match=message):
+            detect("Mistral3ForConditionalGeneration").spec_from_hf(config | wrong)
+
+
 def test_gelu_of_a_first_gemma_means_its_tanh_form() -> None:
     for said in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}):
         spec = of("Gemma", GEMMA | {"num_key_value_heads": 1} | said)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from multimodal import LANGUAGE, WHOLE, multimodal_adapter, write_multimodal
 from peft_adapters import peft_adapter
 from safetensors.torch import load_file, save_file
 
@@ -140,6 +141,12 @@ class TestRight:
         light = {"strength": 1e-4, "target_modules": ["q_proj"]}
         peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, **light, **own)
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
+
+    @pytest.mark.parametrize("kind", WHOLE)
+    def test_the_language_part_of_a_multimodal_model(self, job_of, tmp_path: Path, kind: str) -> None:
+        directory = write_multimodal(tmp_path / "model", kind)
+        multimodal_adapter(directory, tmp_path / "mia", LANGUAGE)
+        expect(ComparisonOutcome.EXACT, job_of(file=lambda _: directory, source=tmp_path / "mia"))
 
     @pytest.mark.parametrize(
         ("family", "changes"),
