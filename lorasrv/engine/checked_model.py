@@ -130,6 +130,6 @@ def _make_ops(
 
 def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     if wanted is not None and wanted > spec.max_position:
-        why = ": longrope is served within the original context only" if spec.rope.max_position else ""
+        why = ": its RoPE is served within the original context only" if spec.rope.max_position else ""
         raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model supports{why}")
     return wanted or spec.max_position

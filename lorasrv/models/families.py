@@ -17,6 +17,10 @@ from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
 _KINDS = {"sliding_attention": True, "full_attention": False}
 _ONLY = {"is_causal": True}
 """Values that settings of config.json may have in every family."""
+TEXT_PART = "text_config"
+"""Key of config.json with the configuration of a multimodal model's language part."""
+_TEXT_PREFIX = "language_model."
+"""What the tensor names of that part begin with."""
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 """Settings of a multimodal model that are its language part's; those of the part count where these are missing."""
 _GGUF_ONLY = {
@@ -228,6 +232,12 @@ class Family:
     config: Mapping[str, Any]
     gguf: Mapping[str, Any]
 
+    @property
+    def text_parts(self) -> tuple[tuple[str, str], ...]:
+        """Return the multimodal architectures whose language part may be of this family, with its `model_type`."""
+        kinds = self.config.get("only", {}).get("model_type", ())
+        return tuple((whole, kind) for whole in self.config.get("text_of", ()) for kind in kinds)
+
     def spec_from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
         """Read the config.json of a Hugging Face directory.
 
@@ -259,11 +269,10 @@ class Family:
         """Return the configuration of a multimodal checkpoint's language part, and what its tensor names begin with;
         of other checkpoints `config` itself and "".
         """
-        part: Mapping[str, str] | None = self.config.get("text_part")
-        if part is None or part["key"] not in config:
+        if not self.text_parts or TEXT_PART not in config:
             return config, ""
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-        return _table(config, part["key"]) | of_whole, part["prefix"]
+        return _table(config, TEXT_PART) | of_whole, _TEXT_PREFIX
 
     def _names(self, text_prefix: str = "") -> ModuleNames:
         names = self.config.get("names", {})
@@ -419,16 +428,23 @@ class Families:
         self.families = tuple(families)
         self._hf = {a: family for family in families for a in family.config["architectures"]}
         self._gguf = {a: family for family in families for a in family.gguf["architectures"]}
+        self._parts = {part: family for family in families for part in family.text_parts}
 
-    def detect(self, architecture: str) -> Family:
+    def detect(self, architecture: str, text_type: object = None) -> Family:
         """Return the family of an architecture as config.json or general.architecture spells it.
 
+        Args:
+            text_type: `model_type` of the language part, if the architecture is multimodal.
         Raises:
             UnsupportedModel: unknown; the message lists the known architectures.
         """
-        family = self._hf.get(architecture) or self._gguf.get(architecture)
+        of_part = self._parts.get((architecture, str(text_type)))
+        family = of_part or self._hf.get(architecture) or self._gguf.get(architecture)
+        if family is None and (types := [kind for whole, kind in self._parts if whole == architecture]):
+            known = ", ".join(sorted(types))
+            raise UnsupportedModel(f"{architecture} of {text_type!r:.80} is not supported; known: {known}")
         if family is None:
-            known = ", ".join(sorted(self._hf | self._gguf))
+            known = ", ".join(sorted({*self._hf, *self._gguf, *(whole for whole, _ in self._parts)}))
             raise UnsupportedModel(f"architecture {architecture!r:.80} is not supported; known: {known}")
         return family
 
@@ -456,13 +472,9 @@ def builtin_families() -> Families:
     return load_families()
 
 
-def detect(architecture: str) -> Family:
-    """Return the built-in family of an architecture.
-
-    Raises:
-        UnsupportedModel: unknown; the message lists the known architectures.
-    """
-    return builtin_families().detect(architecture)
+def detect(architecture: str, text_type: object = None) -> Family:
+    """Return the built-in family of an architecture; arguments and errors as of `Families.detect`."""
+    return builtin_families().detect(architecture, text_type)
 
 
 def _family(tables: Mapping[str, dict[str, Any]], name: str) -> Family:

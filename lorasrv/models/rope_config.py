@@ -105,6 +105,8 @@ class _Reader:
             beta_fast=_number_or(params, "beta_fast", 32.0),
             beta_slow=_number_or(params, "beta_slow", 1.0),
             truncate=bool(params.get("truncate", True)),
+            # Behind it, Ministral 3 scales queries by their position.
+            max_position=original if params.get("llama_4_scaling_beta") else None,
         )
 
     def _longrope(self, params: Values, rope: RopeSpec) -> RopeSpec:

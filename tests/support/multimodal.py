@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_checkpoints import COMMON, TOKENIZER_CONFIG, tiny_tokenizer_json
+from tiny_checkpoints import COMMON, ROPE_OF_MINISTRAL, TOKENIZER_CONFIG, tiny_tokenizer_json
 
 VISION = {
     "hidden_size": 32,
@@ -24,8 +24,14 @@ WHOLE = {
         {"model_type": "mistral", "sliding_window": 8, "tie_word_embeddings": False},
         {"tie_word_embeddings": False},
     ),
+    "ministral3": (
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "ministral3", "rope_parameters": ROPE_OF_MINISTRAL, "tie_word_embeddings": False},
+        {"tie_word_embeddings": False},
+    ),
 }
-"""By model type: classes of transformers, the language part's settings beside the common ones, and the whole's."""
+"""By language part: classes of transformers, the language part's settings beside the common ones, and the whole's."""
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 """Linears of the language part."""
 
@@ -35,7 +41,7 @@ def write_multimodal(folder: Path, kind: str) -> Path:
     import transformers
 
     config, model, text, whole = WHOLE[kind]
-    vision = VISION | ({"model_type": "pixtral"} if kind == "mistral3" else {})
+    vision = VISION | ({"model_type": "pixtral"} if kind != "gemma3" else {})
     torch.manual_seed(3)
     made = getattr(transformers, model)(
         getattr(transformers, config)(text_config={**COMMON, **text}, vision_config=vision, **whole)

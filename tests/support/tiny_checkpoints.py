@@ -202,6 +202,15 @@ COMMON: dict[str, object] = {
     "eos_token_id": 2,
     "initializer_range": 0.15,
 }
+ROPE_OF_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
@@ -210,6 +219,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma": {"head_dim": 24, "num_key_value_heads": 1, "pad_token_id": 0},
     "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
     "gemma3": GEMMA | {"sliding_window_pattern": 3},
+    "ministral3": {"head_dim": 24, "rope_parameters": ROPE_OF_MINISTRAL, "pad_token_id": 0},
     "mpt": {"no_bias": True, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
@@ -260,8 +270,8 @@ def write_tiny(
 
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
     qkv biases and a tied head; qwen3 norms of heads; gemma one key head; gemma2 and gemma3 windows on some of 4 layers,
-    gemma3 two thetas; mpt ALiBi, LayerNorm and no gate; phi3 fused modules; smollm3 a layer without rotation.
-    `shard_bytes` splits the weights, `dtype` casts them.
+    gemma3 two thetas; ministral3 YaRN from 64 tokens on; mpt ALiBi, LayerNorm and no gate; phi3 fused modules; smollm3
+    a layer without rotation. `shard_bytes` splits the weights, `dtype` casts them.
     """
     import transformers
 

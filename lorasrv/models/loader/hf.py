@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from lorasrv.models.families import detect, tensor_shapes, token_ids
+from lorasrv.models.families import TEXT_PART, detect, tensor_shapes, token_ids
 from lorasrv.models.loader.checkpoint import StoredPacking, check_num_layers, check_shapes
 from lorasrv.models.loader.packed.config import QuantizationSettings, find_quantization
 from lorasrv.models.spec import ModelSpec
@@ -215,7 +215,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CorruptModel("config.json names no architectures")
-    return detect(str(architectures[0])).spec_from_hf(config)
+    part = config.get(TEXT_PART)
+    text_type = part.get("model_type") if isinstance(part, dict) else None
+    return detect(str(architectures[0]), text_type).spec_from_hf(config)
 
 
 def read_spec(folder: Path) -> ModelSpec:

@@ -22,7 +22,7 @@ LLAMA = json.loads("""{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": [2, 3]}""")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "ministral3", "mpt", "phi3", "smollm3")
 GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
 BARE = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
@@ -134,7 +134,7 @@ def test_published_multimodal_configurations_are_those_of_transformers() -> None
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
-    spec = detect("Gemma3ForConditionalGeneration").spec_from_hf(config)
+    spec = detect("Gemma3ForConditionalGeneration", "gemma3_text").spec_from_hf(config)
     wanted = Gemma3Config(text_config=text).text_config
     assert (spec.num_heads, spec.num_kv_heads) == (wanted.num_attention_heads, wanted.num_key_value_heads)
     assert (spec.vocab_size, spec.head_dim) == (wanted.vocab_size, wanted.head_dim)
@@ -144,15 +144,13 @@ def test_published_multimodal_configurations_are_those_of_transformers() -> None
 
     text = LLAMA | {"model_type": "mistral", "sliding_window": None}
     config = {"model_type": "mistral3", "text_config": text, "vision_config": {}}
-    spec = detect("Mistral3ForConditionalGeneration").spec_from_hf(config)
+    spec = detect("Mistral3ForConditionalGeneration", "mistral").spec_from_hf(config)
     assert (spec.family, spec.tied_head, spec.sliding_window) == ("mistral", False, None)
     assert spec.names.in_file("lm_head.weight") == "language_model.lm_head.weight"
-    for wrong, error, message in (
-        ({"text_config": text | {"model_type": "ministral3"}}, UnsupportedModel, "'ministral3'"),
-        ({"text_config": [1]}, CorruptModel, "text_config must be an object"),
-    ):
-        with pytest.raises(error, match=message):
-            detect("Mistral3ForConditionalGeneration").spec_from_hf(config | wrong)
+    with pytest.raises(CorruptModel, match="text_config must be an object"):
+        detect("Mistral3ForConditionalGeneration", "mistral").spec_from_hf(config | {"text_config": [1]})
+    with pytest.raises(UnsupportedModel, match=r"of 'mistral4' is not supported; known: .*ministral3, mistral"):
+        detect("Mistral3ForConditionalGeneration", "mistral4")
 
 
 def test_gelu_of_a_first_gemma_means_its_tanh_form() -> None:
@@ -458,7 +456,7 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     config, expected = AutoConfig.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).state_dict()
     with closing(open_checkpoint(str(path))) as checkpoint:
         spec, ours = checkpoint.spec, state_dict_fp32(checkpoint)
-    assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma", "gemma2", "gemma3") else 16)
+    assert spec.head_dim == (24 if family in ("mistral", "ministral3", "qwen3", "gemma", "gemma2", "gemma3") else 16)
     tied = family in ("qwen2", "gemma", "gemma2", "gemma3", "mpt", "smollm3")
     assert (spec.sliding_window, spec.tied_head) == (8 if family in ("mistral", "gemma2", "gemma3") else None, tied)
     rope = getattr(config, "rope_parameters", {"rope_theta": spec.rope.theta})
@@ -482,9 +480,24 @@ def test_longrope_past_the_original_context_is_refused_by_name(tiny_hf_checkpoin
     short = engine_config(directory, kernels="torch", pool_bytes=8 << 20)
     long = replace(short, model=replace(short.model, max_model_len=65))
     with closing(open_checkpoint(str(directory))) as checkpoint:
-        with pytest.raises(ConfigError, match=r"65 is more than the 64 .*longrope is served within the original cont"):
+        with pytest.raises(
+            ConfigError, match=r"65 is more than the 64 .*its RoPE is served within the original context"
+        ):
             build(checkpoint, long, None)
         assert build(checkpoint, short, None).parts.max_model_len == 64
+
+
+def test_queries_of_ministral_are_not_scaled_by_position_within_its_context(tiny_hf_checkpoints: Tiny) -> None:
+    """Behind it they are, which is not served."""
+    directory = tiny_hf_checkpoints["ministral3"]()
+    with closing(open_checkpoint(str(directory))) as checkpoint:
+        assert checkpoint.spec.max_position == 64
+        config = engine_config(directory, kernels="torch", pool_bytes=8 << 20)
+        config = replace(config, model=replace(config.model, max_model_len=65))
+        with pytest.raises(ConfigError, match="65 is more than the 64"):
+            build(checkpoint, config, None)
+    with pytest.raises(UnsupportedModel, match="'default' is not supported; known: yarn"):
+        of("Ministral3", LLAMA)
 
 
 def test_a_tokenizer_is_refused_before_weights_are_loaded(

@@ -46,6 +46,7 @@ CASES = {
     "gemma2-uncapped-bias": {**UNCAPPED, "attention_bias": True},
     "gemma3": {},
     "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0, "attn_logit_softcapping": 5.0},
+    "ministral3": {},
     "mpt": {},
     "mpt-six-heads": {"n_heads": 6, "d_model": 96},
     "phi3": {},
@@ -58,7 +59,7 @@ CASES = {
 """By name, which begins with the family: changes of its tiny configuration."""
 EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
 EVERYDAY |= {"gemma", "gemma-mha-bias", "mpt", "mpt-six-heads"}
-EVERYDAY |= {"phi3-window-partial", "smollm3"}
+EVERYDAY |= {"phi3-window-partial", "smollm3", "ministral3"}
 """One of each family and of each kind of attention; the others are for test-long."""
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 CONFIGS = {

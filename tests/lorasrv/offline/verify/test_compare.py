@@ -34,7 +34,7 @@ from lorasrv.offline.verify.verdict import ComparisonOutcome
 from lorasrv.worker.decoder import Decoder
 
 Tiny = dict[str, Callable[..., Path]]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "ministral3", "mpt", "phi3", "smollm3")
 PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
