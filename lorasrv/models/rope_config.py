@@ -105,8 +105,7 @@ class _Reader:
             beta_fast=_number_or(params, "beta_fast", 32.0),
             beta_slow=_number_or(params, "beta_slow", 1.0),
             truncate=bool(params.get("truncate", True)),
-            # Behind it, Ministral 3 scales queries by their position.
-            max_position=original if params.get("llama_4_scaling_beta") else None,
+            max_position=original if params.get(self._rules.get("scaled_queries", "")) else None,
         )
 
     def _longrope(self, params: Values, rope: RopeSpec) -> RopeSpec:
@@ -147,8 +146,9 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
     factor = _number(meta, f"{scaling}attn_factor", 1.0)
     if factor != 1.0 and kind not in ("yarn", "longrope") and SHORT_FACTORS not in tensors:
         raise UnsupportedModel(f"{scaling}attn_factor {factor} is not supported with RoPE scaling {kind!r}, only 1.0")
+    log_multiplier = f"{scaling}yarn_log_multiplier"
     for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier", "alpha"):
-        if scaling + key in meta:
+        if scaling + key in meta and not (scaling + key == log_multiplier and rules.get("log_multiplier")):
             raise UnsupportedModel(f"RoPE with {scaling}{key} is not supported")
     if kind == "linear":
         old = meta.get(f"{prefix}rope.scale_linear")
@@ -164,7 +164,13 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
             beta_fast=_number(meta, f"{scaling}yarn_beta_fast", 32.0),
             beta_slow=_number(meta, f"{scaling}yarn_beta_slow", 1.0),
         )
-        return replace(rope, attention_factor=factor * _yarn_scale(rope.factor)), second
+        # As mscale_all_dim beside an mscale of 1.
+        all_dim = _number(meta, log_multiplier) if meta.get(log_multiplier) else 0.0
+        scale = _yarn_scale(rope.factor) / _yarn_scale(rope.factor, all_dim)
+        is_scaled = bool(meta.get(prefix + rules.get("scaled_queries", "")))
+        return replace(
+            rope, attention_factor=factor * scale, max_position=rope.original_max_position if is_scaled else None
+        ), second
     return rope, second
 
 

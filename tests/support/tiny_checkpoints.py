@@ -101,7 +101,7 @@ def write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extr
     from safetensors.torch import load_file
 
     config = json.loads((source / "config.json").read_text())
-    architectures = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+    architectures = {"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3"}
     arch = architectures.get(config["model_type"], config["model_type"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(target, arch)
@@ -112,7 +112,7 @@ def write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extr
     for name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
         module = name.split(".")[-2]
-        if arch in ("llama", "smollm3") and module in heads:
+        if arch in ("llama", "mistral3", "smollm3") and module in heads:
             shape = values.shape
             values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -152,6 +152,9 @@ def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
         writer.add_rope_scaling_factor(whole["factor"])
     if "original_max_position_embeddings" in whole:
         writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in whole:
+        writer.add_attn_temperature_scale(whole["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(whole["mscale_all_dim"])
     if whole["rope_type"] == "longrope":
         ratio = config["max_position_embeddings"] / whole["original_max_position_embeddings"]
         scale = (1 + math.log(ratio) / math.log(whole["original_max_position_embeddings"])) ** 0.5

@@ -12,6 +12,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _CLASSES = {
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
+    "ministral3": "Ministral3Config",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "gemma": "GemmaConfig",
@@ -30,6 +31,7 @@ _NONE, _ATTENTION, _QKV, _MLP, _ALL = (
 _BIASES: Mapping[str, Collection[tuple[bool, bool, bool]]] = {
     "llama": (_NONE, _ATTENTION, _MLP, _ALL),
     "mistral": (_NONE,),
+    "ministral3": (_NONE,),
     "qwen2": (_QKV,),
     "qwen3": (_NONE, _ATTENTION),
     "gemma": (_NONE, _ATTENTION),
@@ -70,10 +72,11 @@ def config_from_spec(spec: ModelSpec) -> Any:
 
 
 def _family(spec: ModelSpec) -> str:
-    """Return the family name that transformers uses; a GGUF file of mistral calls itself llama."""
+    """Return the family name that transformers uses; a GGUF file of mistral calls itself llama, or ministral3."""
     if spec.family not in _CLASSES:
         raise CannotVerify(f"no model of transformers is known for family {spec.family}; known: {', '.join(_CLASSES)}")
-    return "mistral" if spec.family == "llama" and spec.sliding_window else spec.family
+    is_mistral = spec.sliding_window if spec.family == "llama" else not spec.rope.max_position
+    return "mistral" if spec.family in ("llama", "ministral3") and is_mistral else spec.family
 
 
 def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
         fields |= {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
     if family == "smollm3":
         fields["no_rope_layers"] = [int(spec.rope_of(layer) is not None) for layer in range(spec.num_layers)]
-    if family in ("mistral", "phi3"):
+    if family in ("mistral", "ministral3", "phi3"):
         if spec.windowed_layers and not all(spec.windowed_layers):
             raise CannotVerify(f"transformers has no {family} model with a window on some layers only")
         fields["sliding_window"] = spec.sliding_window
@@ -144,6 +147,9 @@ def _rope(rope: RopeSpec, spec: ModelSpec) -> dict[str, Any]:
             "truncate": rope.truncate,
             "attention_factor": rope.attention_factor,
         }
+    if spec.family == "ministral3" and rope.max_position:
+        # Any number: within that context it changes nothing.
+        params["llama_4_scaling_beta"] = 0.1
     if rope.kind == "factors":
         # Each frequency has its own divisor, whatever the checkpoint's rule: LongRoPE within its context.
         params |= {

@@ -154,6 +154,7 @@ OF_HEADS = {"query_pre_attn_scalar": 24}
         ("gemma", {}),
         ("gemma2", OF_HEADS),
         ("gemma3", OF_HEADS | {"rope_parameters": ROPE_TWO, "final_logit_softcapping": 10.0}),
+        ("ministral3", {}),
         ("phi3", {"sliding_window": 8}),
         ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
         ("phi3", {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64}),

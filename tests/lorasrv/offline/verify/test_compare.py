@@ -153,6 +153,7 @@ class TestRight:
         [
             *((family, {}) for family in ("llama", "gemma3")),
             *(long(family, {}) for family in ("qwen2", "qwen3", "gemma", "gemma2", "phi3")),
+            ("ministral3", {}),
             ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "mlp_bias": True}),
             *((family, {"rope_parameters": rope, "num_key_value_heads": 4}) for family, rope in ROPES.values()),
         ],
@@ -391,6 +392,13 @@ class TestRefused:
         spec = ModelSpec("llama", 2, 8, 16, 2, 1, 4, 32, 64, 1e-5, rope=RopeSpec())
         with pytest.raises(CannotVerify, match=named):
             config_from_spec(replace(spec, **changes))
+
+
+def test_a_file_of_mistral_small_is_mistral_whatever_it_calls_itself() -> None:
+    spec = ModelSpec("ministral3", 2, 8, 16, 2, 1, 4, 32, 64, 1e-5, rope=RopeSpec())
+    assert config_from_spec(spec).model_type == "mistral"
+    scaled = RopeSpec(kind="yarn", factor=4.0, original_max_position=64, max_position=64)
+    assert config_from_spec(replace(spec, rope=scaled)).model_type == "ministral3"
 
 
 @pytest.fixture
