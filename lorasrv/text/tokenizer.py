@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from adapter_store.errors import AdapterInvalid, Problem, show
 from adapter_store.spec import AddedToken
 from lorasrv.errors import ContextLengthExceeded, CorruptModel, InvalidRequest, UnsupportedModel, naming_file
+from lorasrv.text.gguf_vocabularies import BpeVocabulary, SentencePieceVocabulary, build
 
 SOME_TOKEN_CHARS = 8
 """Every vocabulary has a token of this length."""
@@ -31,24 +31,10 @@ class TokenizerJson:
 
 
 @dataclass(frozen=True, slots=True)
-class BpeVocabulary:
-    """Hold a byte-level BPE as GGUF metadata describes it."""
-
-    tokens: tuple[str, ...]
-    # Pairs joined by a space, in order of rank.
-    merges: tuple[str, ...]
-    # Name of the pre-tokenizer (tokenizer.ggml.pre).
-    pre: str
-    # Ids of added tokens: control tokens and user-defined ones.
-    control: tuple[int, ...] = ()
-    user_defined: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizerSource:
     """Describe a vocabulary with its chat template and special tokens."""
 
-    vocabulary: TokenizerJson | BpeVocabulary
+    vocabulary: TokenizerJson | BpeVocabulary | SentencePieceVocabulary
     chat_template: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -114,7 +100,8 @@ class Tokenizer:
             if isinstance(vocabulary, TokenizerJson):
                 backend = _with_declared(_parse(vocabulary.text), source)
             else:
-                backend = _build(vocabulary, source)
+                end = source.eos_token_ids[0] if source.add_eos and source.eos_token_ids else None
+                backend = build(vocabulary, source.bos_token_id if source.add_bos else None, end)
             return cls(_with_flags(backend, source.all_special), source)
 
     def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
@@ -346,100 +333,3 @@ def _parse(text: str) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-# GGUF ---------------------------------------------------------------------------------------------------------------
-_LETTERS_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-def _byte_level(use_regex: bool) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"), _byte_level(use_regex=False)]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _PreKind:
-    """Define one value of tokenizer.ggml.pre as the published tokenizer.json of its model does."""
-
-    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
-    normalizer: Callable[[], normalizers.Normalizer] | None = None
-    ignore_merges: bool = False
-    # Whether a text begins with the bos token where the file does not say, as in llama.cpp.
-    adds_bos: bool = False
-
-
-_PRE_KINDS = {
-    "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
-    "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True, adds_bos=True),
-    "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
-    "smollm": _PreKind(
-        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
-    ),
-}
-
-
-def adds_bos(pre: str) -> bool:
-    """Return whether a text begins with the bos token where a GGUF file with this pre-tokenizer does not say."""
-    return pre in _PRE_KINDS and _PRE_KINDS[pre].adds_bos
-
-
-def _build(vocabulary: BpeVocabulary, source: TokenizerSource) -> tokenizers.Tokenizer:
-    if vocabulary.pre not in _PRE_KINDS:
-        known = ", ".join(_PRE_KINDS)
-        raise UnsupportedModel(f"GGUF pre-tokenizer {vocabulary.pre!r:.60} is not supported; known: {known}")
-    kind = _PRE_KINDS[vocabulary.pre]
-    backend = tokenizers.Tokenizer(_bpe(vocabulary, kind.ignore_merges))
-    backend.pre_tokenizer = kind.pre_tokenizer()
-    if kind.normalizer is not None:
-        backend.normalizer = kind.normalizer()
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(_added(vocabulary, vocabulary.control, special=True))
-    backend.add_tokens(_added(vocabulary, vocabulary.user_defined, special=False))
-    backend.post_processor = _around(vocabulary, source)
-    return backend
-
-
-def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.merges]
-    try:
-        return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
-    except Exception:  # the library raises bare Exception for a merge of unknown tokens
-        wrong = next((i for i, merge in enumerate(merges) if not _joins_tokens(merge, ids)), None)
-        which = (
-            "" if wrong is None else f"; number {wrong}, {vocabulary.merges[wrong]!r:.60}, is not two that make a third"
-        )
-        raise CorruptModel(f"tokenizer.ggml.merges are no pairs of tokenizer.ggml.tokens{which}") from None
-
-
-def _joins_tokens(merge: tuple[str, ...], ids: Mapping[str, int]) -> bool:
-    """Return whether a merge is two tokens that make a third."""
-    return len(merge) == 2 and {*merge, "".join(merge)} <= ids.keys()
-
-
-def _added(vocabulary: BpeVocabulary, ids: Sequence[int], *, special: bool) -> list[tokenizers.AddedToken]:
-    return [tokenizers.AddedToken(vocabulary.tokens[i], special=special, normalized=False) for i in ids]
-
-
-def _around(vocabulary: BpeVocabulary, source: TokenizerSource) -> processors.PostProcessor:
-    """Build the post-processor that adds the begin and end tokens requested by the metadata."""
-    begin = source.bos_token_id if source.add_bos else None
-    end = source.eos_token_ids[0] if source.add_eos and source.eos_token_ids else None
-    if any(i is not None and i >= len(vocabulary.tokens) for i in (begin, end)):
-        raise CorruptModel("the GGUF metadata names a begin or end token outside the vocabulary")
-    used = [(vocabulary.tokens[i], i) for i in dict.fromkeys((begin, end)) if i is not None]
-    parts = [
-        *([vocabulary.tokens[begin]] if begin is not None else []),
-        "$A",
-        *([vocabulary.tokens[end]] if end is not None else []),
-    ]
-    return processors.TemplateProcessing(single=parts, special_tokens=used)

@@ -12,7 +12,8 @@ from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer, _byte_alphabet
-from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerSource
+from lorasrv.text.gguf_vocabularies import BpeVocabulary
+from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
 NUM_BYTES = 248
 BOS, EOS, END_OF_TURN = range(NUM_BYTES, NUM_BYTES + 3)

@@ -12,7 +12,8 @@ from lorasrv.errors import ModelNotFound
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader.hf import read_spec
 from lorasrv.models.spec import SHAPES
-from lorasrv.text.tokenizer import BpeVocabulary, TokenizerJson, TokenizerSource
+from lorasrv.text.gguf_vocabularies import BpeVocabulary
+from lorasrv.text.tokenizer import TokenizerJson, TokenizerSource
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _STD = 0.02

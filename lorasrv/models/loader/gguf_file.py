@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.spec import ModelSpec
-from lorasrv.text.tokenizer import BpeVocabulary, TokenizerSource, adds_bos
+from lorasrv.text.gguf_vocabularies import BpeVocabulary, SentencePieceVocabulary
+from lorasrv.text.tokenizer import TokenizerSource
 
 BLOCK = 32
 
@@ -256,46 +257,77 @@ def _text(raw: bytes) -> str:
         raise CorruptModel("the GGUF file is damaged: a name is not UTF-8") from None
 
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Added tokens of Phi-3 that do not take the white space behind them; no file says it, and llama.cpp knows it, too."""
 
 
 def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = "") -> TokenizerSource:
-    """Return the tokenizer of a GGUF file.
+    """Describe a file's tokenizer, as far as it is there.
 
     Args:
         meta: the file's metadata.
         spec: what the metadata gives.
         file: the file's name, for messages.
     Raises:
-        UnsupportedModel, CorruptModel: it is not a byte-level BPE, or its description is damaged.
+        UnsupportedModel, CorruptModel: it is neither a byte-level BPE nor SentencePiece, or its description is damaged.
     """
     model = meta.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if model not in _VOCABULARIES:
         raise UnsupportedModel(
-            f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE); "
-            "serve the model from its Hugging Face directory"
+            f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE) and llama "
+            "(SentencePiece); serve the model from its Hugging Face directory"
         )
     tokens = _strings(meta, "tokens")
-    template, pre = meta.get("tokenizer.chat_template"), str(meta.get("tokenizer.ggml.pre", "default"))
+    template = meta.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise CorruptModel("the GGUF metadata has a chat_template that is no text")
-    types = _token_types(meta, len(tokens))
+    vocabulary = _VOCABULARIES[model](meta, tokens, _token_types(meta, len(tokens)))
     return TokenizerSource(
-        vocabulary=BpeVocabulary(
-            tokens=tokens,
-            merges=_strings(meta, "merges"),
-            pre=pre,
-            control=tuple(i for i, kind in enumerate(types) if kind == _CONTROL),
-            user_defined=tuple(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
-        ),
+        vocabulary=vocabulary,
         chat_template=template,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
-        add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", adds_bos(pre))),
+        add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", vocabulary.adds_bos)),
         add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
         special=_special_tokens(meta, tokens),
         file=file,
     )
+
+
+def _bpe(meta: Mapping[str, Any], tokens: tuple[str, ...], types: list[int]) -> BpeVocabulary:
+    pre = str(meta.get("tokenizer.ggml.pre", "default"))
+    added = _of_type(types, _CONTROL), _of_type(types, _USER_DEFINED)
+    return BpeVocabulary(tokens, _strings(meta, "merges"), pre, *added)
+
+
+def _sentence_piece(meta: Mapping[str, Any], tokens: tuple[str, ...], types: list[int]) -> SentencePieceVocabulary:
+    scores = meta.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or not all(type(score) is float for score in scores) or len(scores) != len(tokens):
+        raise CorruptModel("the GGUF metadata has no tokenizer.ggml.scores with a number for each token")
+    unknown, added = _of_type(types, _UNKNOWN), _of_type(types, _UNKNOWN, _CONTROL, _USER_DEFINED)
+    is_phi3 = meta.get("general.architecture") == "phi3"
+    return SentencePieceVocabulary(
+        tokens,
+        tuple(scores),
+        joined=_of_type(types, _NORMAL, _USER_DEFINED),
+        control=(*unknown, *_of_type(types, _CONTROL)),
+        user_defined=_of_type(types, _USER_DEFINED),
+        unknown_id=next(iter(unknown), None),
+        stripping=tuple(i for i in added if is_phi3 and tokens[i] not in _PHI3_PLAIN),
+        adds_space_prefix=bool(meta.get("tokenizer.ggml.add_space_prefix", True)),
+    )
+
+
+_VOCABULARIES: Mapping[Any, Callable[..., BpeVocabulary | SentencePieceVocabulary]] = {
+    "gpt2": _bpe,
+    "llama": _sentence_piece,
+}
+"""By tokenizer.ggml.model."""
+
+
+def _of_type(types: list[int], *wanted: int) -> tuple[int, ...]:
+    return tuple(i for i, kind in enumerate(types) if kind in wanted)
 
 
 def _token_types(meta: Mapping[str, Any], num_tokens: int) -> list[int]:

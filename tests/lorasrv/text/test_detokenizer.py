@@ -7,7 +7,8 @@ from tiny_tokenizers import sentencepiece
 
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer, _byte_alphabet
-from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerSource
+from lorasrv.text.gguf_vocabularies import BpeVocabulary
+from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
 IDS = st.lists(st.integers(0, 49_500), max_size=40)
 WORDS = (*"abcdefgh.한", "▁ab", "<0xZZ>")

@@ -15,8 +15,9 @@ from adapter_store.errors import AdapterInvalid
 from adapter_store.spec import AdapterKey, AddedToken
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.text import own_tokenizers
+from lorasrv.text.gguf_vocabularies import BpeVocabulary
 from lorasrv.text.own_tokenizers import OwnTokenizers, added_tokens
-from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerJson, TokenizerSource
+from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 MIA, BOB, PLAIN = AdapterKey("a" * 64), AdapterKey("b" * 64), AdapterKey("c" * 64)
 MOOD, SAD = AddedToken(384, "<mood>"), AddedToken(385, "<|sad|>", special=True, normalized=False)

@@ -18,7 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
 from lorasrv.models.loader import Checkpoint
 from lorasrv.models.loader.locate import builtin_file, read_tokenizer
-from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerJson, TokenizerSource
+from lorasrv.text.gguf_vocabularies import BpeVocabulary
+from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 Tiny = dict[str, Callable[..., Path]]
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -87,7 +88,13 @@ DIGIT_TOKENS = ("12", "123", "1234", "45")
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
-    [("gpt-2", ["1234", "5"]), ("llama-bpe", ["123", "45"]), ("qwen2", list("12345")), ("smollm", list("12345"))],
+    [
+        ("gpt-2", ["1234", "5"]),
+        ("llama-bpe", ["123", "45"]),
+        ("qwen2", list("12345")),
+        ("smollm", list("12345")),
+        ("tekken", list("12345")),
+    ],
 )
 def test_pre_tokenizer_kinds_split_digits_in_their_own_ways(pre: str, pieces: list[str]) -> None:
     tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary(pre, *DIGIT_TOKENS, merges=DIGIT_MERGES)))
@@ -99,6 +106,13 @@ def test_llama3_takes_whole_words_before_merging() -> None:
     whole, plain = (Tokenizer.from_source(TokenizerSource(vocabulary(pre, "xyz"))) for pre in ("llama-bpe", "gpt-2"))
     assert [whole.token(i) for i in whole.encode("xyz")] == ["xyz"]
     assert len(plain.encode("xyz")) == 3
+
+
+def test_tekken_begins_words_at_capitals() -> None:
+    tokenizer = Tokenizer.from_source(
+        TokenizerSource(vocabulary("tekken", "aB", "Ba", "BB", merges=("a B", "B a", "B B")))
+    )
+    assert [tokenizer.token(i) for i in tokenizer.encode("aBBaB")] == ["a", "B", "Ba", "B"]
 
 
 def test_qwen2_composes_characters() -> None:
@@ -120,7 +134,11 @@ def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool)
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        (vocabulary("tekken"), UnsupportedModel, "pre-tokenizer 'tekken' .*known: gpt-2, llama-bpe, qwen2, smollm"),
+        (
+            vocabulary("viking"),
+            UnsupportedModel,
+            "pre-tokenizer 'viking' .*known: gpt-2, llama-bpe, qwen2, tekken, smollm",
+        ),
         *(
             (vocabulary("gpt-2", "ab", merges=("a b", merge)), CorruptModel, rf"tokens; number 1, '{merge}', is")
             for merge in ("zz yy", "b", "a b ab", "b a")

@@ -1,0 +1,138 @@
+"""SentencePiece vocabularies of GGUF files: texts become the tokens that the sentencepiece library makes of them."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorasrv.errors import CorruptModel
+from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
+from lorasrv.models.spec import ModelSpec
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.tokenizer import Tokenizer
+
+SPEC = ModelSpec("llama", 1, 8, 16, 2, 1, 4, 400, 64, 1e-5, eos_token_ids=(2,), bos_token_id=1)
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+DOCS = (Path(__file__), Path(__file__).parents[3] / "README.md")
+PIECES = [
+    "a",
+    " ",
+    "  ",
+    "▁",
+    "the ",
+    "<table>",
+    "\n",
+    "\t",
+    "1234",
+    "é",
+    "日本",
+    "🙂",
+    "don't",
+    "<0x41>",
+    "ing",
+    "\u0301",
+]
+
+
+def trained(corpus: Iterable[str], **options: Any) -> sentencepiece.SentencePieceProcessor:
+    """A model that keeps every character of a text, as those of language models do."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in corpus for line in text.splitlines() if line]),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=1000,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        character_coverage=0.98,
+        minloglevel=2,
+        **options,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+def metadata(model: sentencepiece.SentencePieceProcessor, adds_space_prefix: bool = True) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a model."""
+
+    def type_of(i: int) -> int:
+        kinds = {UNKNOWN: model.is_unknown, CONTROL: model.is_control, BYTE: model.is_byte}
+        found = next((kind for kind, asks in kinds.items() if asks(i)), 1)
+        return USER_DEFINED if model.id_to_piece(i) == "<table>" else found
+
+    ids = range(model.vocab_size())
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": [type_of(i) for i in ids],
+        "tokenizer.ggml.add_space_prefix": adds_space_prefix,
+    }
+
+
+def read(meta: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_source(gguf_tokenizer_source(meta, SPEC))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
+def pair(request: pytest.FixtureRequest, corpus: list[str]) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
+    """The library's model and the tokenizer of its GGUF file: with a blank before each text, as Llama 2 and Mistral
+    have it, and without, as Gemma."""
+    model = trained(
+        [*corpus, *map(Path.read_text, DOCS)], add_dummy_prefix=request.param, user_defined_symbols=["<table>"]
+    )
+    return model, read(metadata(model, request.param))
+
+
+def check(model: sentencepiece.SentencePieceProcessor, tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert [tokenizer.token(i) for i in ids] == [model.id_to_piece(i) for i in model.encode(text)], text
+    assert tokenizer.decode(ids) == model.decode(ids)
+    stream = Detokenizer(tokenizer)
+    assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_texts_have_the_tokens_of_sentencepiece(pair: Any, corpus: list[str]) -> None:
+    model, tokenizer = pair
+    for text in [*corpus, *PIECES, " a", "a  b   c", "x\n\n\ny"]:
+        if not any(part in text for part in ("<table>", "<s>", "</s>", "<unk>")):
+            check(model, tokenizer, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([piece for piece in PIECES if piece != "<table>"]) | st.text(max_size=4), max_size=8))
+def test_any_text_has(pair: Any, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    if text and not any(part in text for part in ("<table>", "<s>", "</s>", "<unk>", "\0")):
+        check(*pair, text)
+
+
+def test_added_tokens_are_found_in_texts_and_begin_them(pair: Any) -> None:
+    model, tokenizer = pair
+    table, unknown = model.piece_to_id("<table>"), model.unk_id()
+    ids = tokenizer.encode("a<table>b</s>")
+    assert (ids[0], ids.count(table), ids[-1]) == (1, 1, 2)
+    assert tokenizer.special_ids == {unknown, 1, 2}
+    assert tokenizer.added_tokens == {"<unk>": True, "<s>": True, "</s>": True, "<table>": False}
+
+
+def test_added_tokens_of_phi3_take_the_white_space_behind_them(pair: Any) -> None:
+    model, _ = pair
+    for architecture, is_taken in (("phi3", True), ("llama", False)):
+        tokenizer = read(metadata(model, adds_space_prefix=False) | {"general.architecture": architecture})
+        bare = tokenizer.encode("<table>a", add_special_tokens=False)
+        assert (tokenizer.encode("<table> \n a", add_special_tokens=False) == bare) is is_taken
+        assert tokenizer.encode("<s> a", add_special_tokens=False) != tokenizer.encode("<s>a", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000])
+def test_scores_that_do_not_fit(pair: Any, scores: object) -> None:
+    model, _ = pair
+    with pytest.raises(CorruptModel, match=r"no tokenizer\.ggml\.scores with a number for each token"):
+        read(metadata(model) | {"tokenizer.ggml.scores": scores})
