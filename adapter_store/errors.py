@@ -217,7 +217,7 @@ class NotComposable(AdapterError, ValueError):
 
 
 class QuotaExceeded(AdapterError):
-    """Report an exceeded quota. Nothing changed. `quota` is the option's name with underscores."""
+    """Report an exceeded quota. Nothing changed. `quota` is the option's name with underscores, if it has an option."""
 
     def __init__(self, quota: str, what: str, *, used: int, wanted: int, allowed: int) -> None:
         super().__init__(

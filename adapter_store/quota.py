@@ -1,11 +1,14 @@
 """Limits on what may be stored, in total and per principal. Only what versions refer to counts."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from adapter_store.errors import QuotaExceeded
 
 ANONYMOUS = "anonymous"
+MAX_PER_ID = 1000
+"""Most versions of an id, and most aliases: each change of the id reads and hashes all of them."""
 SHARED_QUOTAS = frozenset({"store_bytes", "max_adapters"})
 """Names of the quotas that all principals share."""
 
@@ -56,9 +59,9 @@ class UsageTotals:
 
 @dataclass(frozen=True, slots=True)
 class StoreQuota:
-    """Limit versions and bytes of weights, in total and per principal; None means no limit.
+    """Limit versions and bytes of weights, in total and per principal, and both versions and aliases of each id.
 
-    `bytes_limit` is the name under which the principal's byte limit is reported.
+    None means no limit. `bytes_limit` is the name under which the principal's byte limit is reported.
     """
 
     max_adapters: int | None = None
@@ -66,6 +69,7 @@ class StoreQuota:
     max_adapters_per_key: int | None = None
     store_bytes_per_key: int | None = None
     bytes_limit: str = "store_bytes_per_key"
+    max_per_id: int = MAX_PER_ID
 
     def with_bytes(self, max_bytes: int | None) -> "StoreQuota":
         """Return the quota for a principal with a byte limit of its own; None keeps the common limit."""
@@ -95,6 +99,15 @@ class StoreQuota:
             if max_bytes is not None and new.bytes > max(max_bytes, old.bytes):
                 quota = "store_bytes" if owner is None else self.bytes_limit
                 _refuse(quota, "bytes of weights", old.bytes, new.bytes, max_bytes)
+
+    def check_of_id(self, adapter_id: str, what: str, old: Collection[object], new: Collection[object]) -> None:
+        """Check that an id may have these versions or aliases in place of `old`; it keeps those it has, however many.
+
+        Raises:
+            QuotaExceeded: they are too many.
+        """
+        if len(new) > max(self.max_per_id, len(old)):
+            _refuse("max_per_id", f"{what} of {adapter_id!r}", len(old), len(new), self.max_per_id)
 
     def _limits(self, owner: str | None) -> tuple[int | None, int | None]:
         if owner is None:

@@ -17,10 +17,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from adapter_store.composition import Compositions
 from adapter_store.errors import (
@@ -304,7 +303,7 @@ class AdapterStore:
             AdapterChanged: the id is not in one of the states of `if_match`.
             AdapterInvalid: with every problem found.
             AdapterCorrupt: the disk returned other bytes than were uploaded.
-            QuotaExceeded: the principal, or the store, would exceed a limit.
+            QuotaExceeded: the principal, the store or the id would exceed a limit.
             StoreFull, StoreUnusable: the disk refused.
         """
         self._check_owner()
@@ -362,12 +361,27 @@ class AdapterStore:
             return self._add_version(name, upload, defaults=defaults, alias=alias, principal=principal, quota=quota)
 
     def _add_version(
-        self, name: AdapterId, upload: Upload | None, *, principal: str, quota: StoreQuota, **options: Any
+        self,
+        name: AdapterId,
+        upload: Upload | None,
+        *,
+        alias: str | None,
+        principal: str,
+        quota: StoreQuota,
+        defaults: str,
     ) -> Registration:
         weights = ("", 0) if upload is None else (upload.content.weights_digest, upload.report.weights_bytes)
-        admit = partial(quota.check, self._usage, principal, *weights)
+        known = self._names.find(name)
+        versions, aliases = ((), {}) if known is None else (known.versions, known.aliases)
+        if alias is not None:
+            quota.check_of_id(name, "aliases", aliases, {*aliases, alias})
+
+        def admit() -> None:
+            quota.check_of_id(name, "versions", versions, (*versions, None))
+            quota.check(self._usage, principal, *weights)
+
         version, created, record = self._index.add_version(
-            name, upload, time.time(), principal=principal, admit=admit, **options
+            name, upload, time.time(), defaults=defaults, alias=alias, principal=principal, admit=admit
         )
         if created:
             self._usage.add(principal, *weights)
@@ -439,6 +453,7 @@ class AdapterStore:
             VersionNotFound: it has no such version.
             InvalidAlias: an alias's name or target is invalid.
             AdapterChanged: the id is not in one of the states of `if_match`.
+            QuotaExceeded: it would have too many aliases.
             StoreFull, StoreUnusable: the disk refused; nothing changed.
         """
         change.check()
@@ -447,6 +462,7 @@ class AdapterStore:
             record = self.get(adapter_id)
             check_preconditions(adapter_id, record, if_match)
             change.check_versions(record)
+            self.quota.check_of_id(adapter_id, "aliases", record.aliases, change.aliases_after(record))
             changed = self._index.change(record.adapter_id, change)
             self._names.replace(record.adapter_id, changed)
             return changed

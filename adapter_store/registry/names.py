@@ -3,7 +3,6 @@
 The dictionary is replaced, never changed; the caller that replaces it holds the store's lock.
 """
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 
 from adapter_store.errors import AdapterNotFound, IdExpected, InvalidAlias, StoreUnusable, VersionNotFound
@@ -134,7 +133,7 @@ class Names:
 
     def _alias(self, reference: str, record: AdapterRecord, alias: str) -> Shares:
         if alias not in record.aliases:
-            near = difflib.get_close_matches(alias, list(record.aliases), NEAR_NAMES - 1)
+            near = near_names(alias, record.aliases)[: NEAR_NAMES - 1]
             raise AdapterNotFound(reference, (*(f"{record.adapter_id}:{name}" for name in near), record.adapter_id))
         return record.aliases[alias]
 

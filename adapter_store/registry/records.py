@@ -1,6 +1,7 @@
 """Records that the store returns about an id, and the changes it accepts, as frozen data."""
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -67,7 +68,8 @@ class AdapterRecord:
 
     def version(self, number: int) -> VersionRecord | None:
         """Return a version by number, or None."""
-        return next((v for v in self.versions if v.version == number), None)
+        at = bisect_left(self.versions, number, key=lambda v: v.version)
+        return self.versions[at] if at < len(self.versions) and self.versions[at].version == number else None
 
     def aliases_of(self, versions: Collection[int]) -> tuple[str, ...]:
         """Return the aliases that point to any of these versions, including those with a share only."""
@@ -113,6 +115,11 @@ class Change:
             check_alias(alias)
             if target is not None:
                 check_shares(alias, target)
+
+    def aliases_after(self, record: AdapterRecord) -> Collection[str]:
+        """Return the names of the aliases that a record has with the change."""
+        removed = {alias for alias, target in self.aliases.items() if target is None}
+        return (record.aliases.keys() | self.aliases.keys()) - removed
 
     def check_versions(self, record: AdapterRecord) -> None:
         """Check that the versions of the change exist.

@@ -10,10 +10,11 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from adapter_store.errors import InvalidAlias, show_name
+from adapter_store.quota import MAX_PER_ID
 from adapter_store.registry.records import Change
 from adapter_store.registry.references import AliasTarget, target_from_json
 from adapter_store.spec import BF16
-from api.schemas.base import Body, ClosedBody, Items, KnownBody
+from api.schemas.base import Body, ClosedBody, Items, KnownBody, at_most
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits, InvalidRequest
 from lorasrv.offline.verify.job import MAX_PROMPTS
@@ -93,7 +94,7 @@ class AdapterPatch(ClosedBody):
 
     pinned: bool | None = None
     limits: LimitsBody | None = None
-    aliases: dict[str, Any] | None = None
+    aliases: Annotated[dict[str, Any], at_most(MAX_PER_ID)] | None = None
     version: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
     def wanted(self) -> Change | None:

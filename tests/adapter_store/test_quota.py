@@ -7,6 +7,7 @@ from store_kit import BASE, add, blobs, build, put
 
 from adapter_store.errors import QuotaExceeded
 from adapter_store.quota import StoreQuota, Usage
+from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 
 
@@ -87,3 +88,37 @@ class TestQuotas:
             with pytest.raises(QuotaExceeded, match="store_bytes_per_key"):
                 add(store, "a9", 9, principal="ann")
             assert store._usage.of("ann").versions == 1
+
+    def test_versions_of_one_id(self, tmp_path: Path) -> None:
+        with self.open(tmp_path, max_per_id=2) as store:
+            add(store, "mia", 0)
+            store.register_defaults("mia", '{"system": "a"}')
+            store.register_defaults("mia", '{"system": "a"}', alias="prod")
+            with pytest.raises(
+                QuotaExceeded, match=r"2 versions of 'mia' are stored, 1 more would be 3, 2 are allowed"
+            ):
+                store.register_defaults("mia", '{"system": "b"}')
+            with pytest.raises(QuotaExceeded, match=r"\(max_per_id\)"):
+                add(store, "mia", 1)
+            assert (len(store.get("mia").versions), len(blobs(store))) == (2, 1)
+            add(store, "zoe", 1)
+            store.delete("mia@1")
+            assert add(store, "mia", 1).ref.version == 3
+
+    def test_aliases_of_one_id(self, tmp_path: Path) -> None:
+        with self.open(tmp_path, max_per_id=2) as store:
+            add(store, "mia", 0)
+            before = store.change("mia", Change(aliases={"a": 1, "b": 1}))
+            with pytest.raises(QuotaExceeded, match=r"2 aliases of 'mia' are stored, 1 more would be 3"):
+                store.change("mia", Change(aliases={"c": 1}, limits={"weight": 2}))
+            with pytest.raises(QuotaExceeded, match="max_per_id"):
+                add(store, "mia", 1, alias="c")
+            assert store.get("mia") == before
+            store.change("mia", Change(aliases={"c": 1, "a": None}))
+            add(store, "mia", 1, alias="c")
+            add(store, "zoe", 0, alias="a")
+        with self.open(tmp_path, max_per_id=1) as store:
+            store.change("mia", Change(aliases={"c": 1, "b": 2}))
+            with pytest.raises(QuotaExceeded):
+                store.change("mia", Change(aliases={"d": 1, "c": None, "a": 1}))
+            assert list(store.change("mia", Change(aliases={"d": 1, "c": None})).aliases) == ["b", "d"]

@@ -228,7 +228,7 @@ PATCH: list[Row] = [
     *wrong("id", "x", pinned=True),
     *wrong("rollback", 0, pinned=True),
     *wrong("version", 0, pinned=True),
-    *wrong("aliases", ["prod"], [], pinned=True),
+    *wrong("aliases", ["prod"], [], {f"a{number}": 1 for number in range(1001)}, pinned=True),
     *(
         ({"limits": {name: value}, "pinned": True}, f"limits.{name}", ())
         for name, values in NO_LIMITS.items()

@@ -8,6 +8,7 @@ from store_kit import add, build, put
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.registry.near_names import NUM_COMPARED, near_names
+from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 
 MANY = [f"bot-{number:04d}" for number in range(5000)]
@@ -28,6 +29,16 @@ def test_few_are_compared_of_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(difflib, "get_close_matches", lambda word, names, n: compared.append(len(names)) or [])
     near_names("nobody", MANY)
+    assert compared == [NUM_COMPARED]
+
+
+def test_few_aliases_are_compared_of_thousands(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, "mia")
+    store.change("mia", Change(aliases=dict.fromkeys([*MANY[: 2 * NUM_COMPARED], "blackbeard"], 1)))
+    compared, compare = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args: compared.append(len(args[1])) or compare(*args))
+    with pytest.raises(AdapterNotFound, match=r"did you mean mia:blackbeard, mia\?"):
+        store.resolve("mia:blackbeart")
     assert compared == [NUM_COMPARED]
 
 
