@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class FileManager:
     """Own the files; `records` are ordered by age, oldest first.
 
     Args:
-        awaited: returns the principal and the expected bytes of each file that a running batch may still bring.
+        awaited: returns the principal and the reserved bytes of each file that an open batch may still bring.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class FileManager:
         most = self.bounds.max_file_bytes
         if announced > most + MAX_FORM_BYTES:
             raise ApiError(413, f"a file has at most {most} bytes", code="file_too_large", param="file")
-        self.check_room([announced], caller)
+        self.check_room(1, announced, caller)
         self._announced[caller.principal] += announced
         try:
             upload = await in_thread(Upload, self._folder, most)
@@ -213,8 +213,8 @@ class FileManager:
         age = min(age_s or self.bounds.max_age_s, self.bounds.max_age_s)
         return FileRecord(file_id, size, now, now + age, filename[:MAX_NAME_CHARS], purpose, principal)
 
-    def check_room(self, new: Sequence[int], caller: Caller, param: str = "file") -> None:
-        """Check that the caller may have further files of these bytes.
+    def check_room(self, num_files: int, num_bytes: int, caller: Caller, param: str = "file") -> None:
+        """Check that the caller may have so many further files and bytes.
 
         Raises:
             ApiError: 507.
@@ -222,17 +222,17 @@ class FileManager:
         limit, who = caller.limits.max_stored_bytes, caller.principal
         held = [*((record.principal, record.bytes) for record in self.records.values()), *self._awaited()]
         sizes = [size for principal, size in held if principal == who]
-        own, size = sum(sizes) + self._announced[who], sum(new)
-        if limit is not None and own + size > limit:
+        own = sum(sizes) + self._announced[who]
+        if limit is not None and own + num_bytes > limit:
             raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)", param)
         most_files, most_bytes = (most_of(n, who) for n in (self.bounds.max_files, self.bounds.max_total_bytes))
-        if len(sizes) + len(new) > most_files:
+        if len(sizes) + num_files > most_files:
             raise _full(f"there are {len(sizes)} files already, and {most_files} are allowed", param)
-        if own + size > most_bytes:
+        if own + num_bytes > most_bytes:
             raise _full(f"files have {own} bytes, and {most_bytes} are allowed", param)
         # The message does not reveal the usage of others.
         used = sum(size for _, size in held) + self._announced.total()
-        if len(held) + len(new) > self.bounds.max_files or used + size > self.bounds.max_total_bytes:
+        if len(held) + num_files > self.bounds.max_files or used + num_bytes > self.bounds.max_total_bytes:
             raise _full("there is no room among the files of all keys", param)
 
 

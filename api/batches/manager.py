@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,8 +23,18 @@ from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds, FileManager, KeyBounds, in_thread, new_file_id, unbroken
 from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
-from api.batches.records import BatchRecord, BatchStatus, FileRecord, problem
-from api.batches.results import LineReply, ResultSink, ResultsUnreadable, ScannedResults, Tally, recovered, refused
+from api.batches.records import BatchRecord, BatchStatus, problem
+from api.batches.result_room import ResultRoom
+from api.batches.results import (
+    LineReply,
+    Result,
+    ResultSink,
+    ResultsUnreadable,
+    ScannedResults,
+    Tally,
+    recovered,
+    refused,
+)
 from api.batches.runner import DEFAULT_CONCURRENCY, Ask, LineRunner, Sleep
 from api.batches.storage import BatchFolder
 from api.errors import ApiError
@@ -71,6 +82,7 @@ class BatchManager:
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tallies: dict[str, Tally] = {}
+        self._rooms = {record.id: ResultRoom(self._least_room(record)) for record in self._open()}
         self._tidying: asyncio.Task[None] | None = None
         # One cancel of a batch at a time: of two, the second would go back to a state that is over.
         self._cancelling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -137,7 +149,7 @@ class BatchManager:
             message = f"the file's purpose is {file.purpose}, and must be batch"
             raise ApiError(400, message, code="invalid_value", param="input_file_id")
         self._check_open(caller.principal)
-        self.files.check_room(_results_of(file), caller, "input_file_id")
+        self.files.check_room(2, file.bytes, caller, "input_file_id")
         now = int(self._clock())
         batch_id = f"batch_{secrets.token_hex(12)}"
         results = (new_file_id(), new_file_id())
@@ -147,10 +159,11 @@ class BatchManager:
         record = replace(record, principal=caller.principal, adapters=caller.adapters)
         # Registered before it is on disk, so that concurrent requests count it and keep its file.
         self.records[batch_id] = record
+        self._rooms[batch_id] = ResultRoom(file.bytes)
         try:
             await unbroken(in_thread(self._folder.write_batch, record))
         except Exception:
-            del self.records[batch_id]
+            del self.records[batch_id], self._rooms[batch_id]
             raise
         self._start(batch_id)
         return self.records[batch_id]
@@ -237,13 +250,24 @@ class BatchManager:
         return [record for record in self.records.values() if not record.state.is_over]
 
     def _needed(self) -> set[str]:
-        return {name for r in self._open() for name in (r.input_file_id, r.output_file, r.error_file)}
+        return {name for r in self._open() for name in (r.input_file_id, *_results_of(r))}
 
     def _awaited(self) -> Iterator[tuple[str, int]]:
-        """Yield the principal and the expected bytes of each file that an open batch may bring."""
+        """Yield the principal and the reserved bytes of each file that an open batch may still bring."""
         for record in self._open():
-            file = self.files.records.get(record.input_file_id)
-            yield from ((record.principal, size) for size in _results_of(file))
+            there = [self.files.records[name].bytes for name in _results_of(record) if name in self.files.records]
+            left = max(0, self._rooms[record.id].reserved - sum(there))
+            yield from ((record.principal, size) for size in (left, 0)[: 2 - len(there)])
+
+    def _least_room(self, record: BatchRecord) -> int:
+        """Return the bytes that are reserved for results at the start of the server."""
+        file = self.files.records.get(record.input_file_id)
+        return max(0 if file is None else file.bytes, self._written(record))
+
+    def _written(self, record: BatchRecord) -> int:
+        """Return the bytes of results on the disk."""
+        paths = map(self.files.path, _results_of(record))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     async def _tidy(self) -> None:
         while True:
@@ -268,6 +292,9 @@ class BatchManager:
         while not (record := self.records[batch_id]).state.is_over:
             try:
                 await self._steps[record.state](record)
+            except ApiError as full:
+                why = f"results have no room: {full.detail}; then send the lines without a result as a new batch"
+                await self._fail(batch_id, [problem(why, full.code)])
             except EngineDead:
                 _LOG.warning("batch %s is paused: the engine has ended", batch_id)
                 return
@@ -324,7 +351,8 @@ class BatchManager:
         async with self._looking:
             lines = await in_thread(scan, path, record.endpoint)
         tally = self._tallies[record.id] = found.tally()
-        with self._sink(record, tally) as sink:
+        self._rooms[record.id].used = await in_thread(self._written, record)
+        with self._sink(record, tally, partial(self._take_room, record)) as sink:
             ask, places = self._ask_as(record.caller), self._bounds_of(record.principal).places
 
             async def ask_in_turn(url: str, body: Mapping[str, Any]) -> LineReply:
@@ -334,6 +362,14 @@ class BatchManager:
             runner = LineRunner(ask_in_turn, sink, slots=places, concurrency=self._concurrency, sleep=self._sleep)
             await runner.run(pending_lines(path, record.endpoint, lines, found.keys))
 
+    def _take_room(self, record: BatchRecord, num_bytes: int) -> None:
+        """Count results that are about to be written.
+
+        Raises:
+            ApiError: 507, the key has no room for them.
+        """
+        self._rooms[record.id].take(num_bytes, lambda more: self.files.check_room(0, more, record.caller))
+
     def _bounds_of(self, principal: str) -> KeyBounds:
         if principal not in self._key_bounds:
             self._key_bounds[principal] = KeyBounds(asyncio.Semaphore(self._concurrency))
@@ -341,18 +377,32 @@ class BatchManager:
 
     async def _expire(self, record: BatchRecord) -> None:
         # Not cancellable: a concurrent cancel of the batch publishes the files.
-        await unbroken(in_thread(self._write_expired, record))
+        await unbroken(self._write_expired(record))
         await self._publish(record)
         await self._change(record.id, BatchStatus.EXPIRED)
 
-    def _write_expired(self, record: BatchRecord) -> None:
-        """Write an expiry result for each line without a result."""
+    async def _write_expired(self, record: BatchRecord) -> None:
+        """Write an expiry result for each line without a result.
+
+        Raises:
+            ApiError: 507, the key has no room for them.
+        """
+        late = await in_thread(self._late, record)
+        self._take_room(record, sum(len(result.data) for result in late))
+        await in_thread(self._add, record, late)
+
+    def _late(self, record: BatchRecord) -> list[Result]:
+        """Return an expiry result for each line without a result, after counting those on the disk."""
         found = self._found(record)
+        self._tallies[record.id], self._rooms[record.id].used = found.tally(), self._written(record)
         path = self.files.path(record.input_file_id)
-        tally = self._tallies[record.id] = found.tally()
-        with self._sink(record, tally) as sink:
-            for line in pending_lines(path, record.endpoint, scan(path, record.endpoint), found.keys):
-                sink.add(refused(line, "batch_expired", EXPIRED))
+        lines = pending_lines(path, record.endpoint, scan(path, record.endpoint), found.keys)
+        return [refused(line, "batch_expired", EXPIRED) for line in lines]
+
+    def _add(self, record: BatchRecord, results: list[Result]) -> None:
+        with self._sink(record, self._tallies[record.id]) as sink:
+            for result in results:
+                sink.add(result)
 
     async def _finish(self, record: BatchRecord) -> None:
         # Of what a disk has refused, some may be there, and half a line.
@@ -374,18 +424,18 @@ class BatchManager:
             self.records[batch_id] = replace(record, status=BatchStatus.FAILED.value, errors=tuple(problems))
 
     async def _publish(self, record: BatchRecord) -> None:
-        for file_id, what in ((record.output_file, "output"), (record.error_file, "error")):
+        for file_id, what in zip(_results_of(record), ("output", "error"), strict=True):
             await self.files.publish(file_id, f"{record.id}_{what}.jsonl", record.result_age_s, record.principal)
 
     def _found(self, record: BatchRecord) -> ScannedResults:
-        paths = [self.files.path(file_id) for file_id in (record.output_file, record.error_file)]
         try:
-            return recovered(*paths)
+            return recovered(*map(self.files.path, _results_of(record)))
         except ResultsUnreadable as error:
             raise RuntimeError(f"results of batch {record.id} are damaged: {error}") from None
 
-    def _sink(self, record: BatchRecord, tally: Tally) -> ResultSink:
-        return ResultSink(self.files.path(record.output_file), self.files.path(record.error_file), tally)
+    def _sink(self, record: BatchRecord, tally: Tally, admit: Callable[[int], None] = lambda _: None) -> ResultSink:
+        output, errors = map(self.files.path, _results_of(record))
+        return ResultSink(output, errors, tally, admit)
 
     async def _change(self, batch_id: str, status: BatchStatus, **changes: Any) -> None:
         """Write the record's next state to disk and then to memory, with its counts and time."""
@@ -396,15 +446,15 @@ class BatchManager:
         await unbroken(self._write(replace(self.records[batch_id], **changes)))
         if status.is_over:
             self._tallies.pop(batch_id, None)
+            self._rooms.pop(batch_id, None)
 
     async def _write(self, record: BatchRecord) -> None:
         await in_thread(self._folder.write_batch, record)
         self.records[record.id] = record
 
 
-def _results_of(file: FileRecord | None) -> tuple[int, int]:
-    """Return the expected bytes of the two files of a batch's results: as many as its input has."""
-    return (0 if file is None else file.bytes), 0
+def _results_of(record: BatchRecord) -> tuple[str, str]:
+    return record.output_file, record.error_file
 
 
 def _is_cancelled() -> bool:

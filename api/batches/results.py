@@ -11,7 +11,7 @@ import secrets
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -284,10 +284,16 @@ class ResultSink:
     """Write answers to one file and failures to another, or to the same one. Thread-safe.
 
     `add` buffers a result; `flush` writes and counts the buffered ones, with one fsync for many.
+
+    Args:
+        admit: called with the bytes of a result before it is added, which it is not if this raises.
     """
 
-    def __init__(self, output: Path, errors: Path, tally: Tally) -> None:
+    def __init__(
+        self, output: Path, errors: Path, tally: Tally, admit: Callable[[int], object] = lambda num_bytes: None
+    ) -> None:
         self.tally = tally
+        self._admit = admit
         self._kept: deque[Result] = deque()
         self._lock = threading.Lock()
         self._is_torn = False
@@ -306,6 +312,7 @@ class ResultSink:
                     file.close()
 
     def add(self, result: Result) -> None:
+        self._admit(len(result.data))
         self._kept.append(result)
 
     def flush(self) -> None:

@@ -217,14 +217,14 @@ async def test_cancelled_while_expired_results_are_written(manager, clients: int
     """A published file is complete: nothing is written to it any more, though two clients cancel."""
     writing, go_on = threading.Event(), threading.Event()
     batches = manager()
-    write = batches._write_expired
+    write = batches._add
 
-    def slowly(record: BatchRecord) -> None:
+    def slowly(*results: Any) -> None:
         writing.set()
         go_on.wait(10)
-        write(record)
+        write(*results)
 
-    batches._write_expired = slowly
+    batches._add = slowly
     file = await put(batches, content(20))
     record = await batches.create(file.id, URL, ("0h", 0))
     await asyncio.to_thread(writing.wait, 10)

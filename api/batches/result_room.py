@@ -1,0 +1,35 @@
+"""Room for the results of an open batch: as much as its input has bytes, and more as results come."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from api.errors import ApiError
+
+STEP_BYTES = 1 << 20
+"""What is reserved at a time where there is so much: each time, all files are counted."""
+
+
+@dataclass(slots=True)
+class ResultRoom:
+    """Count the bytes of a batch's results, and those that it may have. For the event loop."""
+
+    reserved: int
+    used: int = 0
+
+    def take(self, num_bytes: int, check_room: Callable[[int], object]) -> None:
+        """Count results that are about to be written, after reserving what they need more.
+
+        Args:
+            check_room: raises ApiError if there is no room for so many bytes beside what is reserved.
+
+        Raises:
+            ApiError: 507; nothing changed.
+        """
+        missing = self.used + num_bytes - self.reserved
+        if missing > 0:
+            try:
+                check_room(more := max(missing, STEP_BYTES))
+            except ApiError:
+                check_room(more := missing)
+            self.reserved += more
+        self.used += num_bytes
