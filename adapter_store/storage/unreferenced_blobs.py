@@ -19,16 +19,20 @@ class UnreferencedBlobs:
         self._blobs = blobs
         self._is_referenced = is_referenced
         self._sizes: dict[str, int] = {}
+        # Files that have changed since they were counted.
+        self._changed: set[str] = set()
         self.num_bytes = 0
 
     def recount(self, names: Iterable[str]) -> None:
-        """Count these files as they are now.
+        """Count these files as they are now, and those that an earlier call could not count.
 
         Raises:
-            StoreUnusable: the disk refused to say.
+            StoreUnusable: the disk refused to say; the next call counts what is left.
         """
-        for name in names:
+        self._changed.update(names)
+        for name in list(self._changed):
             size = 0 if self._is_referenced(name) else self._blobs.size(name)
             self.num_bytes += size - self._sizes.pop(name, 0)
             if size:
                 self._sizes[name] = size
+            self._changed.remove(name)
