@@ -53,8 +53,9 @@ class UsageTotals:
             self._sharing[owner, digest] -= 1
             if is_last := not self._sharing[owner, digest]:
                 del self._sharing[owner, digest]
-            used = self.of(owner)
-            self._used[owner] = Usage(used.versions - 1, used.bytes - (num_bytes if is_last else 0))
+            used = self._used.pop(owner)
+            if used.versions > 1:
+                self._used[owner] = Usage(used.versions - 1, used.bytes - (num_bytes if is_last else 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class PendingUploads:
         self._on_stored = on_stored
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._awaited: Counter[str] = Counter()
-        self._in_progress: dict[str, list[BlobUpload]] = {}
+        self._in_progress: list[tuple[str, BlobUpload]] = []
 
     def open(self, digest: str, length: int, max_bytes: int | None, uploader: Uploader) -> BlobUpload:
         """Start an upload; weights that exist may always be sent again.
@@ -80,7 +80,8 @@ class PendingUploads:
             if not (uploader.is_known and self._blobs.exists(digest)):
                 self._check(length, max_bytes, uploader)
             upload = BlobUpload(self._blobs, digest, length, partial(self._stored, uploader.principal, length))
-            self._in_progress[uploader.principal] = [*self._by(uploader.principal), upload]
+            self._in_progress = [one for one in self._in_progress if not one[1].is_closed]
+            self._in_progress.append((uploader.principal, upload))
             return upload
 
     def has_uploaded(self, principal: str, digest: str) -> bool:
@@ -148,17 +149,16 @@ class PendingUploads:
             self._forget(next(iter(self._sent)))
         return self._sent
 
-    def _by(self, principal: str) -> list[BlobUpload]:
-        """Return a principal's uploads in progress."""
-        return [upload for upload in self._in_progress.pop(principal, ()) if not upload.is_closed]
-
     def _check(self, length: int, max_bytes: int | None, uploader: Uploader) -> None:
         if max_bytes is not None:
             sent = sum(length for _, length in self._blobs.in_progress()) + self._unreferenced.num_bytes
             _refuse_above("store_bytes", sent, length, max_bytes)
         if uploader.max_bytes is not None:
-            in_progress = self._in_progress[uploader.principal] = self._by(uploader.principal)
-            sent = sum(upload.length for upload in in_progress)
+            sent = sum(
+                upload.length
+                for principal, upload in self._in_progress
+                if principal == uploader.principal and not upload.is_closed
+            )
             sent += sum(
                 one.length for (principal, _), one in self._sent_lately().items() if principal == uploader.principal
             )

@@ -264,7 +264,7 @@ MAX_AT_A_TIME = 4
 """Concurrently running batches per key."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class KeyBounds:
     """Bound the batches of one key: lines that may not run yet hold their memory for long, and must not take that of
     others.

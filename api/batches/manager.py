@@ -77,7 +77,8 @@ class BatchManager:
         self._sleep = sleep
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        self._key_bounds: dict[str, KeyBounds] = {}
+        # While batches of the key run.
+        self._key_bounds: WeakValueDictionary[str, KeyBounds] = WeakValueDictionary()
         # Check one file at a time: that may take seconds, and there are few threads.
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -332,9 +333,10 @@ class BatchManager:
 
     async def _ask_all(self, record: BatchRecord) -> None:
         window = asyncio.timeout(max(0.0, record.expires_at - self._clock()))
+        bounds = self._key_bounds.setdefault(record.principal, KeyBounds(asyncio.Semaphore(self._concurrency)))
         try:
-            async with window, self._bounds_of(record.principal).turns:
-                await self._ask_lines(record)
+            async with window, bounds.turns:
+                await self._ask_lines(record, bounds.places)
         except FileNotFoundError:
             await self._fail(record.id, [problem("the input file is gone", "file_not_found")])
             return
@@ -345,7 +347,7 @@ class BatchManager:
             return
         await self._change(record.id, BatchStatus.FINALIZING)
 
-    async def _ask_lines(self, record: BatchRecord) -> None:
+    async def _ask_lines(self, record: BatchRecord, places: asyncio.Semaphore) -> None:
         found = await in_thread(self._found, record)
         path = self.files.path(record.input_file_id)
         async with self._looking:
@@ -353,7 +355,7 @@ class BatchManager:
         tally = self._tallies[record.id] = found.tally()
         self._rooms[record.id].used = await in_thread(self._written, record)
         with self._sink(record, tally, partial(self._take_room, record)) as sink:
-            ask, places = self._ask_as(record.caller), self._bounds_of(record.principal).places
+            ask = self._ask_as(record.caller)
 
             async def ask_in_turn(url: str, body: Mapping[str, Any]) -> LineReply:
                 async with self._slots:
@@ -369,11 +371,6 @@ class BatchManager:
             ApiError: 507, the key has no room for them.
         """
         self._rooms[record.id].take(num_bytes, lambda more: self.files.check_room(0, more, record.caller))
-
-    def _bounds_of(self, principal: str) -> KeyBounds:
-        if principal not in self._key_bounds:
-            self._key_bounds[principal] = KeyBounds(asyncio.Semaphore(self._concurrency))
-        return self._key_bounds[principal]
 
     async def _expire(self, record: BatchRecord) -> None:
         # Not cancellable: a concurrent cancel of the batch publishes the files.

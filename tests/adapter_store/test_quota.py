@@ -122,3 +122,13 @@ class TestQuotas:
             with pytest.raises(QuotaExceeded):
                 store.change("mia", Change(aliases={"d": 1, "c": None, "a": 1}))
             assert list(store.change("mia", Change(aliases={"d": 1, "c": None})).aliases) == ["b", "d"]
+
+    def test_principals_that_have_nothing_any_more_are_forgotten(self, tmp_path: Path) -> None:
+        """A backend may make a key for each session."""
+        with self.open(tmp_path, store_bytes=1 << 20) as store:
+            for number in range(9):
+                data, principal = build.file(seed=number), f"session-{number}"
+                digest = put(store, data, principal)
+                store.register("mia", build.config(), digest, principal=principal)
+                store.delete("mia")
+            assert (len(store._usage._used), len(store.pending_uploads._in_progress)) == (0, 1)

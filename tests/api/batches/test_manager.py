@@ -317,6 +317,7 @@ async def test_a_key_over_its_limits_delays_no_other(root: Path, ask: Asked) -> 
     await asyncio.sleep(0.1)
     record = await batches.create(file.id, URL, DAY, caller=BOB)
     await finish(batches, record.id, 50)
+    assert "bob" not in batches._key_bounds, "nothing is kept of a key without batches"
 
 
 async def test_one_key_leaves_room_for_others(manager) -> None:
