@@ -1,8 +1,8 @@
 """Cache the keys of a running server in memory, always as current as the key store.
 
 SQLite's `data_version` (in shared memory) shows at each request whether another connection has changed the store, so a
-created or revoked key counts from the next request. All keys are read again only if one has changed: once a minute, the
-server itself writes when they were used.
+created or revoked key counts from the next request. Each key is read when it is first used, and again if one has
+changed: a backend may make one for each of its sessions. Once a minute, the server itself writes when they were used.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ import hmac
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ BUSY_MS = 50
 STALE_S = 2.0
 """Time for which cached keys stay valid while the store cannot be read."""
 NOTE_EVERY_S = 60.0
+_UNREADABLE = (AdapterError, sqlite3.ProgrammingError)
 _LOG = logging.getLogger(__name__)
 
 
@@ -79,9 +80,12 @@ class KeyCache:
         self._cluster = _own_key(cluster_secret, CLUSTER, Scope.REPLICATE)
         self._open_without_keys = open_without_keys
         self._used_s: dict[str, float] = {}
-        self._ended: set[str] = set()
+        # Names of keys that were used, until `take_ended` returns them.
+        self._active: set[str] = set()
         self._is_told = False
-        self._changes, self._num_changes, self._held = self._read()
+        # The number first: changes made in between are read again.
+        self._changes = self._book.changes()
+        self._read()
         self._read_s = time.monotonic()
 
     def is_open(self) -> bool:
@@ -90,7 +94,7 @@ class KeyCache:
             self._refresh()
         except KeysUnreadable:
             return False
-        return self._open_without_keys and not self._held
+        return self._open_without_keys and self._is_empty and not self._own
 
     def is_cluster(self, secret: str) -> bool:
         """Return whether this is the cluster's secret, by which its servers know each other."""
@@ -106,7 +110,7 @@ class KeyCache:
         """
         self._refresh()
         digest = digest_of(secret)
-        held = self._held.get(digest) or self._cluster.get(digest)
+        held = self._own.get(digest) or self._held.get(digest) or self._cluster.get(digest) or self._find(digest)
         if held is None or not hmac.compare_digest(held.digest, digest):
             raise KeyRefused(None)
         if held.key is not None:
@@ -116,6 +120,7 @@ class KeyCache:
             if held.ends_s is not None and held.ends_s <= now_s:
                 raise KeyRefused("replaced")
             self._used_s[held.key.name] = now_s
+            self._active.add(held.key.name)
         return held.caller
 
     def check(self, principal: str) -> None:
@@ -126,18 +131,23 @@ class KeyCache:
             KeysUnreadable.
         """
         self._refresh()
-        key = next((held.key for held in self._held.values() if held.key and held.key.name == principal), None)
-        if key is not None and (state := key.state(self._now())) != "active":
+        with _unreadable():
+            key = self._book.get(principal)
+        if key is None:
+            return
+        if (state := key.state(self._now())) != "active":
             raise KeyRefused(state)
+        self._active.add(principal)
 
     def take_ended(self) -> list[str]:
-        """Return the names of keys that have ended since the last call; none while the store cannot be read."""
-        with suppress(KeysUnreadable):
-            self._refresh()
-        now_s = self._now()
-        ended = {held.key.name for held in self._held.values() if held.key and held.key.state(now_s) != "active"}
-        new, self._ended = ended - self._ended, ended
-        return sorted(new)
+        """Return the names of keys that were used here and have ended since the last call; none while the store cannot
+        be read.
+        """
+        with suppress(KeysUnreadable), _unreadable():
+            ended = self._book.ended(self._active, self._now())
+            self._active -= ended
+            return sorted(ended)
+        return []
 
     async def keep_uses(self) -> None:
         """Write periodically when keys were used, until cancelled."""
@@ -167,9 +177,9 @@ class KeyCache:
         try:
             if (changes := self._book.changes()) != self._changes:
                 if self._book.num_changes() != self._num_changes:
-                    changes, self._num_changes, self._held = self._read()
+                    self._read()
                 self._changes = changes
-        except (AdapterError, sqlite3.ProgrammingError) as error:
+        except _UNREADABLE as error:
             if now_s - self._read_s > STALE_S:
                 if not self._is_told:
                     _LOG.error("keys cannot be checked, so that every request gets 503: %s", error)
@@ -178,16 +188,29 @@ class KeyCache:
             return
         self._read_s, self._is_told = now_s, False
 
-    def _read(self) -> tuple[int, int, Mapping[bytes, _Held]]:
-        # The numbers first: changes made in between are read again.
-        changes, num_changes = self._book.changes(), self._book.num_changes()
-        known = self._book.by_digest().items()
-        held = {digest: _Held(digest, key, _caller(key), ends_s) for digest, (key, ends_s) in known}
-        return changes, num_changes, {**held, **self._own}
+    def _read(self) -> None:
+        self._num_changes = self._book.num_changes()
+        self._is_empty = self._book.is_empty()
+        self._held: dict[bytes, _Held] = {}
+
+    def _find(self, digest: bytes) -> _Held | None:
+        with _unreadable():
+            found = self._book.find(digest)
+        if found is None:
+            return None
+        key, ends_s = found
+        caller = Caller(key.name, key.scopes, key.adapters, key.limits)
+        held = self._held[digest] = _Held(digest, key, caller, ends_s)
+        return held
 
 
-def _caller(key: Key) -> Caller:
-    return Caller(key.name, key.scopes, key.adapters, key.limits)
+@contextmanager
+def _unreadable() -> Iterator[None]:
+    """Raises: KeysUnreadable: the store cannot be read."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise KeysUnreadable(str(error)) from error
 
 
 def _own_key(secret: str | None, principal: str, scope: Scope) -> Mapping[bytes, _Held]:

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ _COUNTER = (
     ),
 )
 """Counts every change but those of `last_used_s`, whoever makes it."""
+_COLUMNS = "name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s"
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
 
 
@@ -78,7 +79,7 @@ def has_keys(root: Path) -> bool:
     if not (root / FILE).exists():
         return False
     with contextlib.closing(KeyStore(root)) as key_store:
-        return bool(key_store.all())
+        return not key_store.is_empty()
 
 
 class KeyStore:
@@ -158,27 +159,31 @@ class KeyStore:
     def all(self) -> list[Key]:
         """Return all keys there ever were, oldest first."""
         with _errors():
-            rows = self._db.execute(
-                "SELECT name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
-                "FROM keys ORDER BY created_s, name"
-            ).fetchall()
-            return [
-                Key(
-                    name,
-                    frozenset(Scope(scope) for scope in json.loads(scopes)),
-                    tuple(json.loads(adapters)),
-                    KeyLimits(**json.loads(limits)),
-                    *times,
-                )
-                for name, scopes, adapters, limits, *times in rows
-            ]
+            return [_key(row) for row in self._db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_s, name")]
 
-    def by_digest(self) -> dict[bytes, tuple[Key, float | None]]:
-        """Map the SHA-256 of each secret there ever was to its key, and to the secret's own end if there is one."""
-        with _errors(), self._reading():
-            keys = {key.name: key for key in self.all()}
-            secrets = self._db.execute("SELECT sha256, name, ends_s FROM secrets").fetchall()
-            return {digest: (keys[name], ends_s) for digest, name, ends_s in secrets}
+    def find(self, digest: bytes) -> tuple[Key, float | None] | None:
+        """Return the key of a secret by its SHA-256, and the secret's own end if there is one; None if unknown."""
+        query = f"SELECT ends_s, {_COLUMNS} FROM secrets JOIN keys USING (name) WHERE sha256 = ?"
+        with _errors():
+            row = self._db.execute(query, (digest,)).fetchone()
+            return None if row is None else (_key(row[1:]), row[0])
+
+    def get(self, name: str) -> Key | None:
+        """Return the key of this name, or None."""
+        with _errors():
+            row = self._db.execute(f"SELECT {_COLUMNS} FROM keys WHERE name = ?", (name,)).fetchone()
+            return None if row is None else _key(row)
+
+    def ended(self, names: Iterable[str], now_s: float) -> set[str]:
+        """Return those of these names whose keys are revoked, or have expired at a time."""
+        query = "SELECT name FROM json_each(?) JOIN keys ON name = value WHERE revoked_s IS NOT NULL OR expires_s <= ?"
+        with _errors():
+            return {name for (name,) in self._db.execute(query, (json.dumps(list(names)), now_s))}
+
+    def is_empty(self) -> bool:
+        """Return whether there has never been a key."""
+        with _errors():
+            return self._db.execute("SELECT 1 FROM keys").fetchone() is None
 
     def create(
         self,
@@ -218,7 +223,7 @@ class KeyStore:
         """
         secret, now_s = new_secret(), time.time()
         with _errors(), self._transaction():
-            key = next((key for key in self.all() if key.name == name), None)
+            key = self.get(name)
             if key is None:
                 raise InvalidKey("NAME", f"there is no key named {name!r}")
             if (state := key.state(now_s)) != "active":
@@ -299,6 +304,13 @@ class KeyStore:
         # Checkpoint into the file itself, so that a copy of it alone is complete.
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _key(row: Sequence[Any]) -> Key:
+    """Return the key of a row of `_COLUMNS`."""
+    name, scopes, adapters, limits, *times = row
+    known = frozenset(map(Scope, json.loads(scopes)))
+    return Key(name, known, tuple(json.loads(adapters)), KeyLimits(**json.loads(limits)), *times)
 
 
 def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ def create(
     lasts_s = None if expires_in is None else duration("--expires-in", expires_in)
     patterns = tuple(part.strip() for text in adapters or ["*"] for part in text.split(",") if part.strip())
     with _changing(store) as key_store:
-        first = not key_store.all()
+        first = key_store.is_empty()
         try:
             key, secret = key_store.create(
                 name or new_name(), _scopes(scope), patterns, limits, None if lasts_s is None else time.time() + lasts_s

@@ -54,7 +54,7 @@ class TestKeyStore:
         key, secret = keys.create("alice", scopes, ("mia*", "bob"), limits, expires_s=5e9)
         assert KeyStore(tmp_path).all() == [key]
         assert (key.scopes, key.adapters, key.limits, key.expires_s) == (scopes, ("mia*", "bob"), limits, 5e9)
-        assert list(keys.by_digest()) == [digest_of(secret)]
+        assert keys.find(digest_of(secret)) == (key, None)
 
     def test_another_secret_for_the_same_key(self, keys, cache) -> None:
         key, first = keys.create("alice", INFER)
@@ -197,11 +197,41 @@ class TestKeyCache:
         assert keys.changes() == after, "no request came since"
         assert state(cache, secret) == "active", "its own write is no change of keys"
 
+    def test_a_key_for_each_session_costs_the_same_however_many_there_were(self, keys, cache) -> None:
+        """Of those that have ended, nothing is kept."""
+        spent: list[int] = []
+        cache._book._db.set_progress_handler(lambda: spent.append(1), 1)
+        for number in range(50):
+            before = len(spent)
+            _, secret = keys.create(f"session-{number}", INFER)
+            assert state(cache, secret) == "active"
+            keys.revoke(f"session-{number}")
+            assert state(cache, secret) == "revoked"
+            assert len(spent) - before < 500, "SQLite's instructions"
+            if number % 5 == 4:
+                ended = cache.take_ended()
+                assert ended == sorted(f"session-{n}" for n in range(number - 4, number + 1))
+        assert (len(cache._held), cache._active) == (1, set())
+
+    def test_those_that_have_ended_are_told_once_and_only_if_they_were_used(self, keys, cache, monkeypatch) -> None:
+        keys.create("unused", INFER, expires_s=2e9)
+        _, secret = keys.create("alice", INFER, expires_s=2e9)
+        keys.create("batch", INFER)
+        cache.check("batch")
+        state(cache, secret)
+        assert cache.take_ended() == []
+        monkeypatch.setattr("api.auth.key_cache.time.time", lambda: 2e9)
+        keys.revoke("batch")
+        assert cache.take_ended() == ["alice", "batch"]
+        with pytest.raises(KeyRefused):
+            cache.check("batch")
+        assert state(cache, secret) == "expired"
+        assert cache.take_ended() == []
+
     async def test_keys_are_read_again_only_if_one_has_changed(self, keys, cache, monkeypatch) -> None:
-        """Thousands of keys take a second, in which the server does nothing else."""
         reads = []
-        read = KeyStore.by_digest
-        monkeypatch.setattr(KeyStore, "by_digest", lambda self: reads.append(1) or read(self))
+        read = KeyStore.find
+        monkeypatch.setattr(KeyStore, "find", lambda self, digest: reads.append(1) or read(self, digest))
         _, secret = keys.create("mia", INFER)
         assert (state(cache, secret), len(reads)) == ("active", 1)
         await cache.write_uses()
@@ -285,7 +315,7 @@ class TestCommands:
         assert (key.limits, key.adapters) == (KeyLimits(6, 7, 2, 2 * 2**30), ("mia*", "bob", "x-?"))
         assert key.expires_s is not None
         assert round(key.expires_s - key.created_s) == 30 * 86_400
-        assert list(KeyStore(store).by_digest()) == [digest_of(secret)]
+        assert KeyStore(store).find(digest_of(secret)) == (key, None)
 
         listed = cli("key", "list", "--store", store)
         assert listed.out.splitlines()[1].split("\t")[:5] == [
@@ -317,7 +347,7 @@ class TestCommands:
         made = json.loads(cli("key", "create", "--store", tmp_path, "--json").out)
         assert made["name"].startswith("key-")
         assert (made["scopes"], made["adapters"], made["limits"], made["expires_s"]) == (["infer"], ["*"], {}, None)
-        assert digest_of(made["key"]) in KeyStore(tmp_path).by_digest()
+        assert KeyStore(tmp_path).find(digest_of(made["key"])) is not None
         assert "require a key" not in cli("key", "create", "--store", tmp_path).err, "that is news once"
 
     @pytest.mark.parametrize(
