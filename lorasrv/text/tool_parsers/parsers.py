@@ -7,6 +7,7 @@ tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 import json
 import re
+from bisect import bisect_left
 
 from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
 
@@ -120,6 +121,32 @@ class _Inside:
         return -1
 
 
+class _Ends:
+    """Find closing tags in what is left of an answer, by whether the number of quotes in front of them is even or
+    odd.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._quotes: list[int] = []
+        self._tags: tuple[list[int], list[int]] = [], []
+        for sign in _SIGNS.finditer(text):
+            if sign[0] == '"':
+                self._quotes.append(sign.start())
+            elif sign[0] == CLOSE:
+                self._tags[len(self._quotes) % 2].append(sign.start())
+
+    def find(self, begin: int) -> int:
+        """Return where the first closing tag is that stands in no string of JSON that begins at `begin`; else the first
+        one; -1 if there is none.
+        """
+        num_before = bisect_left(self._quotes, begin)
+        for tags in (self._tags[num_before % 2], self._tags[1 - num_before % 2]):
+            at = bisect_left(tags, begin)
+            if at < len(tags):
+                return tags[at]
+        return -1
+
+
 class TaggedReader:
     """Stream the text outside of tags, and return each call when its tag closes or the answer ends.
 
@@ -135,19 +162,6 @@ class TaggedReader:
         self._has_called = False
 
     def push(self, text: str) -> list[Part]:
-        return self._read(text, is_whole=False)
-
-    def flush(self) -> list[Part]:
-        parts = self._read("", is_whole=True)
-        if self._inside is not None:
-            parts += self._ended(self._inside.text, "")
-            self._inside, self._outside = None, ""
-            return parts
-        text, self._outside = self._outside, ""
-        return parts if self._has_called and not text.strip() else [*parts, *self._text(text)]
-
-    def _read(self, text: str, *, is_whole: bool) -> list[Part]:
-        """Return what is certain with this text; `is_whole` if it is the last one."""
         if self._inside is None:
             self._outside += text
         parts: list[Part] = []
@@ -157,24 +171,49 @@ class TaggedReader:
                 self._inside = _Inside()
                 parts += self._said(before, "")
             at = self._inside.find_end(text)
-            if at < 0 and is_whole:
-                # What looked like a string was none.
-                at = self._inside.text.find(CLOSE)
             if at < 0:
                 break
             inside, rest = self._inside.text[:at], self._inside.text[at + len(CLOSE) :]
             parts += self._ended(inside, CLOSE)
             self._outside, self._inside = rest, None
         if self._inside is None:
-            at = len(self._outside) - possible_beginning(self._outside, OPEN)
-            parts += self._said(self._outside[:at], self._outside[at:])
+            parts += self._said_all_but_tag(self._outside)
         return parts
+
+    def flush(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._inside is not None:
+            parts += self._read_whole(self._inside.text)
+            self._inside = None
+        text, self._outside = self._outside, ""
+        return parts if self._has_called and not text.strip() else [*parts, *self._text(text)]
+
+    def _read_whole(self, text: str) -> list[Part]:
+        """Return what stands behind an opening tag, up to the end of the answer: where every closing tag seems to stand
+        in a string, the first one ends it.
+        """
+        ends, parts, begin = _Ends(text), list[Part](), 0
+        while True:
+            end = ends.find(begin)
+            if end < 0:
+                return parts + self._ended(text[begin:], "")
+            parts += self._ended(text[begin:end], CLOSE)
+            behind, opening = end + len(CLOSE), text.find(OPEN, end)
+            if opening < 0:
+                return parts + self._said_all_but_tag(text[behind:])
+            parts += self._said(text[behind:opening], "")
+            begin = opening + len(OPEN)
 
     def _ended(self, inside: str, close: str) -> list[Part]:
         """Return the content of a tag, behind the white space in front of it if it is no call."""
         before, self._outside = self._outside, ""
         call = read_call(parse_json(inside.strip()), self._names, ("arguments", "parameters"))
         return self._text(before + OPEN + inside + close) if call is None else self._called(call)
+
+    def _said_all_but_tag(self, text: str) -> list[Part]:
+        """Return text outside of tags, but for what may be the beginning of one at its end."""
+        at = len(text) - possible_beginning(text, OPEN)
+        return self._said(text[:at], text[at:])
 
     def _said(self, text: str, held: str) -> list[Part]:
         """Return text outside of tags, but for white space at its end, which is held back with what follows."""

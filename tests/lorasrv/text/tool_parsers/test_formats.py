@@ -109,7 +109,7 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
 
 @settings(max_examples=300, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", *"{}x \n[<"])),
+    words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", *'{}x \n[<"\\'])),
     form=st.sampled_from([HERMES, LLAMA, MISTRAL]),
 )
 def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
@@ -122,6 +122,14 @@ def test_a_long_answer_of_closing_tags_is_looked_through_once() -> None:
     text = '{"name": "clock", "arguments": {"x": "' + "</tool_call>" * 4000 + '"}}'
     [call] = read(HERMES, ["<tool_call>", *re.split("(?<=>)", text), "</tool_call>"])
     assert call == ToolCall("clock", f'{{"x": "{"</tool_call>" * 4000}"}}')
+    assert time.process_time() - begun_s < 10
+
+
+def test_a_long_answer_of_calls_that_seem_to_stand_in_strings_is_looked_through_once() -> None:
+    """At its end, again for each of them: 128,000 characters took the event loop 18 s."""
+    begun_s = time.process_time()
+    text = '<tool_call>"</tool_call> "' * 10_000
+    assert read(HERMES, [text]) == [text]
     assert time.process_time() - begun_s < 10
 
 
