@@ -20,8 +20,10 @@ MIN_KEY_DIGITS = 12
 VERBS = frozenset({"warm", "verify", "snapshot"})
 BASE_ID = "base"
 """What statistics call the base."""
-RESERVED_IDS = VERBS | {BASE_ID}
-"""Ids that no adapter is given. A store of an earlier version may have an adapter `base`, which it keeps."""
+OTHERS = "other"
+"""What metrics call all adapters, and all keys, that have no series of their own."""
+RESERVED_IDS = VERBS | {BASE_ID, OTHERS}
+"""Ids that no adapter is given. A store of an earlier version may have adapters `base` and `other`, which it keeps."""
 ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
 ALIAS_RULE = f"{ID_RULE}, not only digits, neither {' nor '.join(sorted(VERBS))}"
 

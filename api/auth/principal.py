@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, Request
 
 from adapter_store.quota import ANONYMOUS
+from adapter_store.registry.references import OTHERS
 
 PREFIX = "lorasrv-"
 """Prefix of each generated secret, by which people and secret scanners recognise one."""
 API_KEY = "api-key"
 CLUSTER = "cluster"
-RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY, CLUSTER})
+RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY, CLUSTER, OTHERS})
 """Principals without a stored key: any client of a server without keys, the holder of `--api-key`, and other servers of
-the same cluster."""
+the same cluster; and what metrics call all keys that have no series of their own."""
 _ALPHABET = string.ascii_letters + string.digits
 _CHARS = 43  # log2(62 ** 43) = 256 bits
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

@@ -80,7 +80,7 @@ def test_versions_and_their_deletion(store: AdapterStore) -> None:
     assert add(store, "mia", 1).ref.version == 4
 
 
-@pytest.mark.parametrize("adapter_id", ["Mia", "../x", "tiny-llama", "warm", "base", "", "a@1", "a\n"])
+@pytest.mark.parametrize("adapter_id", ["Mia", "../x", "tiny-llama", "warm", "base", "other", "", "a@1", "a\n"])
 def test_refused_ids_leave_the_weights_alone(adapter_id: str, store: AdapterStore) -> None:
     digest = put(store, build.file())
     with pytest.raises(InvalidAdapterId):
@@ -89,21 +89,22 @@ def test_refused_ids_leave_the_weights_alone(adapter_id: str, store: AdapterStor
     assert blobs(store).keys() == {digest}
 
 
-def test_an_adapter_that_is_called_as_statistics_call_the_base_stays(store: AdapterStore) -> None:
+@pytest.mark.parametrize("name", ["base", "other"])
+def test_an_adapter_that_is_called_as_statistics_call_something_stays(store: AdapterStore, name: str) -> None:
     """Earlier versions let an adapter have that id."""
     mia = add(store, "mia").ref
     with store._lock:
-        store._index.add_version(AdapterId("base"), store._index.upload(mia.adapter_id, 1), 0.0)
+        store._index.add_version(AdapterId(name), store._index.upload(mia.adapter_id, 1), 0.0)
     store.close()
     with AdapterStore(store.root, BASE) as reopened:
-        assert reopened.resolve("base").key == mia.key
-        reopened.change("base", Change(aliases={"prod": 1}))
+        assert reopened.resolve(name).key == mia.key
+        reopened.change(name, Change(aliases={"prod": 1}))
         with pytest.raises(InvalidAdapterId, match="taken by the server") as refused:
-            add(reopened, "base", 1)
-        assert refused.value.suggestion == "base-adapter"
+            add(reopened, name, 1)
+        assert refused.value.suggestion == f"{name}-adapter"
         with pytest.raises(InvalidAdapterId):
-            reopened.register_defaults("base", "{}")
-        reopened.delete("base", force=True)
+            reopened.register_defaults(name, "{}")
+        reopened.delete(name, force=True)
 
 
 def test_an_invalid_adapter_leaves_nothing(store: AdapterStore) -> None:

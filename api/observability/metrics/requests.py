@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from adapter_store.registry.references import OTHERS
 from api.observability.access_middleware import RequestInfo
 from api.observability.metrics.engine import histogram
 from api.serving.served_engine import ServedEngine
@@ -29,7 +30,6 @@ DURATIONS = {
     "request": ("e2e_seconds", "Time from arrival to the last token"),
 }
 MAX_KEYS = 200
-OTHER = "other"
 
 
 class TrafficCollector(Collector):
@@ -74,7 +74,7 @@ class HttpFigures(Collector):
             self._seconds[seen.route] = Histogram()
         self._seconds[seen.route].add(seen.seconds)
         key = seen.principal
-        self._keys[key if key in self._keys or len(self._keys) < MAX_KEYS else OTHER] += 1
+        self._keys[key if key in self._keys or len(self._keys) < MAX_KEYS else OTHERS] += 1
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -163,11 +163,11 @@ class TopAdapters(Collector):
         self._scores: dict[str, float] = {}
 
     def on_request_finished(self, request: FinishedRequestStats) -> None:
-        """Count a finished request, except for the base's. An id spelled like `OTHER` counts there."""
+        """Count a finished request, except for the base's. An adapter `other` of an earlier version counts there."""
         name = request.adapter_id
         if not name:
             return
-        if name == OTHER:
+        if name == OTHERS:
             self._other.add(request)
             return
         # Newer requests weigh more, which avoids reducing the weight of all older ones.
@@ -184,7 +184,7 @@ class TopAdapters(Collector):
         self._shown.get(name, self._other).add(request)
 
     def collect(self) -> Iterator[Metric]:
-        rows = {**self._shown, OTHER: self._other}
+        rows = {**self._shown, OTHERS: self._other}
         counted = {
             "requests": "Finished requests",
             "prompt_tokens": "Prompt tokens of answered requests",

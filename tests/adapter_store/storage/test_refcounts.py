@@ -45,11 +45,11 @@ def during_commit(
 def test_holding_one_adapter_never_waits_for_what_is_done_to_another(action: str, store: AdapterStore) -> None:
     """Every request takes a hold when it is admitted."""
     key = add(store, "resident", 1).ref.key
-    add(store, "other", 2)
+    add(store, "mia", 2)
     actions: dict[str, Callable[[], object]] = {
-        "register": lambda: add(store, "other", 3),
-        "change": lambda: store.change("other", Change(aliases={"prod": 1})),
-        "delete": lambda: store.delete("other"),
+        "register": lambda: add(store, "mia", 3),
+        "change": lambda: store.change("mia", Change(aliases={"prod": 1})),
+        "delete": lambda: store.delete("mia"),
     }
     with during_commit(store, actions[action]) as pool:
         assert pool.submit(store.hold, key).result(timeout=5).key == key

@@ -355,7 +355,7 @@ class TestCommands:
         [
             (["--scope", "root"], "--scope: 'root' is none of infer, upload, metrics, admin"),
             (["--name", "A/b"], "--name: 'A/b' is not a valid name of a key"),
-            (["--name", "cluster"], "; taken: anonymous, api-key, cluster"),
+            (["--name", "cluster"], "; taken: anonymous, api-key, cluster, other"),
             (["--adapters", "../x"], "--adapters: '../x' is not a pattern"),
             (["--adapters", ","], "--adapters: a key needs a pattern"),
             (["--stored-bytes", "lots"], "--stored-bytes 'lots' is not a size"),

@@ -153,7 +153,7 @@ class TestRegistering:
         opened = []
         open_blob = store.open_blob
         monkeypatch.setattr(store, "open_blob", lambda *a: opened.append(a) or open_blob(*a))
-        register(mia=mia, other=mia)
+        register(mia=mia, zoe=mia)
         assert opened == []
         [blob] = (store.root / "blobs" / "sha256").iterdir()
         for count, place in enumerate((-1, 0, 20), 1):

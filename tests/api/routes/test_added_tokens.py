@@ -132,7 +132,7 @@ def test_uploads(served: SimpleNamespace, folder: Path) -> None:
     """Without its tokenizer an adapter is refused, and so is one that does not extend the base's."""
     client = served.client
     with open_adapter_dir(folder) as peft, pytest.raises(Refused) as refused:
-        client.upload(peft, "other")
+        client.upload(peft, "zoe")
     assert "upload it with its tokenizer.json" in refused.value.problems[0]
     with open_adapter_dir(folder) as peft:
         own = client.with_tokenizer(peft)
@@ -144,7 +144,7 @@ def test_uploads(served: SimpleNamespace, folder: Path) -> None:
         described = json.loads(own.tokenizer)
         described["model"]["merges"].pop()
         with pytest.raises(Refused) as refused:
-            client.upload(replace(own, tokenizer=json.dumps(described).encode()), "other")
+            client.upload(replace(own, tokenizer=json.dumps(described).encode()), "zoe")
         assert "other merges" in refused.value.problems[0]
     assert not served.store.pending_uploads.has_uploaded("anonymous", hashlib.sha256(own.tokenizer).hexdigest())
     told = served.post(
