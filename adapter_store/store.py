@@ -38,7 +38,7 @@ from adapter_store.quota import ANONYMOUS, StoreQuota
 from adapter_store.registry.added_tokens import AddedTokens
 from adapter_store.registry.base_identity import BaseIdentity, bind_base
 from adapter_store.registry.content_reader import ContentReader
-from adapter_store.registry.feed import CONTENTS, FeedPage
+from adapter_store.registry.feed_page import CONTENTS, FeedPage
 from adapter_store.registry.garbage_collector import GarbageCollector
 from adapter_store.registry.index import Content, Index, Upload
 from adapter_store.registry.name_feed import Followed, NameFeed

@@ -10,74 +10,24 @@ pages begin again from the first id.
 import contextlib
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from adapter_store.errors import StoreUnusable
 from adapter_store.registry.database import SCHEMA_VERSION, Database, sql_errors
+from adapter_store.registry.feed_page import CONTENTS, TABLES, FeedPage, Position
 from adapter_store.spec import AdapterId
 
 PAGE_IDS = 1000
-_TABLES = ("adapters", "versions", "uploads", "personas", "owners", "verdicts", "aliases", "adapter_limits")
-"""Tables with rows of ids, in the order in which rows can be inserted."""
-CONTENTS = "contents"
-"""Table of the contents that rows of versions name."""
+PAGE_CHARS = 32 << 20
+"""Characters of texts after which a page names no more ids: both sides hold all of it in memory."""
+_CHARS_OF = """
+    (SELECT coalesce(sum(length(report) + 2 * length(config)), 0) FROM uploads WHERE adapter_id = changed.adapter_id)
+    + (SELECT coalesce(sum(length(defaults)), 0) FROM personas WHERE adapter_id = changed.adapter_id)
+"""
 _OF_IDS = "FROM last_versions JOIN {table} AS row USING (adapter_id) WHERE revision > ? AND revision <= ?"
 _FORGOTTEN = -1
 """Revision of the ids of a follower that the pages after a new beginning have not named yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Say how far a history was followed: up to this revision."""
-
-    history: str
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class FeedPage:
-    """Hold the rows of ids that changed, to be applied in one transaction."""
-
-    position: Position
-    # Layout of the rows.
-    layout: int
-    # Base that the adapters were checked for (`BaseIdentity.to_text`).
-    base: str
-    # Whether the pages begin again: ids that they do not name are gone.
-    is_first: bool
-    # Whether nothing had changed after it when it was read.
-    is_last: bool
-    # Id, its last version number and its revision.
-    ids: list[tuple[AdapterId, int, int]]
-    rows: Mapping[str, list[list[Any]]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Parse the output of `to_dict`.
-
-        Raises:
-            StoreUnusable: it is none, or of another layout.
-        """
-        try:
-            if values["layout"] != SCHEMA_VERSION:
-                raise StoreUnusable(
-                    f"the registry's rows have layout {values['layout']}, this lorasrv reads {SCHEMA_VERSION}; run the "
-                    "same version on both"
-                )
-            ids = [(AdapterId(name), int(version), int(revision)) for name, version, revision in values["ids"]]
-            rows = {table: list(values["rows"][table]) for table in (CONTENTS, *_TABLES)}
-            position = Position(str(values["position"]["history"]), int(values["position"]["revision"]))
-            flags = bool(values["is_first"]), bool(values["is_last"])
-            return cls(position, SCHEMA_VERSION, str(values["base"]), *flags, ids, rows)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreUnusable(f"the registry's answer is no page of changes: {error!r}") from None
 
 
 def is_followed(path: Path) -> bool:
@@ -161,14 +111,25 @@ class ChangeFeed(Database):
                 after, is_first = Position("", 0), True
             else:
                 is_first = False
-            query = (
-                "SELECT adapter_id, version, revision FROM last_versions WHERE revision > ? ORDER BY revision LIMIT ?"
-            )
-            ids = self._db.execute(query, (after.revision, limit)).fetchall()
+            ids = self._next_ids(after.revision, limit)
             upto = ids[-1][2] if ids else last
             position = Position(self._history_at(upto), upto)
             rows = self._rows(after.revision, upto)
         return FeedPage(position, SCHEMA_VERSION, self.base() or "", is_first, upto == last, ids, rows)
+
+    def _next_ids(self, after: int, limit: int) -> list[tuple[AdapterId, int, int]]:
+        query = (
+            f"SELECT adapter_id, version, revision, {_CHARS_OF} FROM last_versions AS changed WHERE revision > ? "
+            "ORDER BY revision LIMIT ?"
+        )
+        found: list[tuple[AdapterId, int, int]] = []
+        chars = 0
+        for adapter_id, version, revision, more in self._db.execute(query, (after, limit)):
+            chars += more
+            if found and chars > PAGE_CHARS:
+                break
+            found.append((adapter_id, version, revision))
+        return found
 
     def _rows(self, after: int, upto: int) -> dict[str, list[list[Any]]]:
         def read(select: str) -> list[list[Any]]:
@@ -176,7 +137,7 @@ class ChangeFeed(Database):
 
         versions = _OF_IDS.format(table="versions")
         contents = read(f"SELECT * FROM {CONTENTS} WHERE key IN (SELECT key {versions})")
-        return {CONTENTS: contents, **{of: read(f"SELECT row.* {_OF_IDS.format(table=of)}") for of in _TABLES}}
+        return {CONTENTS: contents, **{of: read(f"SELECT row.* {_OF_IDS.format(table=of)}") for of in TABLES}}
 
     def base(self) -> str | None:
         """Return the base that adapters were checked for, as given to `bind_base`; None if there is none."""
@@ -192,14 +153,15 @@ class ChangeFeed(Database):
             row = self._db.execute("SELECT history, revision FROM followed").fetchone()
         return Position(*row) if row is not None else None
 
-    def follow(self, page: FeedPage) -> None:
-        """Take over a page, in one transaction."""
+    @contextlib.contextmanager
+    def following(self, page: FeedPage) -> Iterator[None]:
+        """Take over a page, in one transaction that is committed at the end of the `with` block."""
         with self._transaction():
             if page.is_first:
                 self._db.execute("UPDATE last_versions SET revision = ?", (_FORGOTTEN,))
             self._delete_ids([name for name, _, _ in page.ids])
             self._insert("OR IGNORE", CONTENTS, page.rows[CONTENTS])
-            for table in _TABLES:
+            for table in TABLES:
                 self._insert("", table, page.rows[table])
             self._insert("OR REPLACE", "last_versions", page.ids)
             if page.is_last:
@@ -209,6 +171,7 @@ class ChangeFeed(Database):
                 self._db.executemany("DELETE FROM last_versions WHERE adapter_id = ?", [(name,) for name in gone])
             self._db.execute("DELETE FROM followed")
             self._insert("", "followed", [(page.position.history, page.position.revision)])
+            yield
 
     def mark_followed(self) -> None:
         """Make this index one that follows another, which it has not seen yet."""

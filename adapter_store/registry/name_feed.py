@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.registry.base_identity import BaseIdentity, check_same_base
-from adapter_store.registry.feed import CONTENTS, PAGE_IDS, FeedPage, Position
+from adapter_store.registry.feed import PAGE_IDS
+from adapter_store.registry.feed_page import CONTENTS, FeedPage, Position
 from adapter_store.registry.index import Index
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord
@@ -97,19 +98,19 @@ class NameFeed:
         Names change with the last page, all at once: before, some of what a page names may be older than the rest.
 
         Raises:
-            StoreUnusable: the adapters are for another base.
-            StoreFull: the disk refused; nothing changed.
+            StoreUnusable: the adapters are for another base, or the page cannot be what an index of them holds.
+            StoreFull: the disk refused. In every case nothing changed.
         """
         self._check_open()
         check_same_base(self._identity, page.base)
-        self._index.follow(page)
+        shown = -1 if page.is_first else self._shown
+        changed = self._follow(page, shown)
         # Before a name leads to them.
         self._refcounts.add([AdapterKey(key) for key, *_ in page.rows[CONTENTS]])
-        if page.is_first:
-            self._shown = -1
+        self._shown = shown
         if not page.is_last:
             return Followed()
-        changed = self._without_reserved(self._index.changed_since(self._shown))
+        changed = self._without_reserved(changed)
         if self._shown < 0:
             # From the beginning: what is gone has no row that says so.
             changed |= dict.fromkeys(self._names.records.keys() - changed.keys())
@@ -119,6 +120,18 @@ class NameFeed:
         keys = {v.key for name, left in gone.items() for v in before[name].versions if v.version in left}
         unnamed = frozenset(key for key in keys if key is not None and not self._index.is_named(key))
         return Followed(frozenset(changed), gone, unnamed)
+
+    def _follow(self, page: FeedPage, shown: int) -> dict[AdapterId, AdapterRecord | None]:
+        """Return what changed after the revision that is shown, or with a page that is not the last.
+
+        It is read before the page is committed: an index that cannot be read would not open again.
+        """
+        first = min((revision for _, _, revision in page.ids), default=0)
+        try:
+            with self._index.following(page):
+                return self._index.changed_since(shown if page.is_last else first - 1)
+        except (LookupError, TypeError, ValueError) as error:
+            raise StoreUnusable(f"the registry's changes cannot be read: {error!r:.300}") from None
 
     def _without_reserved(
         self, changed: Mapping[AdapterId, AdapterRecord | None]

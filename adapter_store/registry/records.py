@@ -60,7 +60,7 @@ class AdapterRecord:
         aliases: Mapping[str, Shares] | None = None,
     ) -> "AdapterRecord":
         """Build a record, with read-only mappings and its etag."""
-        key = next(v.key for v in versions if v.version == current_version)
+        key = {v.version: v.key for v in versions}[current_version]
         own = MappingProxyType(dict(limits or {}))
         names = MappingProxyType({alias: MappingProxyType(dict(to)) for alias, to in sorted((aliases or {}).items())})
         etag = _etag(adapter_id, current_version, versions, own, names)

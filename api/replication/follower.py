@@ -20,7 +20,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError, OriginUnreachable, StoreUnusable
-from adapter_store.registry.feed import FeedPage, Position
+from adapter_store.registry.feed_page import FeedPage, Position
 from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
 from api.replication.borrowing import BorrowingLimiter
@@ -68,8 +68,9 @@ def first_page(store: AdapterStore, client: RegistryClient) -> None:
         try:
             is_last = False
             while not is_last:
-                answer = await client.get(CHANGES, _asking(store.feed.position(), None, 0.0))
-                is_last = _apply(store, answer)[0].is_last
+                position = store.feed.position()
+                answer = await client.get(CHANGES, _asking(position, None, 0.0))
+                is_last = _apply(store, answer, position)[0].is_last
         finally:
             await client.close()
 
@@ -264,7 +265,7 @@ class Follower:
             if self._keys != known or await run_in_threadpool(self._store.feed.position) != position:
                 # Another question was faster.
                 return False
-            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer))
+            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer, position))
         self._history = page.position.history
         self._keys = self._keys if keys is None else keys
         if changed.ids and self._on_changed is not None:
@@ -310,7 +311,7 @@ class Follower:
         is_cut_off = True
         try:
             answer = await self.client.post(LEASE, said)
-            until_s = begun_s + float(answer["lease_s"])
+            until_s = begun_s + min(LEASE_S, float(answer["lease_s"]))
             self.registry_clock.on_answer(float(answer["now_s"]), begun_s)
             self._limiter.on_answer(answer["loans"], until_s)
             if self._shares is not None:
@@ -351,14 +352,24 @@ def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[
     return asked if keys is None else asked | {"keys": keys}
 
 
-def _apply(store: AdapterStore, answer: Mapping[str, Any]) -> tuple[FeedPage, Followed, str | None]:
-    """Take over a page, and the keys if they came with it; return the page, what changed, and the keys' digest."""
-    if "page" not in answer:
-        raise StoreUnusable("the registry's answer is no page of changes")
+def _apply(
+    store: AdapterStore, answer: Mapping[str, Any], position: Position | None
+) -> tuple[FeedPage, Followed, str | None]:
+    """Take over the page after a position, and the keys if they came with it; return the page, what changed, and the
+    keys' digest.
+    """
+    page = FeedPage.from_dict(answer.get("page"))
+    _check_goes_on(page, position)
     # Keys first: a name must not be seen with the keys of before.
     keys = None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
-    page = FeedPage.from_dict(answer["page"])
     return page, store.follow(page), keys
+
+
+def _check_goes_on(page: FeedPage, position: Position | None) -> None:
+    """Check that a page leads on from a position: one that does not, and is not the last, is asked for without end."""
+    is_older = not page.is_first and position is not None and page.position.revision < position.revision
+    if is_older or (page.position == position and not page.is_last):
+        raise StoreUnusable("the registry's changes do not go on from those that are here")
 
 
 def _keys_of(root: Path) -> str:

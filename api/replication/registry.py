@@ -12,7 +12,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import StoreFollows
-from adapter_store.registry.feed import Position
+from adapter_store.registry.feed_page import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.auth.principal import KeyLimits

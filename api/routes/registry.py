@@ -8,7 +8,7 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.registry.feed import Position
+from adapter_store.registry.feed_page import Position
 from api.asgi.json_body import JsonRoute
 from api.errors import ApiError
 from api.replication.loans import LoanQuestion

@@ -1,18 +1,21 @@
 """A follower shows what the owner shows, and nothing else; `test_store_machine.py` has it follow at random."""
 
+import copy
 import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from following import NearOrigin, catch_up, shown
 from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, build, put
 
-from adapter_store.errors import AdapterNotFound, OriginUnreachable, StoreFollows, StoreUnusable
-from adapter_store.registry.feed import FeedPage
+from adapter_store.errors import AdapterCorrupt, AdapterNotFound, OriginUnreachable, StoreFollows, StoreUnusable
+from adapter_store.registry import feed
+from adapter_store.registry.feed_page import FeedPage
 from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
@@ -251,6 +254,111 @@ def test_a_page_that_fails_changes_nothing(store: AdapterStore, follower: Adapte
     with pytest.raises(StoreUnusable):
         follower.follow(FeedPage.from_dict(page))
     assert (shown(follower), follower.feed.position()) == before
+
+
+WRONG_VALUES = [
+    None,
+    True,
+    -1,
+    2**63,
+    2**80,
+    float("nan"),
+    "",
+    "{}",
+    "[]",
+    '{"a":',
+    '{"a": "b"}',
+    "../x",
+    "\ud800",
+    [],
+    {},
+]
+ROWS = {"contents": 5, "adapters": 3, "versions": 4, "uploads": 4, "personas": 4, "aliases": 4, "adapter_limits": 2}
+
+
+@pytest.mark.parametrize(("table", "column"), [(table, at) for table, width in ROWS.items() for at in range(width)])
+def test_a_row_with_a_wrong_value_changes_nothing(
+    store: AdapterStore, origin: NearOrigin, tmp_path: Path, table: str, column: int
+) -> None:
+    """Or is taken: whatever comes, a folder of names can be read, now and by the next start."""
+    store.register("mia", build.config(), put(store, build.file()), defaults='{"system": "be brief"}', alias="prod")
+    store.change("mia", Change(limits={"max_running": 2}))
+    good = json.loads(json.dumps(store.feed.changes(None).to_dict()))
+    root = tmp_path / "follower"
+    for value in WRONG_VALUES:
+        shutil.rmtree(root, ignore_errors=True)
+        page = copy.deepcopy(good)
+        page["rows"][table][0][column] = value
+        with AdapterStore(root, BASE, max_lora_rank=16, origin=origin) as follower:
+            before = follower.feed.position()
+            try:
+                follower.follow(FeedPage.from_dict(page))
+            except StoreUnusable:
+                assert (follower.list_adapters(), follower.feed.position()) == ([], before)
+        with AdapterStore(root, BASE, max_lora_rank=16, origin=origin) as follower:
+            catch_up(follower, store)
+            assert [record.adapter_id for record in follower.list_adapters()] == ["mia"]
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("adapters", ["mia", 2, 1.0]),
+        ("adapters", ["mia", 1]),
+        ("adapters", ["zoe", 1, 1.0]),
+        ("adapters", None),
+        ("uploads", ["mia", 1, "{}", "{}"]),
+        ("adapter_limits", ["mia", '{"max_running": "two"}']),
+        ("contents", ["0" * 64, "sha256:" + "0" * 64, "{}", 1.0, "bf16"]),
+        ("contents", ["0" * 64, "0" * 64, "{}", 1.0, "int4"]),
+    ],
+)
+def test_a_row_that_is_no_index_changes_nothing(
+    store: AdapterStore, follower: AdapterStore, table: str, row: list[Any] | None
+) -> None:
+    """It would not open again: what is read of a page is read before it is kept."""
+    add(store, "mia")
+    page = store.feed.changes(None).to_dict()
+    page["rows"][table] = [row]
+    before = follower.feed.position()
+    with pytest.raises(StoreUnusable):
+        follower.follow(FeedPage.from_dict(page))
+    assert (follower.list_adapters(), follower.feed.position()) == ([], before)
+    catch_up(follower, store)
+    assert shown(follower) == shown(store)
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_digest_that_is_a_path_leads_nowhere(store: AdapterStore, follower: AdapterStore, is_absolute: bool) -> None:
+    """A copy that does not match its digest is removed: that was any file of this user's."""
+    add(store, "mia")
+    mine = follower.root.parent / "mine"
+    mine.write_text("mine")
+    page = store.feed.changes(None).to_dict()
+    page["rows"]["contents"][0][1] = str(mine) if is_absolute else "../../../mine"
+    with suppress(StoreUnusable):
+        follower.follow(FeedPage.from_dict(page))
+    with pytest.raises((AdapterNotFound, AdapterCorrupt)):
+        follower.load(follower.resolve("mia").key)
+    assert mine.read_text() == "mine"
+
+
+def test_pages_end_where_their_texts_are_long(
+    store: AdapterStore, follower: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides hold a page in memory. One id is never cut."""
+    for number in range(4):
+        store.register_defaults(f"mia{number}", json.dumps({"system": "a" * (400 if number == 2 else 100)}))
+    monkeypatch.setattr(feed, "PAGE_CHARS", 300)
+    found = []
+    while True:
+        page = store.feed.changes(follower.feed.position())
+        follower.follow(FeedPage.from_dict(page.to_dict()))
+        found.append([name for name, _, _ in page.ids])
+        if page.is_last:
+            break
+    assert found == [["mia0", "mia1"], ["mia2"], ["mia3"]]
+    assert shown(follower) == shown(store)
 
 
 def test_listeners_hear_of_every_change_once_it_is_durable(store: AdapterStore) -> None:
