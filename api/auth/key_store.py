@@ -261,12 +261,10 @@ class KeyStore:
         """Make these, as `exported` returned them, all the keys there are; keep when they were used here.
 
         Raises:
-            KeyError, TypeError, ValueError: they are malformed; nothing changed.
+            KeyError, TypeError, ValueError, ArithmeticError, StoreUnusable: they are malformed; nothing changed.
         """
         rows = [[key[column] for column in _EXPORTED] for key in keys]
         secrets = [(bytes.fromhex(digest), key["name"], ends_s) for key in keys for digest, ends_s in key["secrets"]]
-        for key in keys:
-            frozenset(Scope(scope) for scope in json.loads(key["scopes"]))
         with _errors(), self._transaction():
             used_s = self._db.execute("SELECT last_used_s, name FROM keys WHERE last_used_s IS NOT NULL").fetchall()
             self._db.execute("DELETE FROM secrets")
@@ -275,6 +273,8 @@ class KeyStore:
             self._db.executemany(f"INSERT INTO keys ({', '.join(_EXPORTED)}) VALUES ({marks})", rows)
             self._db.executemany("INSERT INTO secrets VALUES (?, ?, ?)", secrets)
             self._db.executemany("UPDATE keys SET last_used_s = ? WHERE name = ?", used_s)
+            # One that cannot be read would make all of them unreadable.
+            self.all()
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
         """Store when keys were last used, by their names."""

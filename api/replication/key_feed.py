@@ -49,7 +49,7 @@ class KeyFeed:
         self._book.close()
 
 
-def take_over(root: Path, keys: Sequence[Mapping[str, Any]]) -> str:
+def take_over(root: Path, keys: Any) -> str:
     """Make the keys of a follower's folder those of its registry, in one transaction; return their digest.
 
     Raises:
@@ -57,7 +57,10 @@ def take_over(root: Path, keys: Sequence[Mapping[str, Any]]) -> str:
     """
     with closing(KeyStore(root)) as key_store:
         try:
+            if not isinstance(keys, list):
+                # Nothing, as another type, would be no keys: a server without any asks for none.
+                raise TypeError("no list")
             key_store.replace_all(keys)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise StoreUnusable(f"the registry's keys are not what this version writes: {error!r}") from None
         return tag_of(key_store.exported())

@@ -247,6 +247,20 @@ class TestKeyCache:
         keys.replace_all([])
         assert (state(cache, second), len(reads)) == (None, 5)
 
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("limits", "{"), ("limits", '{"of_another": 1}'), ("limits", "[]"), ("adapters", "1"), ("scopes", '["all"]')],
+    )
+    def test_a_key_that_cannot_be_read_replaces_none(self, keys, cache, field: str, value: str) -> None:
+        """It would make all of them unreadable, for good."""
+        _, secret = keys.create("mia", INFER)
+        keys.create("zoe", INFER)
+        exported = keys.exported()
+        exported[1][field] = value
+        with pytest.raises(StoreUnusable):
+            keys.replace_all(exported)
+        assert state(cache, secret) == "active"
+
     def test_a_store_of_an_earlier_version_counts_its_changes(self, keys, tmp_path: Path) -> None:
         _, secret = keys.create("mia", INFER)
         with closing(sqlite3.connect(tmp_path / "keys.db")) as old:
