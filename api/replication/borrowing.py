@@ -9,7 +9,7 @@ from typing import Any, cast
 from api.auth.principal import Caller, KeyLimits
 from api.auth.rate_limits import KeyAccount, Kind, RateLimiter
 from api.replication.headers import RENEW_S
-from api.replication.loans import MAX_LOANS, Loan, LoanAnswer, LoanReport, answers_of
+from api.replication.loans import MAX_LOANS, Loan, LoanAnswer, LoanAnswers, LoanReport
 
 WINDOW_S = 1.0
 """What was used in this window and the one before is what is wanted for the next."""
@@ -217,15 +217,15 @@ class BorrowingLimiter(RateLimiter):
             until_s: when all loans are over, by the clock of this server.
 
         Raises:
-            KeyError, TypeError, ValueError: that is no answer.
+            ValueError: that is no answer.
         """
-        number, answers = answers_of(answer)
-        if number != self._asked:
+        answers = LoanAnswers.model_validate(answer)
+        if answers.number != self._asked:
             return
         self._until_s = until_s
         for borrowed in self._reported:
             borrowed.on_reported()
-        for one in answers:
+        for one in answers.loans:
             if (found := self._open_loans.open.get((one.key, one.kind))) is not None:
                 found.on_answer(one)
 

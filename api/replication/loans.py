@@ -12,7 +12,7 @@ with the lease: a follower that has not heard of the registry for so long has no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -76,10 +76,12 @@ class LoanQuestion(BaseModel):
     loans: Annotated[Sequence[LoanReport], Field(max_length=MAX_LOANS)] = ()
 
 
-def answers_of(answer: Any) -> tuple[int, list[LoanAnswer]]:
-    """Return the number of the question, and what is answered.
+class LoanAnswers(BaseModel):
+    """Hold what is answered to a question of that number.
 
     Raises:
-        KeyError, TypeError, ValueError: that is no answer of this version's registry.
+        ValueError: that is no answer of this version's registry.
     """
-    return int(answer["number"]), [LoanAnswer(*row) for row in answer["loans"]]
+
+    number: int
+    loans: list[LoanAnswer]

@@ -19,6 +19,10 @@ from api.replication.headers import BLOBS, REVISION
 CONNECT_S, ANSWER_S = 2.0, 10.0
 LEAST_BYTES_PER_S = 64 << 10
 """An answer has as much time more as it takes at this rate: a long one may be slow, none may drip."""
+MAX_ANSWER_BYTES = 1 << 30
+"""Longest answer: a page of changes is far shorter, unless one id has thousands of versions with long defaults."""
+MAX_REFUSAL_BYTES = 64 << 10
+"""First bytes of an answer that are read where it is no success, or not the registry's."""
 SHOWN_CHARS = 300
 """First characters of an answer that errors show."""
 _DENIED = frozenset({401, 403})
@@ -106,7 +110,7 @@ class HttpOrigin:
             with self._client.stream("GET", BLOBS + digest, headers=headers) as answer:
                 if answer.status_code == 404 and REVISION in answer.headers:
                     raise BlobNotFound(digest)
-                why = answer.read() if answer.is_client_error else b""
+                why = self._beginning(answer) if answer.is_client_error else b""
                 self.check_answer(answer.status_code, answer.headers, why)
                 length = _length(answer.headers, answer.status_code, start)
                 if length is None:
@@ -114,6 +118,14 @@ class HttpOrigin:
                 yield length, self._chunks(answer)
         except httpx2.HTTPError as error:
             raise self.failed(error) from None
+
+    def _beginning(self, answer: httpx2.Response) -> bytes:
+        body = bytearray()
+        for piece in self._chunks(answer):
+            body += piece
+            if len(body) >= MAX_REFUSAL_BYTES:
+                break
+        return bytes(body)
 
     def _chunks(self, answer: httpx2.Response) -> Iterator[bytes]:
         ends_s, received = time.monotonic() + ANSWER_S, 0
@@ -158,14 +170,20 @@ class RegistryClient:
                 self._client.stream(method, path, timeout=timeout, **what) as answer,
             ):
                 ends_s = until.when() or 0.0
+                is_whole = answer.is_success and REVISION in answer.headers
+                most = MAX_ANSWER_BYTES if is_whole else MAX_REFUSAL_BYTES
                 async for piece in answer.aiter_raw():
                     body += piece
                     until.reschedule(ends_s + len(body) / LEAST_BYTES_PER_S)
+                    if len(body) > most:
+                        break
         except httpx2.HTTPError as error:
             raise self._origin.failed(error) from None
         except TimeoutError:
             raise self._origin.failed(f"no whole answer within {timeout_s:g} s") from None
         self._origin.check_answer(answer.status_code, answer.headers, body)
+        if len(body) > most:
+            raise self._origin.is_another(f"its answer has more than {most} bytes")
         if len(body) <= INLINE_BYTES:
             return self._origin.parsed(body)
         return await run_in_threadpool(self._origin.parsed, body)

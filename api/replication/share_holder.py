@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from adapter_store.errors import OriginUnreachable
 from api.replication.headers import RENEW_S
-from api.replication.shares import GRACE_S, MAX_SHARES, SHARED_LIMITS, ShareReport, answers_of
+from api.replication.shares import GRACE_S, MAX_SHARES, SHARED_LIMITS, ShareAnswers, ShareReport
 from lorasrv.config import NO_SHARE, WHOLE, LimitShare
 from lorasrv.engine.in_flight_requests import InFlightRequests
 from lorasrv.errors import EngineDead
@@ -159,19 +159,19 @@ class ShareHolder:
             until_s: when the lease is over, by the clock of this server.
 
         Raises:
-            KeyError, TypeError, ValueError: that is no answer.
+            ValueError: that is no answer.
         """
-        number, shares = answers_of(answer)
-        if number != self._asked:
+        answers = ShareAnswers.model_validate(answer)
+        if answers.number != self._asked:
             return
         self._until_s = until_s - GRACE_S
         if self._timer is not None:
             self._timer.cancel()
         if math.isfinite(until_s):
             self._timer = asyncio.get_running_loop().call_later(self._until_s - self._clock(), self._end_if_over)
-        for adapter_id, share in shares.items():
-            holding = self._active.get(adapter_id)
-            if holding is not None and number > holding.barred and share != holding.told:
+        for adapter_id, max_running, tokens_per_s in answers.shares:
+            holding, share = self._active.get(adapter_id), LimitShare(max_running, tokens_per_s)
+            if holding is not None and answers.number > holding.barred and share != holding.told:
                 self._start_telling(adapter_id, share)
 
     def _end_if_over(self) -> None:

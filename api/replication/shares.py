@@ -9,7 +9,7 @@ requests that run then go on, and none begins; what they use is claimed when the
 
 import heapq
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,13 +51,23 @@ class ShareQuestion(BaseModel):
     shares: Annotated[Sequence[ShareReport], Field(max_length=MAX_SHARES)] = ()
 
 
-def answers_of(answer: Any) -> tuple[int, dict[str, LimitShare]]:
-    """Return the number of the question, and what the server may hold of each adapter's limits.
+class ShareAnswer(NamedTuple):
+    """Tell a server what it may hold of an adapter's limits, as a list of JSON; None: all."""
+
+    adapter_id: str
+    max_running: _Requests | None
+    tokens_per_s: _Rate | None
+
+
+class ShareAnswers(BaseModel):
+    """Hold what is answered to a question of that number.
 
     Raises:
-        KeyError, TypeError, ValueError: that is no answer of this version's registry.
+        ValueError: that is no answer of this version's registry.
     """
-    return int(answer["number"]), {str(adapter_id): LimitShare(*held) for adapter_id, *held in answer["shares"]}
+
+    number: int
+    shares: list[ShareAnswer]
 
 
 def divide(most: int, wanted: Sequence[int], together: Sequence[int]) -> list[int]:

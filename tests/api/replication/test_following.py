@@ -21,7 +21,7 @@ from server import eventually
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from tiny_adapter import BASE
 
-from adapter_store.errors import OriginDenied, OriginUnreachable
+from adapter_store.errors import OriginDenied, OriginUnreachable, StoreUnusable
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
 from api.replication import leases, usage_sender
@@ -276,6 +276,49 @@ def test_another_server_in_the_registrys_place(
     upload(cluster.registry, "zoe", 2)
     eventually(lambda: node.ask("zoe").status_code == 200)
     assert not any(task.done() for task in node.follower._tasks)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_changes_that_never_end(cluster: Cluster, upload: Callable[..., int], is_first: bool) -> None:
+    """Pages that bring nothing and are not the last: who asks is told so, and nobody asks without pause."""
+    node = cluster.follow()
+    upload(cluster.registry, "mia")
+    node.catches_up(cluster.registry)
+    registry, asked = cluster.registry.services.registry, 0
+
+    async def endless(*_: object) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        page = cluster.registry.store.feed.changes(None if is_first else cluster.registry.store.feed.head())
+        return {"page": page.to_dict() | {"is_last": False}, "all_keys": None}
+
+    object.__setattr__(registry, "changes", endless)
+    refused = node.http.post("/v1/completions", json={"model": "zoe", "prompt": "hi"}, timeout=10)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unusable")
+    before = asked
+    time.sleep(0.5)
+    assert asked - before < 10
+    assert node.ask("mia").status_code == 200
+    origin = HttpOrigin(cluster.registry.url, SECRET)
+    with pytest.raises(StoreUnusable, match="do not go on"):
+        first_page(node.store, RegistryClient(origin, SECRET))
+    origin.close()
+
+
+def test_no_lease_is_longer_than_is_promised(cluster: Cluster) -> None:
+    node = cluster.follow()
+    registry = cluster.registry.services.registry
+    answer, said = registry.lease, []
+
+    async def longer(*args: Any) -> dict[str, Any]:
+        said.append(await answer(*args) | {"lease_s": 1e9})
+        return said[-1]
+
+    object.__setattr__(registry, "lease", longer)
+    eventually(lambda: len(said) > 1)
+    cluster.registry.line.is_broken = True
+    node.ahead.s = LEASE_S + 1
+    assert node.ask(BASE).status_code == 503
 
 
 def test_a_lease_needs_what_the_registry_has(cluster: Cluster, upload: Callable[..., int]) -> None:

@@ -3,11 +3,11 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 
 import pytest
 
-from adapter_store.errors import OriginUnreachable
+from adapter_store.errors import OriginDenied, OriginUnreachable
 from api.replication import registry_client
 from api.replication.headers import CHANGES, LEASE, REVISION
 from api.replication.registry_client import HttpOrigin, RegistryClient
@@ -15,7 +15,7 @@ from api.replication.registry_client import HttpOrigin, RegistryClient
 pytestmark = pytest.mark.anyio
 HEAD = f"HTTP/1.1 200 OK\r\n{REVISION}: 1\r\ncontent-length: 400\r\n\r\n".encode()
 BODY = b'{"lease_s": 30}'.ljust(400)
-TIMEOUT_S, PAUSE_S, HANGS_S = 0.2, 0.02, 30.0
+TIMEOUT_S, PAUSE_S, HANGS_S, ENDS_S = 0.2, 0.02, 30.0, 3.0
 
 
 @asynccontextmanager
@@ -87,3 +87,34 @@ async def test_a_long_answer_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(registry_client, "LEAST_BYTES_PER_S", 20)
     async with dripping(HEAD, BODY, 20) as client:
         assert await client.post(LEASE, {}, TIMEOUT_S) == {"lease_s": 30}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [f"200 OK\r\n{REVISION}: 1", "200 OK", f"410 Gone\r\n{REVISION}: 1"],
+    ids=["registry", "another", "refusal"],
+)
+async def test_an_answer_without_an_end_is_given_up(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast it comes: it would take all memory."""
+    monkeypatch.setattr(registry_client, "MAX_ANSWER_BYTES", 1 << 20)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
+        with closing(writer), suppress(ConnectionError):
+            while True:
+                writer.write(b" " * (16 << 10))
+                await writer.drain()
+
+    def fetch(origin: HttpOrigin) -> None:
+        with origin.fetch("0" * 64, 0):
+            pass
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        origin = HttpOrigin(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+        client = RegistryClient(origin, None)
+        for ask in (client.get(CHANGES, {}), asyncio.to_thread(fetch, origin)):
+            with pytest.raises((OriginUnreachable, OriginDenied)):
+                await asyncio.wait_for(ask, ENDS_S)
+        await client.close()
+        origin.close()
