@@ -20,6 +20,7 @@ from transformers import initialization
 
 from adapter_store.formats.adapter_config import FIELD_RULES, Decision
 from adapter_store.formats.int8_codes import CodedTensors
+from adapter_store.formats.name_pattern import NamePattern, parse_pattern
 from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
 from adapter_store.formats.tensor_names import EMBEDDING_MATRICES
 from adapter_store.formats.weights import AdapterWeights, Array
@@ -34,6 +35,7 @@ from lorasrv.worker.weights import ModelWeights, Progress
 
 NAME = "default"
 WRAPPER = "base_model.model."
+PATTERNS = ("rank_pattern", "alpha_pattern")
 SELECTING = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
 READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED)
 READ_FIELDS -= SELECTING | {"added_tokens"}
@@ -147,8 +149,8 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weight
     or it has rows of the vocabulary; then the matrices that the codes stand for, and tables of which only own rows
     differ from the base's.
 
-    The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
-    expressions, which may take exponential time to match; here they are the modules that have weights.
+    The config holds only the fields that PEFT should honour. PEFT would find the adapted modules, and their ranks, with
+    uploaded regular expressions, which may take exponential time to match; here they are the modules that have weights.
     """
     spec, rows = weights.spec, adapter.spec.rows
     config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
@@ -157,6 +159,8 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weight
         for m in adapter.spec.modules
     }
     config["target_modules"] = sorted(modules.values())
+    for field in PATTERNS:
+        config[field] = _spelled_out(config.get(field), sorted(modules.values()))
     saved = adapter.spec.saved
     norms = [s.parameter.removesuffix(".weight") for s in saved if s.parameter.endswith(".weight")]
     config["modules_to_save"] = [*norms, *_copies(adapter, spec, config)] or None
@@ -177,6 +181,16 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weight
         tensors |= {name: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}
     tensors |= dict(_tables(tensors, adapter, weights, getattr(torch, job.model.dtype)))
     save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)
+
+
+def _spelled_out(patterns: Any, modules: Sequence[str]) -> dict[str, Any]:
+    """Return keys of rank_pattern or alpha_pattern with the names that an expression matches in its place."""
+    found: dict[str, Any] = {}
+    for key, value in (patterns or {}).items():
+        pattern = parse_pattern(key)
+        for name in [key] if isinstance(pattern, NamePattern) else filter(pattern.matches, modules):
+            found.setdefault(name, value)
+    return found
 
 
 def _copies(adapter: AdapterWeights, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -231,6 +231,26 @@ class TestRight:
         monkeypatch.setattr(re._compiler, "compile", compiling)  # type: ignore[attr-defined]
         expect(ComparisonOutcome.EXACT, replace(asked, config=config))
 
+    def test_no_pattern_of_ranks_is_matched(
+        self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python's engine would match it for years, and let no other thread run: not the one that ends the process."""
+        ranks = {r".*\.0\.self_attn\.(q|k)_proj": 3, "q_proj": 5, "o_p(r)oj": 2}
+        peft_adapter(tiny_hf_checkpoints["llama"](), tmp_path, seed=1, strength=0.3, rank_pattern=ranks)
+        alphas = {FOR_EVER: 9, "layers.1.mlp.down_proj": 3, r"mlp\.(up|down)_proj": 5}
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        config |= {"rank_pattern": {FOR_EVER: 9, **ranks}, "alpha_pattern": alphas}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        asked = job_of(source=tmp_path)
+
+        def matching(pattern: Any, *given: Any) -> Any:
+            assert FOR_EVER not in str(pattern), "an uploaded expression is about to be run"
+            return matched(pattern, *given)
+
+        matched = re.match
+        monkeypatch.setattr(re, "match", matching)
+        expect(ComparisonOutcome.EXACT, asked)
+
     def test_peft_is_told_what_is_honoured_and_nothing_else(self, job_of) -> None:
         """`megatron_core` names a module to import, and what training needed PEFT might still compute."""
         asked = job_of()
