@@ -5,8 +5,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from adapter_store.errors import AdapterError
 from api.errors import ApiError, cause_of
-from lorasrv.errors import EngineDead
+from lorasrv.errors import EngineDead, LorasrvError
 from lorasrv.outputs import CLIENT, FinishReason, OutputStream, RequestOutput
 
 
@@ -16,7 +17,8 @@ class ChoiceStream:
     A choice that fails fails all of them.
 
     With `is_marked`, `mark` tells the tokens of the outputs that were taken, and whether the server is draining. With
-    `is_resumed`, the first output repeats what another replica has answered.
+    `is_resumed`, the first output repeats what another replica has answered. `named` is told an error of a choice, and
+    returns what the client is told.
 
     A single stream is read as it is. Of several, each has a task that waits for its next output, and then until it is
     taken: for a slow client little is buffered. Must be closed, also at the end.
@@ -33,12 +35,14 @@ class ChoiceStream:
         is_marked: bool = False,
         is_resumed: bool = False,
         is_draining: Callable[[], bool] = lambda: False,
+        named: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
         self.width = width or len(streams)
         self.is_resumed = is_resumed
         self.num_taken = 0
         self._is_marked = is_marked
         self._is_draining = is_draining
+        self._named = named
         self._unmarked: list[int] = []
         self.latest: dict[int, RequestOutput] = {}
         self.first_token_s: float | None = None
@@ -149,14 +153,17 @@ class ChoiceStream:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _take(self) -> tuple[int, RequestOutput]:
-        index, output = (await self._arrived.get()) if self._pumps else (0, await anext(self._streams[0]))
+        try:
+            index, output = (await self._arrived.get()) if self._pumps else (0, await anext(self._streams[0]))
+        except (LorasrvError, AdapterError) as error:
+            index, output = 0, error
         if isinstance(output, RequestOutput) and output.finish_reason is FinishReason.ERROR:
             # The same request would fail again: tell clients not to retry.
             never = {"x-should-retry": "false"}
             output = ApiError(500, output.error or "the generation failed", code="generation_failed", headers=never)
         if isinstance(output, Exception):
             self._closed_for = cause_of(output)
-            raise output
+            raise self._named(output)
         self._num_unfinished -= output.finished
         self._on_arrived(index, output)
         return index, output

@@ -177,6 +177,7 @@ async def generate(
         is_marked=resuming is not None and resuming.is_offered,
         is_resumed=resumption is not None and bool(resumption.token_ids),
         is_draining=lambda: services.draining.is_on,
+        named=target.naming,
     )
     offer = {} if resuming is None else resuming.offer(writer.answer_id, writer.created_s, view.versions)
     return Generation(writer, choices, offer)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adapter_store.composition import Component, Composition, check_weights, is_sum, parse_sum
-from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterNotFound, NotComposable, show
+from adapter_store.errors import AdapterCorrupt, AdapterNotFound, NotComposable, show
 from adapter_store.spec import AdapterKey, AdapterRef
 from api.errors import ModelNotFound
 from api.schemas.composition import AdapterWeight
 from api.serving.model_list import digest_text
 from api.serving.personas import AppliedPersona, part_is_gone
 from api.serving.store_view import ScopedStore
-from lorasrv.errors import InvalidRequest
+from lorasrv.errors import AdapterDeleted, InvalidRequest
 from lorasrv.metrics.usage_ledger import BASE_KEY
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class ResolvedModel:
         ]
         return None if self.is_stored else shown or None
 
-    def naming(self, error: AdapterError) -> Exception:
+    def naming(self, error: Exception) -> Exception:
         """Return an error about a sum with the name of the component that it is about; of a stored sum, whose parts the
         caller need not see, without.
         """
@@ -80,6 +80,10 @@ class ResolvedModel:
             return part_is_gone(self.name)
         if self.is_stored and isinstance(error, AdapterCorrupt):
             return AdapterCorrupt(f"an adapter of the sum {show(self.name)} is damaged on the disk")
+        if self.is_stored and isinstance(error, AdapterDeleted):
+            return AdapterDeleted(
+                f"{show(self.name)}, or an adapter of it, was deleted, and this request ended with it"
+            )
         if not isinstance(error, NotComposable):
             return error
         guilty = None if self.is_stored else next((c.ref for c in self.components if c.ref.key == error.key), None)

@@ -1,5 +1,6 @@
 """Sums of adapters over HTTP: how they are asked for, by whom, and what is refused."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from answers import events
 from callers import with_callers
 from peft_adapters import peft_adapter
+from safetensors.torch import load_file, save_file
 from server import eventually, server
 
 from adapter_store.formats.peft_dir import read_peft_dir
@@ -216,6 +218,34 @@ class TestStored:
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_deleted")
         assert "brief" not in gone.text
         served.http.delete("/v1/adapters/brief").raise_for_status()
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_what_ends_its_answer_names_no_part(self, served, cli, adapter_dirs, tmp_path, n: int) -> None:
+        """A part is deleted by force, or found damaged by the load, while the request is on it."""
+        served.add("hushed", adapter_dirs["three"])
+        cli("compose", f"open{n}", "one", "0.5*hushed", "--server", served.url)
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": n, "model": f"open{n}"}
+        with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.http.delete("/v1/adapters/hushed?force=true").raise_for_status()
+            rest = "\n".join(lines)
+        assert ("adapter_deleted" in rest, "hushed" in rest) == (True, False)
+        tensors = load_file(adapter_dirs["three"] / "adapter_model.safetensors")
+        shutil.copytree(adapter_dirs["three"], tmp_path / "hushed")
+        save_file(
+            {name: tensor * (1 + n) for name, tensor in tensors.items()}, tmp_path / "hushed/adapter_model.safetensors"
+        )
+        served.add("hushed", tmp_path / "hushed")
+        cli("compose", f"open{n}", "one", f"0.{n}*hushed", "--server", served.url)
+        digest = served.store.records()["hushed"].versions[-1].weights_digest
+        path = served.store.blob_path(digest)
+        data = bytearray(path.read_bytes())
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        damaged = served.post("/v1/completions", **body | {"stream": False, "max_tokens": 1})
+        assert (damaged.status_code, damaged.json()["error"]["code"]) == (503, "adapter_corrupt")
+        assert digest[:12] not in damaged.text
+        served.http.delete("/v1/adapters/hushed").raise_for_status()
 
     def test_what_is_refused(self, served, cli) -> None:
         assert cli("compose", "sum", "one", "two", "--server", served.url).code == 0
