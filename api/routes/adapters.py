@@ -9,8 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.composition import Component
-from adapter_store.errors import AdapterNotFound
+from adapter_store.errors import AdapterError, AdapterNotFound
 from adapter_store.formats.peft_dir import MAX_TOKENIZER_BYTES
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey, AdapterRef, AddedToken
@@ -22,6 +21,7 @@ from api.auth.principal import Caller, Scope
 from api.errors import ApiError
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
 from api.serving.model_list import adapter_json, aliases_json, digest_text
+from api.serving.model_resolver import ResolvedModel
 from api.serving.persona_checks import CheckedDefaults, check_defaults
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
@@ -187,17 +187,23 @@ async def warm_adapter(
 ) -> dict[str, Any]:
     """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
     ref = await services.looking_up(partial(view.resolve_one, reference))
-    composition = view.compose(await services.personas.parts(ref) or [Component(ref, 1.0)], is_stored=True)
-    if composition.key is None:
+    target = ResolvedModel(reference, ref)
+    if parts := await services.personas.parts(ref):
+        target = target.summed(parts, view)
+    key = None if target.ref is None else target.ref.key
+    if key is None:
         raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights: the base answers", param="id")
-    # Held until it is loaded; an adapter known to be damaged is refused here.
-    hold = await run_in_threadpool(services.store.hold, composition.key)
-    work = services.engine.warm(hold.key, body.deadline_ms / 1000)
-    reached = await run_until_disconnect(request.receive, work)
+    try:
+        # Held until it is loaded; an adapter known to be damaged is refused here.
+        hold = await run_in_threadpool(services.store.hold, key)
+        work = services.engine.warm(hold.key, body.deadline_ms / 1000)
+        reached = await run_until_disconnect(request.receive, work)
+    except AdapterError as error:
+        raise target.naming(error) from None
     return {
         "object": "adapter.warm",
         "id": ref.adapter_id,
-        "digest": digest_text(composition.key),
+        "digest": digest_text(key),
         "tier": reached.tier,
         "reached": reached.tier is AdapterTier.RESIDENT,
         "load_ms": round(reached.load_ms, 1),

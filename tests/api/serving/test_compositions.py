@@ -242,9 +242,11 @@ class TestStored:
         path = served.store.blob_path(digest)
         data = bytearray(path.read_bytes())
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        damaged = served.post("/v1/completions", **body | {"stream": False, "max_tokens": 1})
-        assert (damaged.status_code, damaged.json()["error"]["code"]) == (503, "adapter_corrupt")
-        assert digest[:12] not in damaged.text
+        asked = body | {"stream": False, "max_tokens": 1}
+        for path, given in (("completions", asked), (f"adapters/open{n}:warm", {}))[:: 1 if n == 1 else -1]:
+            refused = served.post(f"/v1/{path}", **given)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_corrupt")
+            assert digest[:12] not in refused.text
         served.http.delete("/v1/adapters/hushed").raise_for_status()
 
     def test_what_is_refused(self, served, cli) -> None:
