@@ -8,6 +8,7 @@ name or a revoked key is not honoured for longer, whatever happens to the networ
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import time
@@ -29,6 +30,8 @@ from api.replication.key_feed import KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.replication.registry_clock import RegistryClock
 from api.replication.share_holder import ShareHolder
+from lorasrv.config import Limits
+from lorasrv.errors import InvalidLimits
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
@@ -360,6 +363,7 @@ def _apply(
     """
     page = FeedPage.from_dict(answer.get("page"))
     _check_goes_on(page, position)
+    _check_limits(page)
     # Keys first: a name must not be seen with the keys of before.
     keys = None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
     return page, store.follow(page), keys
@@ -370,6 +374,17 @@ def _check_goes_on(page: FeedPage, position: Position | None) -> None:
     is_older = not page.is_first and position is not None and page.position.revision < position.revision
     if is_older or (page.position == position and not page.is_last):
         raise StoreUnusable("the registry's changes do not go on from those that are here")
+
+
+def _check_limits(page: FeedPage) -> None:
+    """Check that this server can enforce the limits that a page brings, without which it would not start again."""
+    for adapter_id, limits in page.rows["adapter_limits"]:
+        try:
+            Limits(**json.loads(limits))
+        except (InvalidLimits, TypeError) as error:
+            raise StoreUnusable(
+                f"the registry keeps limits of {adapter_id!r} that this version of lorasrv cannot enforce: {error}"
+            ) from None
 
 
 def _keys_of(root: Path) -> str:

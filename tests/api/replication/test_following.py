@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from tiny_adapter import BASE
 
 from adapter_store.errors import OriginDenied, OriginUnreachable, StoreUnusable
+from adapter_store.registry.records import Change
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
 from api.replication import leases, usage_sender
@@ -30,7 +31,7 @@ from api.replication.headers import BLOBS, LEASE_S, MIN_REVISION, REVISION, USAG
 from api.replication.key_feed import KeyFeed
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.routes import registry as routes
-from lorasrv.config import NO_SHARE, WHOLE, LimitShare
+from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare
 from lorasrv.metrics import usage_ledger
 from lorasrv.metrics.usage import Usage
 from lorasrv.metrics.usage_batch import MAX_NUMBER, UsageBatch, from_rows
@@ -303,6 +304,25 @@ def test_changes_that_never_end(cluster: Cluster, upload: Callable[..., int], is
     with pytest.raises(StoreUnusable, match="do not go on"):
         first_page(node.store, RegistryClient(origin, SECRET))
     origin.close()
+
+
+@pytest.mark.parametrize("limits", [{"max_running": -1.0}, {"of_another_version": 1.0}])
+def test_limits_that_cannot_be_enforced(
+    cluster: Cluster, upload: Callable[..., int], limits: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are not taken over, as a server that keeps them does not start; later ones that can be are, all of them."""
+    node = cluster.follow()
+    for number, name in enumerate(("mia", "zoe")):
+        upload(cluster.registry, name, number)
+    node.catches_up(cluster.registry)
+    cluster.registry.store.change("mia", Change(limits=limits))
+    cluster.registry.store.change("zoe", Change(limits={"max_running": 3.0}))
+    eventually(lambda: "limits of 'mia' that this version of lorasrv cannot enforce" in caplog.text)
+    assert node.ask("mia").status_code == 200
+    node.services.limits.check()
+    cluster.registry.store.change("mia", Change(limits={"max_running": 2.0}))
+    wanted = {"mia": Limits(max_running=2), "zoe": Limits(max_running=3)}
+    eventually(lambda: {name: node.engine.limits.get(name) for name in wanted} == wanted)
 
 
 def test_no_lease_is_longer_than_is_promised(cluster: Cluster) -> None:
