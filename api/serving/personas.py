@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
-from adapter_store.errors import AdapterNotFound
+from adapter_store.errors import AdapterNotFound, StoreUnusable
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from api.asgi.json_lines import Json
@@ -157,6 +157,7 @@ class Personas:
 
         Raises:
             AdapterNotFound: the version was deleted.
+            StoreUnusable: this version of lorasrv cannot read them.
         """
         with self._lock:
             known = self._known.get(ref)
@@ -264,7 +265,12 @@ class Personas:
     def _read(self, ref: AdapterRef) -> StoredPersona:
         history = self._store.version_history
         text = history.defaults(ref)
-        stored = StoredPersona(ref, text, Defaults.from_text(text), history.owner(ref))
+        try:
+            defaults = Defaults.from_text(text)
+        except ValueError as error:
+            name = f"{ref.adapter_id}@{ref.version}"
+            raise StoreUnusable(f"another version of lorasrv has stored the defaults of {name}: {error}") from None
+        stored = StoredPersona(ref, text, defaults, history.owner(ref))
         with self._lock:
             self._known[ref] = stored
         return stored

@@ -36,3 +36,17 @@ async def test_a_number_that_a_restored_registry_uses_again_is_another_version(t
             ref = follower.resolve("mia")
             found = await personas.find(ref)
     assert (ref.version, found.text, found.owner, found.ref) == (2, new, "bob", ref)
+
+
+def test_defaults_of_another_version_are_told_from_a_fault(server, store, caplog: pytest.LogCaptureFixture) -> None:
+    """As when a registry was updated before its followers; all else is served."""
+    store.register_defaults("mia", json.dumps({"of_another_version": 1}))
+    store.register_defaults("zoe", json.dumps({"system": "Be brief."}))
+    for path, body in (
+        ("/v1/chat/completions", {"model": "mia", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/adapters/mia", None),
+    ):
+        answer = server.http.request("GET" if body is None else "POST", path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unusable")
+    assert "the defaults of mia@1: unknown field of_another_version" in str([vars(each) for each in caplog.records])
+    assert server.chat(model="zoe").status_code == 200
