@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import arguments, environment, shapes_of, table
+from adapter_keys import key_of
 from safetensors.torch import save_file
 
 from adapter_store.spec import AddedToken, BaseShapes
@@ -27,12 +29,13 @@ from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.adapter_source import HostAdapterStore
 
 RANK = 16
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADDED = [*range(49152, 49156)]
 """Ids behind those of the built-in base."""
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norms": {"modules_to_save": ["norm"]},
     "DoRA": {"use_dora": True},
@@ -74,7 +77,8 @@ def own_rows(kind: str, base: BaseShapes, random: torch.Generator) -> dict[str, 
 
 def write_adapter(folder: Path, base: BaseShapes, tokenizer: Tokenizer, seed: int, kind: str) -> None:
     """A PEFT folder of random weights."""
-    random, tensors = torch.Generator().manual_seed(seed), {}
+    random = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
     for layer in range(base.num_layers):
         for module, (n_in, n_out) in base.modules.items():
             stem = f"base_model.model.{base.layer_prefix}{layer}.{module}"
@@ -143,12 +147,13 @@ def main() -> None:
                 folder = Path(name) / f"{slug(kind)}-{seed}"
                 write_adapter(folder, base, llm.tokenizer, seed, kind)
                 llm.add_adapter(folder.name, folder)
-            source, times = llm.input_processor._source, []
+            source, times, nbytes = llm.input_processor._source, [], 0
+            assert isinstance(source, HostAdapterStore)
             for seed in range(max(a.rows)):
                 begun = clock()
-                packed, _ = source.fetch_pinned(llm.store.resolve(f"{slug(kind)}-{seed}").key)
+                nbytes = source.fetch_pinned(key_of(llm.store.resolve(f"{slug(kind)}-{seed}")))[0].nbytes
                 times.append(clock() - begun)
-            loads[kind], sizes[kind] = statistics.median(times), packed.nbytes
+            loads[kind], sizes[kind] = statistics.median(times), nbytes
         for count in a.rows:
             taken: dict[str, list[float]] = {kind: [] for kind in a.kinds}
             for _ in range(a.rounds + 1):

@@ -23,7 +23,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,8 +56,9 @@ from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.policies.fair import Fair
 from lorasrv.scheduler.scheduler import Scheduler
-from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from lorasrv.scheduler_output import ModelRunnerOutput
 from lorasrv.worker import device
+from lorasrv.worker.executor import StepHandle
 
 FOLDER = ASSETS / "policies"
 TINY = "tiny"
@@ -127,14 +128,14 @@ class Script:
     """Stands before a model of random weights and ends answers where the labels of their requests say."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        runner = engine._engine._parts.executor.runner
-        self._run = runner.run
+        executor = engine._engine._parts.executor
+        self._collect = executor.collect
         self._eos = min(engine.spec.eos_token_ids)
-        runner.run = self.run  # type: ignore[method-assign]
+        executor.collect = self.collect  # type: ignore[method-assign]
 
-    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        output = self._run(step)
-        ends = {s.request_id: s.num_generated + 1 >= _answer_of(s.request_id) for s in step.scheduled}
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        output = self._collect(handle)
+        ends = {s.request_id: s.num_generated + 1 >= _answer_of(s.request_id) for s in handle.step.scheduled}
         return ModelRunnerOutput({r: (self._said(tokens[0], ends[r]),) for r, tokens in output.sampled.items()})
 
     def _said(self, token: int, is_last: bool) -> int:
@@ -184,11 +185,12 @@ async def serving(a: argparse.Namespace, policy: str, pages: int | None = None, 
     with open_store(FOLDER / f"store-{a.model}", shapes_of(a.base.options.model)) as store:
         keys = register_seeded(store, NAMES, RANK)
         engine = await asyncio.to_thread(AsyncEngine.build, config, store)
-        Script(engine)
         await engine.start()
         try:
             for key in keys:
                 await engine.warm(key, 60.0)
+            # The engine's own first step is behind it, whose request has no such label.
+            Script(engine)
             yield Server(a.base, engine, keys)
             assert engine.is_alive, engine.error
         finally:
@@ -348,9 +350,9 @@ async def bursts(a: argparse.Namespace) -> None:
         each = [1e3 * answer.took_s / answer.ask.answer for answer in answers]
         cells = [statistics.mean(ttfts), *quantiles(ttfts, 0.5, 0.99)]
         cells += [statistics.mean(answer.took_s for answer in answers), statistics.mean(each), quantile(each, 0.99)]
-        covered = after.answers_within_prediction_total - before.answers_within_prediction_total
-        covered /= after.answers_predicted_total - before.answers_predicted_total
-        row(policy, *cells, statistics.mean(took), after.preemptions_total - before.preemptions_total, float(covered))
+        within = after.answers_within_prediction_total - before.answers_within_prediction_total
+        covered = within / (after.answers_predicted_total - before.answers_predicted_total)
+        row(policy, *cells, statistics.mean(took), after.preemptions_total - before.preemptions_total, covered)
 
 
 # Priorities.
@@ -385,7 +387,8 @@ async def _by_priority(a: argparse.Namespace, server: Server) -> list[Answer]:
         over.set()
         return done
 
-    usual, *_ = await asyncio.gather(many(), *(urgent(priority) for priority in CLASSES if priority < 1))
+    few = asyncio.gather(*(urgent(priority) for priority in CLASSES if priority < 1))
+    usual, _ = await asyncio.gather(many(), few)
     return [*usual, *answers]
 
 
@@ -529,7 +532,7 @@ async def overhead(a: argparse.Namespace) -> None:
 
 # The command.
 
-MEASURES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
+MEASURES: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, None]]] = {
     "hot": hot,
     "sharing": sharing,
     "bursts": bursts,

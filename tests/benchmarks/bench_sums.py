@@ -14,6 +14,7 @@ from pathlib import Path
 
 import bench_adapter_kinds
 from harness import arguments, environment, shapes_of, table
+from adapter_keys import key_of
 from bench_adapter_kinds import write_adapter
 
 from adapter_store.composition import Composition
@@ -23,6 +24,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation_params import SpeculationParams
+from lorasrv.worker.adapter_source import HostAdapterStore
 
 ROWS = (1, 16)
 KINDS = ("rank 32", "rank 16", "0.5 x rank 16 + rank 16", "the same, stored")
@@ -34,7 +36,7 @@ def named(llm: LLM, kind: str, number: int) -> Composition:
         parts = [(f"r{kind[5:]}-{number}", 1.0)]
     else:
         parts = [(f"r16-{number}", 0.5), (f"r16-{(number + 1) % max(ROWS)}", 1.0)]
-    weighted = ((llm.store.resolve(name).key, weight) for name, weight in parts)
+    weighted = ((key_of(llm.store.resolve(name)), weight) for name, weight in parts)
     return llm.store.compositions.add(Composition.of(weighted, is_stored=kind == KINDS[-1]))
 
 
@@ -69,8 +71,9 @@ def main() -> None:
                 write_adapter(folder, base, llm.tokenizer, seed, "plain")
                 llm.add_adapter(folder.name, folder)
         source, loads, sizes = llm.input_processor._source, {}, {}
+        assert isinstance(source, HostAdapterStore)
         for kind in KINDS:
-            times = []
+            times, nbytes = [], 0
             for number in range(max(ROWS)):
                 asked = named(llm, kind, number)
                 begun, nbytes = time.perf_counter(), 0
