@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -28,9 +28,6 @@ from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import bounded
 from api.cli.main import main
 from api.config.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from api.serving.served_engine import ServedEngine
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -115,7 +112,7 @@ def make_server(
     engine.is_alive = True
 
     def start(**settings: Any) -> Server:
-        dispatcher[0].app = create_app(cast("ServedEngine", engine), store, ServerSettings(**settings))
+        dispatcher[0].app = create_app(engine, store, ServerSettings(**settings))
         return dispatcher[1]
 
     return start

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_all_ends_though_one_part_fails(
     noted(KeyCache, "write_uses")
     noted(Observability, "close")
     monkeypatch.setattr(BatchManager, what, failing("the disk is gone"))
-    app = create_app(cast("Any", engine), store, ServerSettings())
+    app = create_app(engine, store, ServerSettings())
 
     async def run() -> None:
         async with app.router.lifespan_context(app):

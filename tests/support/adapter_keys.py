@@ -1,10 +1,10 @@
 """Keys of adapters that a test has stored."""
 
-from adapter_store.registry.records import AdapterRecord
+from adapter_store.registry.records import AdapterRecord, VersionRecord
 from adapter_store.spec import AdapterKey, AdapterRef
 
 
-def key_of(stored: AdapterRef | AdapterRecord) -> AdapterKey:
+def key_of(stored: AdapterRef | AdapterRecord | VersionRecord) -> AdapterKey:
     """Return the key of what has weights, as not every version has."""
     assert stored.key is not None
     return stored.key

@@ -1,7 +1,7 @@
 """Write docs/api.md from the OpenAPI description: `python tests/support/api_reference.py > docs/api.md`."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from page_parts import table
 from api.app import _ROUTES
 from api.errors import _HTTP_CODES, ANSWERS
 from api.schemas.adapters import LoadBody
+from api.schemas.base import KnownBody
 from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, StreamOptions
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
@@ -18,7 +19,7 @@ from api.schemas.structured_output import StructuredOutputs
 from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
 from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES, WITHOUT_EFFECT
-from lorasrv.request import SamplingParams
+from lorasrv.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
@@ -101,7 +102,12 @@ FIELDS_OF = {
     "GenerateBody": "TGI and LoRAX: `POST /generate`, `/generate_stream`, `/`",
     "Parameters": "Their `parameters`",
 }
-_BODIES = {"chat": ChatBody, "completions": CompletionBody, "responses": ResponsesBody, "tokenize": TokenizeBody}
+_BODIES: dict[str, type[KnownBody]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponsesBody,
+    "tokenize": TokenizeBody,
+}
 _OBJECTS = (LoadBody, Message, ResponseStreamOptions, StreamOptions, StructuredOutputs, TextConfig, TextFormat)
 
 
@@ -191,12 +197,10 @@ def _type(field: Json, shapes: Mapping[str, Json]) -> str:
 
 def _bounds(field: Json, kind: str) -> str:
     least, most = (field.get(f"{side}{kind}") for side in ("min", "max"))
-    if least is None and most is None:
-        return ""
     unit = {"Items": " items", "Length": " characters", "imum": ""}[kind]
-    if least is None or most is None:
-        return f", {'at most' if least is None else 'at least'} {_number(most if least is None else least)}{unit}"
-    return f", {_number(least)} to {_number(most)}{unit}"
+    if least is None:
+        return "" if most is None else f", at most {_number(most)}{unit}"
+    return f", at least {_number(least)}{unit}" if most is None else f", {_number(least)} to {_number(most)}{unit}"
 
 
 def _number(value: float) -> str:
@@ -204,7 +208,7 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _values(values: tuple[Any, ...]) -> str:
+def _values(values: Sequence[Any]) -> str:
     words = {None: "null", True: "true", False: "false"}
     shown = [words[v] if v is None or isinstance(v, bool) else str(v).replace("'", '"') for v in values]
     return " ".join(f"`{one}`" for one in shown)
@@ -215,7 +219,7 @@ def _errors() -> Iterator[tuple[str, ...]]:
     rows = {key: may_pass for key, (may_pass, _) in of_layer.items()}
     rows |= {(answer.status, answer.code): answer.retry for answer in ANSWERS.values()}
     # The first class of a code is the broadest.
-    classes = {(answer.status, answer.code): _meaning(kind) for kind, answer in reversed(ANSWERS.items())}
+    classes = {(answer.status, answer.code): _meaning(kind) for kind, answer in reversed([*ANSWERS.items()])}
     for status, code in sorted(rows):
         again = (status in (408, 409, 429) or status >= 500) and rows[status, code]
         meaning = MEANINGS.get(code) or classes.get((status, code)) or of_layer[status, code][1]
@@ -237,11 +241,16 @@ def raised_codes() -> dict[tuple[int, str], tuple[bool, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ApiError", "self._refuse"):
                 named = {keyword.arg: keyword.value for keyword in node.keywords}
-                status, code = node.args[0], named.get("code", node.args[1])
-                if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
-                    text = _message(node.args[-1], tree) or code.value.replace("_", " ")
-                    found[status.value, code.value] = not _says_never(named.get("headers"), tree), text
+                status, code = (_constant(part) for part in (node.args[0], named.get("code", node.args[1])))
+                if isinstance(status, int) and isinstance(code, str):
+                    text = _message(node.args[-1], tree) or code.replace("_", " ")
+                    found[status, code] = not _says_never(named.get("headers"), tree), text
     return found
+
+
+def _constant(node: ast.expr) -> object:
+    """Return what is written there, None if that is no constant."""
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def _message(text: ast.expr, tree: ast.Module) -> str:

@@ -1,6 +1,8 @@
 """Sequences of queries, keys and values for tests of attention, with NaN in every slot that no token owns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,11 @@ from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
-CLOSE = {FLOAT: {"rtol": 1e-4, "atol": 1e-5}, HALF: {"rtol": 2e-2, "atol": 2e-2}, BF16: {"rtol": 2e-2, "atol": 2e-2}}
+CLOSE: dict[torch.dtype, dict[str, Any]] = {
+    FLOAT: {"rtol": 1e-4, "atol": 1e-5},
+    HALF: {"rtol": 2e-2, "atol": 2e-2},
+    BF16: {"rtol": 2e-2, "atol": 2e-2},
+}
 CPU_HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)]
 GPU_HEADS = [(9, 3, 64), (2, 2, 80), (8, 1, 96), (4, 2, 128), (2, 1, 256), (18, 1, 16)]
 """(query heads, key heads, numbers of a head)."""
@@ -35,15 +41,27 @@ class Case:
     slopes: torch.Tensor | None = None
 
     def q_of(self, order: list[int], device: torch.device) -> torch.Tensor:
-        parts = self.q.split(self.query_lens)
+        parts = torch.split(self.q, self.query_lens)
         return torch.cat([parts[i] for i in order]).to(device)
 
-    def attend(self, ops: Ops, scale=0.125, window=None, softcap=None, order=None, **lens: list[int]) -> torch.Tensor:
+    def attend(
+        self,
+        ops: Ops,
+        scale: float = 0.125,
+        window: int | None = None,
+        softcap: float | None = None,
+        order: list[int] | None = None,
+        **lens: list[int],
+    ) -> torch.Tensor:
         """Through the kernels, of some of the sequences in the given order."""
         order = list(range(len(self.kv_lens))) if order is None else order
-        lens = {"query_lens": [self.query_lens[i] for i in order], "kv_lens": [self.kv_lens[i] for i in order]} | lens
-        lens |= {"parents": [self.parents[i] for i in order] if self.parents else []}
-        plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
+        given: dict[str, Any] = {
+            "query_lens": [self.query_lens[i] for i in order],
+            "kv_lens": [self.kv_lens[i] for i in order],
+            "parents": [self.parents[i] for i in order] if self.parents else [],
+            **lens,
+        }
+        plan = ops.plan_attention(self.tables[order], **given, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
         q = self.q_of(order, ops.device)
         slopes = None if self.slopes is None else self.slopes.to(ops.device)
         return ops.paged_attention(
@@ -55,7 +73,14 @@ class Case:
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
         return paged_attention_reference(*args, Scoring(scale, window, softcap, self.slopes), self.parents)
 
-    def check(self, ops: Ops, scale=0.125, window=None, softcap=None, **close: float) -> torch.Tensor:
+    def check(
+        self,
+        ops: Ops,
+        scale: float = 0.125,
+        window: int | None = None,
+        softcap: float | None = None,
+        **close: float,
+    ) -> torch.Tensor:
         """What the kernels compute, which is what the reference does."""
         got = self.attend(ops, scale, window, softcap)
         want = self.reference(scale, window, softcap)
@@ -63,7 +88,16 @@ class Case:
         return got
 
 
-def make_case(query_lens, kv_lens, heads, kv_heads, dim, dtype=FLOAT, page=16, active=FLOAT) -> Case:
+def make_case(
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype = FLOAT,
+    page: int = 16,
+    active: torch.dtype = FLOAT,
+) -> Case:
     counts = [-(-n // page) for n in kv_lens]
     order = torch.randperm(sum(counts) + 5).tolist()
     slab = torch.full((len(order) * 2 * kv_heads * page * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8)

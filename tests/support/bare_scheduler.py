@@ -65,7 +65,7 @@ class Bench:
         self.ends_at: dict[str, int] = {}
         self.snapshot_orders: list[SnapshotOrders] = []
         is_on_host = self.on_host.__contains__
-        kept = {"facts": self.facts, "stored": self.stored, "peer_facts": self.peer_facts}
+        kept: dict[str, Any] = {"facts": self.facts, "stored": self.stored, "peer_facts": self.peer_facts}
         self.accounts = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now, **kept)
         self.pool, self.kv, self.adapters = self.accounts.kv_pool, self.accounts.kv, self.accounts.adapters
         given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}

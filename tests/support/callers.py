@@ -14,8 +14,8 @@ def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
     To be called before the first request.
     """
     # Behind everything that finds out the caller, before everything that reads it.
-    place = [middleware.cls for middleware in app.user_middleware].index(RateLimitMiddleware)
-    app.user_middleware.insert(place, Middleware(_ByHeader, callers=callers))
+    classes: list[object] = [middleware.cls for middleware in app.user_middleware]
+    app.user_middleware.insert(classes.index(RateLimitMiddleware), Middleware(_ByHeader, callers=callers))
 
 
 class _ByHeader:

@@ -65,7 +65,7 @@ def page() -> str:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Yield (name as typed, command) for all commands, those of groups with the group's name."""
-    root = get_command(app)
+    root: Any = get_command(app)
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
             for inner, of_group in command.commands.items():

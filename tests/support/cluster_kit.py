@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 from fake_engine import FakeEngine
@@ -103,7 +103,7 @@ class Cluster:
             follower = Follower(store, origin, RegistryClient(origin, SECRET), f"{len(name):08x}", clock)
         engine = FakeEngine()
         options = ServerSettings(cluster_secret=SecretStr(SECRET), **settings)
-        app = create_app(cast(Any, engine), store, options, follower)
+        app = create_app(engine, store, options, follower)
         line = Line(app)
         running = self._opened.enter_context(listening(line))
         url = f"http://127.0.0.1:{running.port}"

@@ -122,7 +122,7 @@ def facts_of(kernel: str, label: str, made: Any) -> Facts:
     return Facts(
         kernel,
         label,
-        int(re.search(r"REG:(\d+)", used)[1]),
+        int(re.findall(r"REG:(\d+)", used)[0]),
         num_spills(text for _, text in code),
         num_spills(loop),
         made.metadata.shared,

@@ -125,7 +125,8 @@ class Said:
     error: str | None = None
     usage: tuple[int, int] = (0, 0)
 
-    def take(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput) -> bool:
+        """Add an output, and return whether it is the last."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
@@ -133,6 +134,7 @@ class Said:
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
         self.usage = output.num_prompt_tokens, output.num_generated_tokens
+        return output.finished
 
 
 class Drafted:
@@ -244,11 +246,11 @@ class Drafted:
                 is_late = output.request_id not in told_now and output.new_token_ids
                 assert not is_late, "a token came after the engine was told of the end"
                 continue
-            heard.take(processors[output.request_id].process(output))
-            if heard.finish is not None and output.finish_reason is None:
+            is_last = heard.take(processors[output.request_id].process(output))
+            if is_last and output.finish_reason is None:
                 told_now.add(output.request_id)
                 self.engine.stop(output.request_id)
-            elif heard.finish is None and len(heard.token_ids) >= aborts.get(output.request_id, MAX_STEPS):
+            elif not is_last and len(heard.token_ids) >= aborts.get(output.request_id, MAX_STEPS):
                 self.engine.abort(output.request_id)
         self.num_calls += 1
         if self.checks and self.num_calls % 3 == 0:

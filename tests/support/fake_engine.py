@@ -49,7 +49,8 @@ HANG = None
 
 Asked = SimpleNamespace
 """A request's `id`, `prompt`, `sampling`, `count` and options."""
-Script = Callable[[RequestId, int, Asked], Sequence[RequestOutput | Exception | None]]
+Said = Sequence[RequestOutput | Exception | None]
+Script = Callable[[RequestId, int, Asked], Said]
 """(id, choice, request) -> its outputs; an exception is raised in place of one."""
 
 
@@ -66,7 +67,7 @@ def say(
     A NUL is a token whose text is held back, as that of half a character is. `error` ends `choice`, or all of them.
     """
 
-    def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput]:
+    def script(rid: RequestId, index: int, asked: Asked) -> Said:
         text = (texts or (TEXT,))[index if len(texts) > 1 else 0]
         text = text if asked.adapter_key is None else f"I am {asked.adapter_key[:12]}"
         cut = text[: asked.sampling.max_tokens or None]
@@ -83,8 +84,8 @@ def say(
         ]
         end = reason if cut == text else FinishReason.LENGTH
         fails = error is not None and choice in (None, index)
-        ending = {"finish_reason": FinishReason.ERROR, "error": error} if fails else {"finish_reason": end}
-        return [*outputs[:-1], replace(outputs[-1], **ending)]
+        last = replace(outputs[-1], finish_reason=FinishReason.ERROR if fails else end, error=error if fails else None)
+        return [*outputs[:-1], last]
 
     return script
 
@@ -97,13 +98,17 @@ def base_only(script: Script) -> Script:
 def cold(retry_after_s: float) -> Script:
     """Script a pool without any adapter: `on_cold` decides."""
 
-    def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput | Exception]:
+    def script(rid: RequestId, index: int, asked: Asked) -> Said:
         if asked.adapter_key is None or asked.on_cold is OnCold.WAIT:
             return say()(rid, index, asked)
         if asked.on_cold is OnCold.REJECT:
             return [AdapterCold("the adapter is not in the pool yet", retry_after_s=retry_after_s)]
-        fell = {"tier": AdapterTier.DISK, "load_ms": 2.5, "fell_back": True}
-        return [replace(out, timing=replace(out.timing, **fell)) for out in base_only(say())(rid, index, asked)]
+        said = base_only(say())(rid, index, asked)
+        outputs = [out for out in said if isinstance(out, RequestOutput)]
+        return [
+            replace(out, timing=replace(out.timing, tier=AdapterTier.DISK, load_ms=2.5, fell_back=True))
+            for out in outputs
+        ]
 
     return script
 
@@ -163,7 +168,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
             output = next(self._script)
         except StopIteration:
             raise StopAsyncIteration from None
-        if output is HANG:
+        while output is HANG:
             await asyncio.Event().wait()
         if isinstance(output, Exception):
             # A bug of ours ends no request.
@@ -227,7 +232,8 @@ class FakeEngine:
         self.page_size_tokens = 16
         self.tokenizer: Any = object()
         self.chat_template: Any = FakeTemplate()
-        self.grammars, self.fingerprint = FakeGrammars(), "double"
+        self.grammars: Any = FakeGrammars()
+        self.fingerprint = "double"
         self.metrics = EngineMetrics(
             EngineStats(
                 pages_total=10,
@@ -239,8 +245,8 @@ class FakeEngine:
         self.heartbeat = Heartbeat()
         self.profile = StepProfile()
         self.step_stats = StepStats()
-        self.queue_limiter = SimpleNamespace(num_tokens=0)
-        self.pages = NoPages()
+        self.queue_limiter: Any = SimpleNamespace(num_tokens=0)
+        self.pages: Any = NoPages()
         self.in_flight = InFlightRequests(lambda *_: None)
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False
@@ -286,7 +292,8 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         versions: Collection[tuple[str, int]] = (),
-    ) -> list[FakeStream]:
+    ) -> list[Any]:
+        """Return a `FakeStream` for each choice."""
         if self.before_add is not None:
             await self.before_add(next(self._tries))
         if self.add_error is not None:
@@ -317,6 +324,18 @@ class FakeEngine:
         further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]
         self.request_stats.on_accepted([first, *further], time.monotonic())
         return streams
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        for stream in await self.add_choices(prompt, sampling, 1, options, request_id=request_id):
+            async for output in stream:
+                yield output
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:
         self.asked.append(("warm", adapter, deadline_s))

@@ -54,17 +54,19 @@ class Memory:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the GPU. `values`: what its bytes are once all work is done, for queued work only."""
+    """A tensor of the GPU. `content`: what its bytes are once all work is done, for queued work only."""
 
-    values: Tensor
+    content: Tensor
     memory: Memory
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: Tensor, memory: Memory) -> "DeviceTensor":
-        shape = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=DEVICE, **shape)
-        made.values, made.memory = values, memory
+        strides, offset = values.stride(), values.storage_offset()
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides, offset, dtype=values.dtype, device=DEVICE
+        )
+        made.content, made.memory = values, memory
         return made
 
     def tolist(self) -> Any:
@@ -76,7 +78,9 @@ class DeviceTensor(torch.Tensor):
         return super().__getitem__(tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} of a device tensor while its GPU is not entered")
 
 
@@ -183,9 +187,9 @@ class FakeGpu:
             "stream": self._stream,
             "current_stream": lambda device=None: self.current,
         }
-        changes = [patch.object(torch.cuda, name, fake) for name, fake in cuda.items()]
-        self._changes = ExitStack()
+        changes: list[Any] = [patch.object(torch.cuda, name, fake) for name, fake in cuda.items()]
         changes += [patch.object(torch, "tensor", _tensor), _launches_queued(self)]
+        self._changes = ExitStack()
         for change in (*changes, torch.inference_mode(), _Dispatch(self)):
             self._changes.enter_context(change)
         return self
@@ -284,11 +288,11 @@ class FakeGpu:
                 self._freed.append((owner, tape, values))
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Queue what torch does with a GPU's tensors."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,7 +312,7 @@ class _Dispatch(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func.is_view:
             whole = args[0]
-            return tree_map(lambda part: DeviceTensor(part, whole.memory), func(whole.values, *args[1:], **kwargs))
+            return tree_map(lambda part: DeviceTensor(part, whole.memory), func(whole.content, *args[1:], **kwargs))
         is_written = any(info.alias_info is not None for info in func._schema.arguments)
         is_async = kwargs.get("non_blocking", False) or (func is aten.copy_.default and args[2:] == (True,))
         goes_to_host = func in COPIES and (to or args[0].device) != DEVICE and not is_async
@@ -332,7 +336,7 @@ class _Dispatch(TorchDispatchMode):
         """Return new tensors of what a function returns, and queue its work."""
         shapes = _shapes(func, args, kwargs, leaves)
         made = tree_map(lambda like: self._gpu.new(like) if isinstance(like, Tensor) else like, shapes)
-        targets = [tensor.values for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        targets = [tensor.content for tensor in tree_leaves(made) if isinstance(tensor, DeviceTensor)]
         if func not in EMPTY:
             here = {"device": "cpu"} if "device" in kwargs else {}
             self._gpu.queue(partial(_compute, func, _values(args), _values(kwargs) | here, targets))
@@ -414,7 +418,7 @@ def _compute(func: Any, args: Any, kwargs: Any, targets: list[Tensor]) -> None:
 
 
 def _values(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.values if isinstance(leaf, DeviceTensor) else leaf, tree)
+    return tree_map(lambda leaf: leaf.content if isinstance(leaf, DeviceTensor) else leaf, tree)
 
 
 @cache

@@ -46,10 +46,10 @@ def fetched_by(steps: list[Decode]) -> list[dict[Block, int]]:
 
 
 def _fetched_by(steps: list[Decode]) -> list[dict[Block, int]]:
-    Emitter.fetch = _emit_log  # type: ignore[method-assign]
+    Emitter.fetch = _emit_log  # type: ignore[method-assign, assignment]
     # Nothing of these kernels is kept, and none of the kept ones is used.
     kernel_cache.cache_directory = lambda: None  # type: ignore[assignment]
-    launch.kernel_address = kernel_cache.address_of
+    launch.kernel_address = kernel_cache.address_of  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     return [_blocks_of(step) for step in steps]
 

@@ -65,7 +65,8 @@ def catch_up(follower: AdapterStore, owner: AdapterStore, limit: int = PAGE_IDS)
 
 def shown(store: AdapterStore) -> dict[str, Any]:
     """Return all that a store tells about its ids."""
-    history, found = store.version_history, {}
+    history = store.version_history
+    found: dict[str, Any] = {}
     for record in store.list_adapters():
         for version in record.versions:
             ref = record.ref(version.version)

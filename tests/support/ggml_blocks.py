@@ -1,6 +1,7 @@
 """Blocks of ggml types that the gguf package only reads, made from numbers by their layouts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import gguf
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Number = float | np.floating[Any]
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 
@@ -27,7 +29,7 @@ def quantize(values: Floats, kind: str) -> Bytes:
     return np.stack([makers[kind](block) for block in blocks]).reshape(len(values), -1)
 
 
-def _half(*numbers: float) -> Bytes:
+def _half(*numbers: Number) -> Bytes:
     return np.array(numbers, np.float16).view(np.uint8)
 
 
@@ -51,10 +53,11 @@ def _of_256(values: Floats, bits: int) -> Bytes:
     return np.concatenate([_half(d, e), packed, high_bits, *low_bits])
 
 
-def _nearest(values: Floats, unit: float) -> Bytes:
+def _nearest(values: Floats, unit: Number) -> Bytes:
     """Codes of 32 numbers, two to a byte: the first sixteen below the others."""
     codes = np.abs(values[:, None] / unit - IQ4_VALUES).argmin(1).astype(np.uint8)
-    return codes[:16] | codes[16:] << 4
+    joined: Bytes = codes[:16] | codes[16:] << 4
+    return joined
 
 
 def _iq4_nl(values: Floats) -> Bytes:

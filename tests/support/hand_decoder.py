@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from adapter_keys import key_of
 
 from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import read_tokenizer
@@ -15,7 +17,7 @@ from lorasrv.models.lora_sites import adapter_layout, base_shapes
 from lorasrv.models.quantization import get_format
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.text.own_tokenizers import with_own_tokens
 from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.adapter_rows import own_tokens
@@ -56,7 +58,7 @@ class HandDecoder:
         self.memory = DevicePool(spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
         self.dtype = dtype
         self.decoder = Decoder(self.weights, self.memory, DecoderLimits(512, 512, 64, dtype), self.ops)
-        self.placed: dict[str, tuple[str, PlacedAdapter]] = {}
+        self.placed: dict[str, tuple[AdapterKey, PlacedAdapter]] = {}
         end = PAGES
         with AdapterStore(store, base_shapes(spec)) as registered:
             for name, folder in adapters.items():
@@ -83,9 +85,10 @@ class HandDecoder:
     def run(self, shares: Sequence[ScheduledRequest]) -> list[torch.Tensor]:
         """The logits of each, [num_logit_rows, V]."""
         numbered = tuple(replace(share, request_id=RequestId(str(i))) for i, share in enumerate(shares))
-        step = SchedulerOutput(numbered, dict(self.placed.values()), (), (), 0)
+        step = SchedulerOutput(numbered, dict(self.placed.values()), (), AdapterOrders(), 0)
         batch = build_batch(step, self.memory, self.dtype, self.ops)
-        rows = self.decoder.forward(batch).clone().split([share.num_logit_rows for share in batch.sampled])
+        logits = self.decoder.forward(batch).clone()
+        rows = torch.split(logits, [share.num_logit_rows for share in batch.sampled])
         found = dict(zip([share.request_id for share in batch.sampled], rows, strict=True))
         return [found[share.request_id] for share in numbered]
 
@@ -94,8 +97,8 @@ class HandDecoder:
         return {i: rows[-1] for i, rows in enumerate(self.run([self.share(*share) for share in shares]))}
 
 
-def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> str:
+def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> AdapterKey:
     """Store an adapter; with a model its tokenizer is read."""
     peft = read_peft_dir(folder)
     peft = peft if model is None else with_own_tokens(peft, lambda: read_tokenizer(str(model)))
-    return store.register(name, peft.config, store.add_blob(peft.weights_path)).ref.key
+    return key_of(store.register(name, peft.config, store.add_blob(peft.weights_path)).ref)

@@ -96,7 +96,7 @@ def main() -> None:
     """Run the command."""
     ray = SimpleNamespace(serve=SimpleNamespace(start=lambda **_: None, shutdown=lambda: None), shutdown=lambda: None)
     sys.modules["ray"] = ray  # type: ignore[assignment]
-    local.find_spec = lambda name: object()  # type: ignore[assignment,misc,return-value]
+    local.find_spec = lambda name: object()  # type: ignore[attr-defined, assignment, misc]
     local.ray_variables = held("ray_variables", {})
     local._start = held("start")
     local._replicas = held("replicas", replicas)

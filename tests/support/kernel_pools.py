@@ -1,7 +1,7 @@
 """Pools of random adapters for tests of SGMV, the laws by which rows choose among them; pages of keys and values."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ LAWS = ("distinct", "uniform", "zipf:1.5", "identical", "skewed", "base")
 def rows_by_law(law: str, rows: int, adapters: int) -> np.ndarray:
     """Draw the adapter of each row by a named popularity law, -1 for the base."""
     rng = random.Random(1)
-    draw = {
+    draw: Callable[[int], int] = {
         "base": lambda i: -1,
         "distinct": lambda i: i % adapters,
         "identical": lambda i: 0,
@@ -96,8 +96,8 @@ class KernelPool:
                 self._put(layer, placed, held, own.b)
         return [s.dense if len(s.scale) else None for s in slices]
 
-    def _put(self, layer: int, placed: PlacedAdapter, panels, matrix: torch.Tensor) -> None:
-        for (panel, _), rows in zip(panels, matrix.split([count for _, count in panels]), strict=True):
+    def _put(self, layer: int, placed: PlacedAdapter, panels: Sequence[tuple[int, int]], matrix: torch.Tensor) -> None:
+        for (panel, _), rows in zip(panels, torch.split(matrix, [count for _, count in panels]), strict=True):
             at = int(placed.offsets[layer][panel])
             dense = rows.clone(memory_format=torch.contiguous_format).view(-1)
             self.slabs[layer, at : at + rows.nbytes] = dense.view(torch.uint8)
@@ -129,9 +129,9 @@ class KernelPool:
         want = self.expected(segments, site, x, y, layer)
         # A GPU multiplies unequal dtypes in tf32, with 11 bits of mantissa.
         is_rounded = ops.device.type == "cuda" and dtype != self.dtype
-        close = {"rtol": 1e-4, "atol": 5e-3 * float(want.abs().max()) if is_rounded else 2e-2, **close}
-        torch.testing.assert_close(got.float(), want, **close)
-        base = [row for s in np.flatnonzero(segments.adapters == BASE) for row in segments.rows(s).tolist()]
+        close.setdefault("atol", 5e-3 * float(want.abs().max()) if is_rounded else 2e-2)
+        torch.testing.assert_close(got.float(), want, rtol=close.get("rtol", 1e-4), atol=close["atol"])
+        base = [row for s in np.flatnonzero(segments.adapters == BASE).tolist() for row in segments.rows(s).tolist()]
         assert got.dtype == dtype
         assert torch.equal(got[base], y[base])
         return got, y

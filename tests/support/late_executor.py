@@ -130,4 +130,5 @@ class ThreadedInPart(ThreadedAtOnce):
         super().__init__(executor)
         decoder = self.runner._decoder
         program = decoder._program
+        assert program is not None
         decoder._program = RecordedStep(program._stages, replace(program._shape, max_rows=8), program._planner)

@@ -150,7 +150,7 @@ def by_bitsandbytes(libraries: Path, source: Path) -> None:
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    four: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
     kinds = {
         "int8": {"load_in_8bit": True},
         "nf4": four | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -199,7 +199,7 @@ def main(libraries: Path, names: Collection[str]) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
     packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     of_attention = ["re:.*self_attn.*"]
-    cases = {
+    cases: dict[str, tuple[dict[str, Any], Callable[[], Callable[..., Tensors | None]]]] = {
         "autogptq": (gptq, lambda: by_autogptq(libraries)),
         "autoawq-gemm": (awq | {"version": "gemm"}, lambda: by_autoawq(libraries, "gemm")),
         "autoawq-gemv": (awq | {"version": "gemv"}, lambda: by_autoawq(libraries, "gemv")),

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from adapter_keys import key_of
 from safetensors.numpy import save_file
 
 from adapter_store.errors import AdapterNotFound
@@ -367,4 +368,4 @@ class Library:
             write_adapter(folder, number, VARIETIES[variety])
         peft = read_peft_dir(folder)
         registered = self.store.register(name, peft.config, self.store.add_blob(peft.weights_path))
-        self.numbers[registered.ref.key] = number
+        self.numbers[key_of(registered.ref)] = number

@@ -15,7 +15,8 @@ BATCH = 256
 def states(hf: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Return the normed last hidden states [T, H]."""
     with torch.no_grad():
-        return hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+        found: torch.Tensor = hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+    return found
 
 
 def guesses(hf: Any, heads: Heads, state: torch.Tensor) -> list[int]:
@@ -42,7 +43,7 @@ def trained(hf: Any, texts: Sequence[Sequence[int]], count: int, steps: int = 25
             at = torch.randperm(len(x))[:BATCH]
             loss = cross_entropy((x[at] + silu(linear(x[at], weight, bias))) @ output.T, y[at])
             adam.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             adam.step()
         heads.append((weight.detach(), bias.detach()))
     return heads

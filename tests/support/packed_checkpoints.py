@@ -142,7 +142,8 @@ def awq_tensors(made: Quantized, version: str = "gemm") -> Tensors:
     group = made.fields.shape[1] // groups
     step = {32: 4, 64: 2}.get(group, 1)
     width = (groups + 8 * step - 1) // (8 * step) * step
-    zeros, scales = (np.pad(part, ((0, 0), (0, 8 * width - groups))) for part in (made.zeros, made.scales))
+    wide = (0, 0), (0, 8 * width - groups)
+    zeros, scales = np.pad(made.zeros, wide), np.pad(made.scales, wide)
     return {"qweight": pack(made.fields, 4), "qzeros": pack(zeros, 4), "scales": torch.from_numpy(scales).half()}
 
 

@@ -14,6 +14,10 @@ def with_parts(page: str, parts: Mapping[str, str]) -> str:
     """Return the page with its generated parts replaced, each of which it has once."""
     for name, text in parts.items():
         pattern = rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end -->)"
-        page, count = re.subn(pattern, lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
+
+        def filled(found: re.Match[str], text: str = text) -> str:
+            return f"{found[1]}{text}\n{found[2]}"
+
+        page, count = re.subn(pattern, filled, page, flags=re.DOTALL)
         assert count == 1, f"the page has {count} parts {name}"
     return page

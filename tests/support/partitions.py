@@ -27,14 +27,15 @@ PROMPTS = [LONG[:45], LONG[:20], LONG[5:33]]
 def ranks(text: str, tp_exchange: str = "columns") -> PartitionOptions:
     """Return the options that "0&1;2" or "cp=2" describe."""
     name, _, count = text.partition("=")
-    return PartitionOptions(**{name: int(count)}) if count else PartitionOptions(text, tp_exchange=tp_exchange)
+    options: dict[str, Any] = {name: int(count)} if count else {"partition": text, "tp_exchange": tp_exchange}
+    return PartitionOptions(**options)
 
 
 @dataclass
 class Told:
     """What an engine has said: tokens by request, and the logits of every pass."""
 
-    tokens: list[list[int]] = field(default_factory=list)
+    tokens: list[Sequence[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
 

@@ -57,4 +57,5 @@ def peft_adapter(
                     # Trained: as they begin, they change nothing.
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
         adapted.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
-    return adapted
+    module: torch.nn.Module = adapted
+    return module

@@ -294,13 +294,13 @@ class World:
             # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
             arriving, coming = sorted(self.loading | self.copying.keys()), sorted({*self.fetching, *self.filling})
             assert arriving or coming or number < 2 or self.made_progress, "the engine sleeps, and requests wait"
-            for name in coming:
-                self.receive(name, number % 4)
+            for snapshot in coming:
+                self.receive(snapshot, number % 4)
             for key in arriving:
                 end_load(key)
             self.step(number)
-        for name in sorted({*self.fetching, *self.filling}):
-            self.receive(name, 0)
+        for snapshot in sorted({*self.fetching, *self.filling}):
+            self.receive(snapshot, 0)
         for lease in self.lent:
             self.accounts.peer_pages.end(lease)
         self.step(0)

@@ -1,6 +1,7 @@
 """Random JSON schemas whose values are all short, so that answers end. A seed always gives the same schema."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 WORDS = ("id", "name", "tags", "größe", "a b", 'q"uote', "x\\y", "n", "list", "emoji😀")
@@ -25,7 +26,7 @@ def random_schema(seed: int) -> dict[str, Any]:
 
 
 def _schema(chance: random.Random, depth: int) -> dict[str, Any]:
-    kinds = [_text, _integer, _enum, _plain]
+    kinds: list[Callable[[random.Random, int], dict[str, Any]]] = [_text, _integer, _enum, _plain]
     if depth:
         kinds += [_object, _object, _array, _any]
     return chance.choice(kinds)(chance, depth)

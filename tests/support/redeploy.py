@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def main(home: Path, shape: dict[str, object], options: dict[str, object]) -> None:
+def main(home: Path, shape: dict[str, Any], options: dict[str, Any]) -> None:
     session = max(home.glob("ray*/session_2*"))
     port = next(session.glob("gcs_server_port_*")).read_text()
     pem = {"CERT": "certificate", "KEY": "key"}

@@ -186,7 +186,7 @@ TOKENIZE: list[Row] = [
     *wrong("add_special_tokens", True, messages=[{"role": "user", "content": "b"}]),
 ]
 DETOKENIZE: list[Row] = [*wrong("tokens", [-1], [251], [2**40], ["1"], [1.5], None, param="tokens*")]
-NO_WEIGHTS = {"config": None, "weights": None, "defaults": {"temperature": 0.5}}
+NO_WEIGHTS: dict[str, Any] = {"config": None, "weights": None, "defaults": {"temperature": 0.5}}
 REGISTER: list[Row] = [
     *wrong("weights", "sha256:zz", param="digest"),
     *wrong("weights", 7),

@@ -15,7 +15,8 @@ def with_header(header: object, data: bytes = b"") -> bytes:
 
 def tiled(shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> dict[str, object]:
     """Return header entries of tensors that follow each other without a gap."""
-    entries, end = {}, 0
+    entries: dict[str, object] = {}
+    end = 0
     for name, shape in shapes.items():
         begin, end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}

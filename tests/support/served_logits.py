@@ -16,8 +16,8 @@ class ServedLogits:
     """An engine that keeps the logits of every row that it samples from."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        config = {"kernels": "numba", "pool_bytes": 16 << 20} | options
-        self.llm = LLM(str(directory), engine_config(directory, **config))
+        config = engine_config(directory, **{"kernels": "numba", "pool_bytes": 16 << 20, **options})
+        self.llm = LLM(str(directory), config)
         self.close = self.llm.close
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.batches: list[int] = []
@@ -44,4 +44,5 @@ class ServedLogits:
 
 def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([prompt])).logits[0, -1]
+        found: torch.Tensor = model(torch.tensor([prompt])).logits[0, -1]
+    return found

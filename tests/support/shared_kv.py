@@ -8,6 +8,7 @@ norm of k.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lorasrv.models import families
 
 SOURCES = (0, 0, 2, 2, 0, 2)
 WINDOW, HIDDEN, FFN, HEADS, KV_HEADS, DIM, EPS, THETA = 8, 64, 96, 4, 2, 16, 1e-6, 10000.0
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "shared",
     "architectures": ["SharedForCausalLM"],
     "vocab_size": 384,
@@ -122,8 +123,8 @@ class Reference:
     """The model over a whole text. `weights`: by name; those of the folder where there are none."""
 
     def __init__(self, folder: Path, adapter: Path | None, weights: Mapping[str, Tensor] | None = None) -> None:
-        self._weights = load_file(folder / "model.safetensors") | dict(weights or {})
-        self._adapter = {} if adapter is None else load_file(adapter / "adapter_model.safetensors")
+        self._weights: dict[str, Tensor] = load_file(folder / "model.safetensors") | dict(weights or {})
+        self._adapter: dict[str, Tensor] = {} if adapter is None else load_file(adapter / "adapter_model.safetensors")
 
     def logits(self, ids: list[int]) -> Tensor:
         """Logits [T, V]."""

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -13,7 +14,7 @@ class Request:
 
     method: str
     path: str
-    headers: Mapping[str, str]
+    headers: Message
     body: bytes
 
 

@@ -33,8 +33,10 @@ _Close = CFUNCTYPE(c_int, c_void_p)
 # File names stay addresses: SQLite keeps them, and what follows them in memory.
 _Open = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
 _Delete = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int)
-_OTHERS = ("xFileSize", "xLock", "xUnlock", "xCheckReservedLock", "xFileControl", "xSectorSize")
-_OTHERS += ("xDeviceCharacteristics", "xShmMap", "xShmLock", "xShmBarrier", "xShmUnmap", "xFetch", "xUnfetch")
+_OTHERS = (
+    *("xFileSize", "xLock", "xUnlock", "xCheckReservedLock", "xFileControl", "xSectorSize"),
+    *("xDeviceCharacteristics", "xShmMap", "xShmLock", "xShmBarrier", "xShmUnmap", "xFetch", "xUnfetch"),
+)
 
 
 class _Methods(Structure):

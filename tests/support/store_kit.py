@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_keys import key_of
 from safetensors.torch import save
 from safetensors_bytes import with_header
 
@@ -111,7 +112,7 @@ def add_with_tokens(store: AdapterStore, name: str) -> Registration:
 
 def registered(store: AdapterStore) -> tuple[AdapterKey, str]:
     """Register the default adapter as mia; return its key and the digest of its weights."""
-    return add(store, "mia").ref.key, digest_of(build.file())
+    return key_of(add(store, "mia").ref), digest_of(build.file())
 
 
 def digest_of(data: bytes) -> str:

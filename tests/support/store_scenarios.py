@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from adapter_keys import key_of
 from safetensors_bytes import tiled, with_header
 
 from adapter_store.errors import AdapterInvalid, DigestMismatch
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.quota import Usage
-from adapter_store.registry.index import sql_errors
+from adapter_store.registry.database import sql_errors
 from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
-from adapter_store.storage.refcounts import ContentHold
 from adapter_store.store import AdapterStore
 
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
@@ -57,7 +57,7 @@ class Hand:
     """Carry out steps on the store below `top`."""
 
     top: Path
-    held: list[ContentHold] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
     opened: AdapterStore | None = None
 
     @property
@@ -127,7 +127,7 @@ class Hand:
         self.store.register("mia", CONFIG, digest_of(2))
 
     def hold(self, name: str) -> None:
-        self.held.append(self.store.hold(self.store.resolve(name).key))
+        self.held.append(self.store.hold(key_of(self.store.resolve(name))))
 
     def collect_offline(self) -> None:
         """Run `lorasrv store gc`."""
@@ -164,7 +164,7 @@ def put(value: int) -> Step:
     return lambda h: h.put(value)
 
 
-def delete(reference: str, **options: bool) -> Step:
+def delete(reference: str, **options: Any) -> Step:
     return lambda h: h.store.delete(reference, **options)
 
 
@@ -300,7 +300,7 @@ class Outcome:
         with AdapterStore(root, BASE) as store:
             state = observe(store)
             assert state in self.states[done : done + 2], f"after {done} steps: {state}"
-            keys = [version.key for record in store.list_adapters() for version in record.versions]
+            keys = [key_of(version) for record in store.list_adapters() for version in record.versions]
             named = frozenset(store.load(key).spec.weights_digest for key in keys)
             assert not list((root / "tmp").iterdir()), "an unfinished upload is left"
             gone = frozenset().union(*self.blobs[: done + 1]).difference(*self.blobs[done : done + 2])
@@ -313,7 +313,7 @@ class Outcome:
             for name, last in self._last_versions(done).items():
                 hand.upload(name, 70)
                 assert store.resolve(name).version > last, "a version number was reused"
-                store.load(store.resolve(name).key)
+                store.load(key_of(store.resolve(name)))
         with contextlib.closing(sqlite3.connect(root / "index.sqlite3")) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert db.execute("PRAGMA foreign_key_check").fetchall() == []

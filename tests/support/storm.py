@@ -115,10 +115,10 @@ def start(
     checkpoint.close()
     parts = built.parts
     expect_short_answers(parts.scheduler.predictor)
-    assert parts.source is not None
     if late:
         assert isinstance(parts.executor, InProcessExecutor)
         parts = replace(parts, executor=LateExecutor(parts.executor))
+    assert parts.source is not None
     wake, write = threading.Event() if threaded else None, parts.executor.write_adapter
     loader = InlineLoader(parts.source, write) if wake is None else ThreadedLoader(parts.source, write, wake.set)
     return Started(EngineCore(parts, loader), built.input_processor, wake)
@@ -172,7 +172,7 @@ class Storm:
         self.target, self.longest = SEQS, MAX_PROMPT
         self._numbers = itertools.count()
         self._still = 0
-        self._popular = self.rng.sample(library.names, len(library.names))
+        self._popular: list[str] = self.rng.sample(library.names, len(library.names))
         self._odds = m.zipf_odds(len(self._popular))
         self._prefixes = [self._some_tokens(topic, self.rng.randint(32, 48)) for topic in range(m.TOPICS)]
 

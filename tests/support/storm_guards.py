@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from adapter_keys import key_of
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
@@ -29,13 +30,14 @@ from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.metadata.segments import Segments, build_segments
 
 
 def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
-    def evict_lowest(self: AdapterManager, *_: object) -> bool:
+    def evict_lowest(self: AdapterManager, *_rest: object) -> bool:
         for key, _, pins in self.cache.placements():
             if self.is_resident(key):
-                for _ in range(pins):
+                for _turn in range(pins):
                     self.cache.unpin(key)
                 self.evict(key)
                 return True
@@ -76,7 +78,8 @@ def _skip_recomputing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _remember_places(patch: pytest.MonkeyPatch) -> None:
-    placed, known = AdapterCache.placed, {}
+    placed = AdapterCache.placed
+    known: dict[AdapterKey, PlacedAdapter | None] = {}
     patch.setattr(AdapterCache, "placed", lambda self, key: known.setdefault(key, placed(self, key)))
 
 
@@ -92,15 +95,13 @@ def _fill_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _remember_segments(patch: pytest.MonkeyPatch) -> None:
-    build_segments, known = batch.build_segments, {}
+    known: dict[int, Segments] = {}
     patch.setattr(batch, "build_segments", lambda rows: known.setdefault(len(rows), build_segments(rows)))
 
 
 def _mix_up_rows(patch: pytest.MonkeyPatch) -> None:
-    build_batch = model_runner.build_batch
-
     def in_order_of_arrival(step: SchedulerOutput, *rest: Any) -> batch.ForwardBatch:
-        return replace(build_batch(step, *rest), sampled=tuple(s for s in step.scheduled if s.samples))
+        return replace(batch.build_batch(step, *rest), sampled=tuple(s for s in step.scheduled if s.samples))
 
     patch.setattr(model_runner, "build_batch", in_order_of_arrival)
 
@@ -115,7 +116,7 @@ def _load_by_name(patch: pytest.MonkeyPatch) -> None:
 
     def what_it_means_now(self: AdapterStore, key: AdapterKey) -> Any:
         try:
-            return content(self, self.resolve(name_of(self, key)).key)
+            return content(self, key_of(self.resolve(name_of(self, key))))
         except AdapterNotFound:
             return content(self, key)
 
@@ -128,7 +129,7 @@ def _names_of_keys() -> Callable[[AdapterStore, AdapterKey], str]:
 
     def name_of(store: AdapterStore, key: AdapterKey) -> str:
         if key not in known:
-            known.update({v.key: record.adapter_id for record in store.list_adapters() for v in record.versions})
+            known.update({key_of(v): record.adapter_id for record in store.list_adapters() for v in record.versions})
         return known.get(key, "")
 
     return name_of

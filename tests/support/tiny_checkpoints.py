@@ -75,7 +75,7 @@ def tiny_tokenizer_json() -> str:
     backend.decoder = decoders.ByteLevel()
     special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    options: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
     backend.train_from_iterator(corpus_lines(), trainers.BpeTrainer(vocab_size=VOCAB, **options))
     return str(backend.to_str(pretty=True))
 

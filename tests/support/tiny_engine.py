@@ -142,7 +142,7 @@ def observers() -> list[RequestObserver]:
 def marked_options(request: pytest.FixtureRequest, **defaults: Any) -> dict[str, Any]:
     """Return the options of a test's `engine` marker, by name; words are options that are parameters of the test."""
     marker = request.node.get_closest_marker("engine") or pytest.mark.engine().mark
-    return defaults | {name: request.node.callspec.params[name] for name in marker.args} | marker.kwargs
+    return {**defaults, **{name: request.node.callspec.params[name] for name in marker.args}, **marker.kwargs}
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from answers import coded, error_of, named
@@ -488,7 +488,7 @@ class TestLimits:
 class TestLimitsAtTheStart:
     def serve(self, engine: Any, store: AdapterStore, **settings: Any) -> dict[str, Limits | None]:
         """Start and stop the application: the limits that the engine knew in between."""
-        app = create_app(cast("Any", engine), store, ServerSettings(**settings))
+        app = create_app(engine, store, ServerSettings(**settings))
 
         async def run() -> dict[str, Limits | None]:
             async with app.router.lifespan_context(app):
