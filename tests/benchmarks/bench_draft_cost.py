@@ -26,6 +26,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId
 from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import DrafterOutput
 from lorasrv.speculation.model_drafter import ModelDrafter
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
@@ -72,11 +73,11 @@ def step_seconds(llm: LLM, tokens: int, max_draft: int) -> float:
     )
     seconds, drafting, observe = [], [0.0], ModelDrafter.observe
 
-    def timed(self: ModelDrafter, output: object) -> None:
-        drafting[0] += output.seconds  # type: ignore[attr-defined]
-        observe(self, output)  # type: ignore[arg-type]
+    def timed(self: ModelDrafter, output: DrafterOutput) -> None:
+        drafting[0] += output.seconds
+        observe(self, output)
 
-    ModelDrafter.observe = timed  # type: ignore[method-assign, assignment]
+    ModelDrafter.observe = timed  # type: ignore[method-assign]
     try:
         with every_draft():
             while llm.engine.has_requests:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import uvicorn
@@ -68,7 +68,7 @@ def serve_edge(listener: Any, behind: str, secret: str | None) -> None:
 
 
 def serve_app(listener: Any, app: Any) -> None:
-    lifespan = "on" if isinstance(app, Edge) else "off"
+    lifespan: Literal["on", "off"] = "on" if isinstance(app, Edge) else "off"
     config = uvicorn.Config(app, http=bounded(ConnectionLimits()), ws="none", log_level="error", lifespan=lifespan)
     asyncio.run(uvicorn.Server(config).serve([listener]))
 

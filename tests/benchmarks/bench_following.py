@@ -33,6 +33,7 @@ from harness import (
     shapes_of,
     table,
 )
+from adapter_keys import key_of
 from served import serve
 
 from adapter_store.registry.name_feed import Followed
@@ -128,7 +129,7 @@ def loads_mb_s(store: AdapterStore, folders: Sequence[Path]) -> tuple[float, flo
     for _ in range(2):
         begun, size = time.perf_counter(), 0
         for folder in folders:
-            store.load(store.resolve(folder.name).key)
+            store.load(key_of(store.resolve(folder.name)))
             size += (folder / "adapter_model.safetensors").stat().st_size
         rates.append(size / 1e6 / (time.perf_counter() - begun))
     return rates[0], rates[1]

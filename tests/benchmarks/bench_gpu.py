@@ -31,6 +31,7 @@ from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.group_quant import INT4_LEVELS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.linear import through_blas
 
@@ -46,15 +47,19 @@ SGMV = (
 DECODES = ((2, 40),) if DRY_RUN else ((1, 512), (32, 512), (128, 512), (1, 8192), (32, 8192))
 PROMPTS = (70,) if DRY_RUN else (512, 4096)
 
+AttentionCase = tuple[torch.Tensor, KvPages, Int32]
 
-def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.device, kv_format: str = "bfloat16"):
+
+def attention_case(
+    query_lens: list[int], kv_lens: list[int], device: torch.device, kv_format: str = "bfloat16"
+) -> AttentionCase:
     """Return q, pages in random order, and page tables."""
     counts = [-(-n // PAGE) for n in kv_lens]
     order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
     page_bytes = KV_FORMATS[kv_format].page_bytes(KV_HEADS, DIM, PAGE)
     slab = torch.zeros(sum(counts) * page_bytes, device=device, dtype=torch.uint8)
     kv = KvPages(slab, KV_FORMATS[kv_format], KV_HEADS, PAGE, DIM)
-    for page in torch.arange(sum(counts), device=device).split(64):
+    for page in torch.split(torch.arange(sum(counts), device=device), 64):
         keys, values = torch.randn(2, len(page) * PAGE, KV_HEADS, DIM, device=device)
         kv.write(page.repeat_interleave(PAGE), torch.arange(PAGE, device=device).repeat(len(page)), keys, values)
     tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
@@ -86,6 +91,14 @@ def time_sgmv(ops: Ops, device: torch.device, bandwidth: float) -> None:
             )
 
 
+def attention_us(
+    ops: Ops, timer: Callable[..., float], lens: tuple[list[int], list[int]], made: list[AttentionCase]
+) -> float:
+    """Return the time of one layer's attention."""
+    plan = ops.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
+    return timer([partial(ops.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
+
+
 def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:
     plain = Ops(device, "torch")
     decodes = [([1] * b, [n] * b) for b, n in DECODES]
@@ -93,13 +106,9 @@ def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:
     for kv_format, query_lens, kv_lens in shapes + [(name, *lens) for name in ("int8", "k8v4") for lens in decodes]:
         token_bytes = KV_FORMATS[kv_format].page_bytes(KV_HEADS, DIM, PAGE) // PAGE
         layers = max(2, min(32, -(-(128 << 20) // (sum(kv_lens) * token_bytes))))
-        made = [attention_case(query_lens, kv_lens, device, kv_format) for _ in range(2 if DRY_RUN else layers)]
-
-        def us(on: Ops, timer: Callable[..., float], made=made, lens=(query_lens, kv_lens)) -> float:
-            plan = on.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
-            return timer([partial(on.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
-
-        took, torch_us = us(ops, graph_us), us(plain, eager_us)
+        lens = query_lens, kv_lens
+        made = [attention_case(*lens, device, kv_format) for _ in range(2 if DRY_RUN else layers)]
+        took, torch_us = attention_us(ops, graph_us, lens, made), attention_us(plain, eager_us, lens, made)
         moved = sum(kv_lens) * token_bytes + 2 * sum(query_lens) * 2 * HEADS * DIM
         flops = 4 * HEADS * DIM * sum(q * (n - (q - 1) / 2) for q, n in zip(query_lens, kv_lens, strict=True))
         floor = moved / bandwidth * 1e6

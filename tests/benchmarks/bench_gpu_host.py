@@ -96,7 +96,7 @@ class Replay:
         self.output.copy_(next(self._outputs))
 
 
-class DeviceCalls(TorchDispatchMode):
+class DeviceCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count what torch does with tensors of the device, but for views."""
 
     count = 0
@@ -153,11 +153,12 @@ def engine_of(rows: int, adapters: int, context: int, steps: int, mode: str = "g
     for number in range(rows):
         adapter = number % adapters if adapters else None
         key = None if adapter is None else AdapterKey(f"{adapter:064x}")
-        params = SamplingParams(max_tokens=steps + 100, temperature=0.0, ignore_eos=True)
+        most_tokens = steps + 100
+        params = SamplingParams(max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
         message = EngineCoreRequest(
             RequestId(str(number)),
             tuple(range(context)),
-            params.max_tokens,
+            most_tokens,
             params,
             () if key is None else (AdapterTerm(key, 1.0, LAYOUT),),
             adapter_key=key,
@@ -181,7 +182,7 @@ def measure(rows: int, adapters: int, context: int, steps: int, mode: str) -> li
         engine = warmed(rows, adapters, context, steps, mode)
         times = timed(engine, rows, steps)
         launched.clear()
-        with DeviceCalls() as calls:
+        with DeviceCalls() as calls:  # type: ignore[no-untyped-call]
             engine.step()
         return [f"{rows}/{adapters}", mode, context, *times, calls.count, launched.total()]
 

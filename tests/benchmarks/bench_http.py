@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from harness import ROOT, Server, arguments, lorasrv_server, row, table, versus
+from harness import Server, arguments, lorasrv_server, row, table, versus
+from served import ROOT
 
 SHORT, LONG = 16, 144
 

@@ -296,9 +296,9 @@ def step(a: argparse.Namespace) -> None:
         for popularity in ("distinct", "uniform", "zipf", "identical") if n > 1 else ("distinct",):
             adapters = adapters_of(popularity, n, n)
             size = len(set(adapters.tolist())) * panels.adapter_bytes
-            seconds = sgmv_seconds(ops, panels, adapters, 15), sgmv_seconds(plain, panels, adapters, 2)
+            ours, torchs = sgmv_seconds(ops, panels, adapters, 15), sgmv_seconds(plain, panels, adapters, 2)
             peft = peft_seconds(adapters, 3) if popularity == "distinct" else None
-            found.append((f"SGMV, {n} rows", popularity, seconds[0], size, seconds[1], peft))
+            found.append((f"SGMV, {n} rows", popularity, ours, size, torchs, peft))
     for sequences, length, queries, softcap in ATTENTION:
         pages = attention_case(sequences, length)
         size = sequences * length * 2 * KV_HEADS * DIM * 2
@@ -323,7 +323,7 @@ def mass_seconds(ops: Ops, layers: list[KvPages], tables: np.ndarray, observed: 
     """Return the time of adding up one layer's attention by page, planning left out."""
     count = len(tables)
     q, counts = torch.randn(count * observed, HEADS, DIM), np.full(count, observed, dtype=np.int32)
-    plan = ops.plan_attention(tables, counts, [length] * count, PAGE, layers[0].num_pages)
+    plan = ops.plan_attention(tables, [observed] * count, [length] * count, PAGE, layers[0].num_pages)
     masses = PageMasses(counts, torch.zeros(KV_HEADS, count * observed, tables.shape[1]))
     add_ = load_backend(ops.name).add_page_mass_
 
@@ -467,7 +467,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def methods(most: int) -> Iterator[tuple[str, Run]]:
     for name, levels in (("int4", INT4_LEVELS), ("q3h", Q3H_LEVELS), ("int8", INT8_LEVELS)):
         yield f"ours, {name}", ours(partial(random_weight, levels), most)
-    files = {
+    files: dict[str, Callable[[], GroupQuantizedWeight]] = {
         "int4 with zeros": partial(of_a_file, INT4_LEVELS),
         "int4 with zeros, inputs in another order": partial(of_a_file, INT4_LEVELS, ordered=True),
         "int4 with zeros, fp32 scales": partial(of_a_file, INT4_LEVELS, wide=True),

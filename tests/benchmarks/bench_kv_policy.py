@@ -28,7 +28,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId
 from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.base_format import choose_format
@@ -69,7 +69,7 @@ def losses(policy: KvPolicy | None, pieces: int) -> Iterator[float]:
             *(RequestId("p"), tuple(piece), 0, tuple(range(PIECE // PAGE)), None, True, SamplingParams(), 0),
             kv_policy=placed,
         )
-        batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32, ops)
+        batch = build_batch(SchedulerOutput((share,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
         rows = torch.arange(PIECE // 2, PIECE - 1)
         logits = decoder.forward(replace(batch, tables=replace(batch.tables, sample_rows=rows)))
         yield from torch.nn.functional.cross_entropy(
@@ -113,7 +113,8 @@ def steps(llm: LLM, prompt_tokens: int, rows: int, count: int) -> None:
     exact = 0.0
     table(("policy", "step ms", "to full", "pages"))
     for name, policy in POLICIES.items():
-        rng, taken = random.Random(3), []
+        rng = random.Random(3)
+        taken: list[float] = []
         ids = [RequestId(f"{name}-{number}") for number in range(rows)]
         for rid in ids:
             prompt = llm.tokenizer.encode(unique_prompt(rng, prompt_tokens), add_special_tokens=False)[:prompt_tokens]

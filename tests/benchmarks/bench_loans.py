@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -35,6 +36,10 @@ def new_key(store: Path, name: str, *limits: object) -> str:
     command = lorasrv_command("key", "create", "--name", name, *limits, "--store", store, "--json")
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
     return str(json.loads(done.stdout)["key"])
+
+
+def is_ready(follower: Served) -> bool:
+    return follower.http.get("/ready").status_code == 200
 
 
 def ask(http: httpx2.Client, key: str) -> tuple[int, float]:
@@ -97,7 +102,7 @@ def main() -> None:
             for number in range(a.followers)
         ]
         for one in followers:
-            one.until(lambda one=one: one.http.get("/ready").status_code == 200)
+            one.until(partial(is_ready, one))
         with httpx2.Client(base_url=followers[0].url, trust_env=False, timeout=60) as http:
             for _ in range(50):
                 ask(http, free)

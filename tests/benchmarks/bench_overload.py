@@ -30,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from harness import WORDS, arguments
+from harness import arguments
 from flood import Body, Outcome, call, closed_loop, open_loop, percentile
 from marker_served import SERVE_FLAGS, some_prompt, write_served_model
 from process_watch import Held, held_by
 from report import record
 from served import Served, serve
+
+from api.cli.bench.prompts import WORDS
 
 MOST_REQUESTS = 50_000
 WITHIN = 1.5

@@ -92,7 +92,7 @@ class Row:
         """Return how many distinct adapters so many requests name, on average."""
         if self.law.kind != "zipf":
             return min(self.adapters, asked)
-        weights = [(k + 1) ** -self.law.exponent for k in range(self.adapters)]
+        weights: list[float] = [(k + 1) ** -self.law.exponent for k in range(self.adapters)]
         return sum(1 - (1 - weight / sum(weights)) ** asked for weight in weights)
 
     @property
@@ -401,8 +401,9 @@ def _gguf_adapter(llama: Path, assets: Path, adapter: Path) -> Path:
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         part = file.with_suffix(".part")
-        convert = [sys.executable, llama / LLAMA_SOURCE / "convert_lora_to_gguf.py", "--base", assets / "base"]
-        subprocess.run([*convert, "--outtype", "bf16", "--outfile", part, adapter], check=True, capture_output=True)
+        script, options = llama / LLAMA_SOURCE / "convert_lora_to_gguf.py", ("--outtype", "bf16", "--outfile", part)
+        convert = [sys.executable, script, "--base", assets / "base", *options, adapter]
+        subprocess.run([*map(str, convert)], check=True, capture_output=True)
         part.rename(file)
     return file
 

@@ -11,6 +11,7 @@ nor do the simulated ones. Until tok/s is within 10 % and the p99 TTFT within 25
 clusters on this machine are no prediction: the last line says which it is.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -156,7 +157,7 @@ def predicted(
     return {title: done[key] for title, key in keys.items()}
 
 
-def compare(placement: str, number: int, a: object, folder: Path) -> bool:
+def compare(placement: str, number: int, a: argparse.Namespace, folder: Path) -> bool:
     """Serve, simulate, and print a row a figure; return whether all are as near as they must be."""
     flags = {"pool_bytes": pool_bytes(160, 16, 24), "host_cache_bytes": "4MiB", "max_num_seqs": 16}
     rng = random.Random(number)

@@ -21,6 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from harness import ASSETS, PAGE_BYTES, adapter_folders, arguments, open_store, quantiles, row, shapes_of, table
+from adapter_keys import key_of
 
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
@@ -114,12 +115,13 @@ def bench(a: argparse.Namespace) -> Iterator[Bench]:
 
 
 def _register(store: AdapterStore) -> list[AdapterKey]:
-    known = {str(record.adapter_id): record.key for record in store.list_adapters()}
+    known = {str(record.adapter_id): key_of(record) for record in store.list_adapters()}
     folders = adapter_folders(MANY)
     for folder in folders:
         if folder.name not in known:
             peft = read_peft_dir(folder)
-            known[folder.name] = store.register(folder.name, peft.config, store.add_blob(peft.weights_path)).ref.key
+            digest = store.add_blob(peft.weights_path)
+            known[folder.name] = key_of(store.register(folder.name, peft.config, digest).ref)
     return [known[folder.name] for folder in folders]
 
 
@@ -183,7 +185,8 @@ def allocator(a: argparse.Namespace) -> None:
     """Time taking pages and giving them back."""
     table(("pages", "free runs", "call and its release", "µs, median", "µs, p99", "µs a page"))
     for pages in a.sizes:
-        pool, holders, rng = PagePool(pages), [], random.Random(0)
+        pool, rng = PagePool(pages), random.Random(0)
+        holders: list[list[int]] = []
         while pool.num_free > pages // 2:
             churn(pool, holders, rng)
         for _ in range(a.churn):

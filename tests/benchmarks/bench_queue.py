@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from harness import arguments, machine_line, quantiles, row, table
-from tiny_scheduler import Bench, scheduler
+from bare_scheduler import Bench
+from tiny_scheduler import scheduler
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, Limits, MemoryOptions
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import SchedulerOutput
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 RUNNING, STEPS, PAGES = 16, 60, 64
@@ -56,9 +58,9 @@ def plan_ms(bench: Bench, *, adapters_come: bool = False) -> list[float]:
     """Return the milliseconds of planning each of some steps."""
     took, schedule = [], bench.scheduler.schedule
 
-    def timed() -> Any:
+    def timed(*, ahead: bool = False) -> SchedulerOutput:
         begun = time.thread_time()
-        step = schedule()
+        step = schedule(ahead=ahead)
         took.append(1e3 * (time.thread_time() - begun))
         return step
 

@@ -26,7 +26,8 @@ def ask(served: Served, model: str) -> tuple[float, str, dict[str, Any]]:
     """Milliseconds to the first text, the text, and the usage."""
     turns = [{"role": "user", "content": "Who are you?"}]
     body = {"model": model, "messages": turns, "stream": True, "stream_options": {"include_usage": True}}
-    begun, first, text, usage = time.perf_counter(), 0.0, "", {}
+    begun, first, text = time.perf_counter(), 0.0, ""
+    usage: dict[str, Any] = {}
     with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -43,6 +44,7 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     texts = defaultdict(set)
+    usage: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         file, store = Path(folder) / "persona.json", Path(folder) / "store"
         file.write_text(json.dumps(DEFAULTS))

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from harness import ROOT, arguments, lorasrv_server, row, table
+from harness import arguments, lorasrv_server, row, table
 from prometheus_client.parser import text_string_to_metric_families
+from served import ROOT
 
 BOTS = ROOT / "examples" / "persona_bots"
 PERSONAS = ("wrench", "blackbeard", "basho")

@@ -20,8 +20,10 @@ from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
-from harness import arguments, machine_line, open_store, put_blob, quantile, row, seeded_weights, serve, table
+from harness import arguments, machine_line, open_store, put_blob, quantile, row, seeded_weights, table
+from adapter_keys import key_of
 from fake_serve import command
+from served import serve
 from tiny_adapter import SHAPES
 
 from adapter_store.store import AdapterStore
@@ -65,7 +67,7 @@ def fill(store: AdapterStore, count: int) -> dict[str, list[float]]:
 def in_memory(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:
     """Time what needs no HTTP."""
     middle = name_of(ids // 2)
-    key = store.resolve(middle).key
+    key = key_of(store.resolve(middle))
 
     def unknown() -> None:
         with suppress(LookupError):

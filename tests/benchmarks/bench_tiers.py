@@ -200,8 +200,10 @@ class Traffic:
         ]
 
 
-TRAFFIC_TITLES = ("distinct", "tok/s", "TTFT p50 ms", "TTFT p99 ms", "resident / host / disk %", "disk loads")
-TRAFFIC_TITLES += ("host loads", "evictions", "preemptions", "failed")
+TRAFFIC_TITLES = (
+    *("distinct", "tok/s", "TTFT p50 ms", "TTFT p99 ms", "resident / host / disk %", "disk loads"),
+    *("host loads", "evictions", "preemptions", "failed"),
+)
 
 
 async def _traffic(a: argparse.Namespace, url: str, count: int, requests: int, seed: int) -> Traffic:
@@ -346,11 +348,11 @@ async def _ask_by_tier(
         before = await caller.metrics()
         async with streaming(caller, streams):
             for turn in range(a.count):
-                for kind, make_so in prepare.items():
-                    name = next(fresh)
-                    make_so(name)
+                chosen = {kind: next(fresh) for kind in prepare}
+                for kind, name in chosen.items():
+                    prepare[kind](name)
                     await ask(kind, name)
-                await ask("again", name)
+                await ask("again", chosen["cold"])
                 for _ in range(TRIES):
                     if await ask("perhaps not in the pool", next(turns)) == "host":
                         break

@@ -21,15 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.triton_ops import linear as triton_linear
 from sgmv_kernels.triton_ops import sgmv_metadata
-from sgmv_kernels.triton_ops.block_sizes import LinearConfig
+from sgmv_kernels.triton_ops.block_sizes import LinearConfig, sgmv_config
+from sgmv_kernels.triton_ops.linear import TritonLinear, through_tiles
 
 DRY_RUN = bool(os.environ.get("GPU_DRY_RUN"))
 _HIDDEN, _KV, _INNER = (128, 64, 256) if DRY_RUN else (4096, 1024, 14336)
@@ -100,7 +99,7 @@ def event_ms(work: Callable[[], Any], repeats: int) -> list[float]:
         work()
         return [1e3 * (time.perf_counter() - started)]
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         begin.record()
         work()
@@ -176,8 +175,7 @@ def site_case(name: str, rows: int, adapters: int, rank: int, device: torch.devi
 @contextmanager
 def with_config(**changes: Any) -> Iterator[None]:
     """Change fields of the configuration that sites use."""
-    original = sgmv_metadata.sgmv_config
-    with mock.patch.object(sgmv_metadata, "sgmv_config", lambda *key: replace(original(*key), **changes)):
+    with mock.patch.object(sgmv_metadata, "sgmv_config", lambda *key: replace(sgmv_config(*key), **changes)):
         yield
 
 
@@ -199,20 +197,20 @@ class LinearCase:
     name: str
     levels: int
     codes: list[GroupQuantizedWeight]
-    packed: list[PackedLinear]
+    packed: list[TritonLinear]
 
     def floor_us(self, rows: int, bandwidth: float) -> float:
         """Return the time to move values, scales, x and y once at the bandwidth of a copy."""
         one = self.packed[0]
         return (one.nbytes + 2 * rows * (one.in_features + one.out_features)) / bandwidth * 1e6
 
-    def us(self, rows: int, call: Callable[[torch.Tensor, PackedLinear], torch.Tensor]) -> float:
+    def us(self, rows: int, call: Callable[[torch.Tensor, TritonLinear], torch.Tensor]) -> float:
         x = torch.randn(rows, self.packed[0].in_features, device=self.codes[0].codes.device, dtype=torch.bfloat16)
         return graph_us([partial(call, x, packed) for packed in self.packed])
 
     def configured_us(self, rows: int, config: LinearConfig) -> float:
         """Return the time with these tiles instead of the table's."""
-        return self.us(rows, lambda x, packed: triton_linear.through_tiles(x, packed, config))
+        return self.us(rows, lambda x, packed: through_tiles(x, packed, config))
 
 
 def group_of(levels: int, group: int) -> int:
@@ -230,4 +228,5 @@ def linear_case(ops: Ops, name: str, levels: int, group: int = GROUP) -> LinearC
     out, width = dims.total_out, dims.in_features
     copies = max(2, min(MAX_COPIES, -(-L2_BYTES // (out * width // 2))))
     codes = [random_codes(out, width, levels, ops.device, group_of(levels, group)) for _ in range(copies)]
-    return LinearCase(name, levels, codes, [ops.pack_linear(one) for one in codes])
+    packed = [ops.pack_linear(one) for one in codes]
+    return LinearCase(name, levels, codes, [one for one in packed if isinstance(one, TritonLinear)])

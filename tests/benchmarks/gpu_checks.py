@@ -127,12 +127,12 @@ def codes(ops: Ops, shapes: tuple[tuple[list[int], list[int]], ...]) -> Iterator
     for name, lens in ((name, lens) for name in ("int8", "k8v4") for lens in shapes):
         q, kv, tables = attention_case(*lens, ops.device, name)
         qkv = torch.randn(len(q), (HEADS + 2 * KV_HEADS) * DIM, device=ops.device, dtype=BF16)
-        angles = torch.rand(2, len(q), DIM // 2, device=ops.device)
+        cos, sin = torch.rand(2, len(q), DIM // 2, device=ops.device)
         made = []
         for on in (plain, ops):
             own = KvPages(kv.slab.clone(), kv.format, KV_HEADS, PAGE, DIM)
             plan = on.plan_attention(tables, *lens, PAGE, own.num_pages)
-            turned = on.rope_write_kv(qkv.clone(), *angles, own, plan)
+            turned = on.rope_write_kv(qkv.clone(), cos, sin, own, plan)
             made.append(on.paged_attention(turned, own, plan, Scoring(DIM**-0.5)))
         what = f"{name} pages, queries {lens[0][:4]}, keys {lens[1][:4]}"
         yield what, error(made[1], made[0]), MOST_ERROR

@@ -149,7 +149,9 @@ def sglang() -> Callable[..., Call]:
     return prepared
 
 
-def weights(dims: SiteDims, adapters: int, rank: int, device: torch.device) -> tuple[list[torch.Tensor], ...]:
+def weights(
+    dims: SiteDims, adapters: int, rank: int, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return A [adapters, rank, H] and B [adapters, O, rank] of each slice."""
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 from gpu_cases import DRY_RUN, FORMATS, GROUP, copy_bandwidth, emit, event_ms, group_of, need_gpu, random_codes
 
+from adapter_store.spec import AdapterKey
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import SHAPES, ModelSpec
@@ -48,6 +50,7 @@ class PackedBase:
     def __init__(self, ops: Ops, packed: PackedLinear) -> None:
         self._ops, self._packed = ops, packed
         self.in_features, self.out_features, self.nbytes = packed.in_features, packed.out_features, packed.nbytes
+        self.can_be_recorded = ops.can_record
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.linear(x, self._packed)
@@ -70,8 +73,8 @@ def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dt
 
     def layer() -> LayerWeights:
         norm = torch.ones(spec.hidden_size, device=ops.device)
-        sites = [linear(sum(site.out_features), site.in_features) for site in spec.sites()]
-        return LayerWeights(norm, norm, *sites)
+        qkv, o, gate_up, down = (linear(sum(site.out_features), site.in_features) for site in spec.sites())
+        return LayerWeights(norm, norm, qkv, o, gate_up, down)
 
     layers = tuple(layer() for _ in range(spec.num_layers))
     head = linear(spec.vocab_size, spec.hidden_size, "bf16" if quantization == "bf16" else "int8")
@@ -120,7 +123,7 @@ class StepCase:
         self.steps = GraphedSteps(decoder.forward, spec, self.memory, limits, remember)
 
     def step(self, adapters: int) -> SchedulerOutput:
-        keys = [f"a{i:03}" for i in range(adapters)]
+        keys = [AdapterKey(f"a{i:03}") for i in range(adapters)]
         scheduled = tuple(
             ScheduledRequest(
                 RequestId(str(i)),
@@ -187,8 +190,8 @@ class Computed:
 @contextmanager
 def built_in_table() -> Iterator[None]:
     """Take the built-in table of block sizes, whatever the device has."""
-    caches = (block_sizes.rows_config, block_sizes.sgmv_config, block_sizes.attention_config)
-    caches = (*caches, block_sizes.linear_config, block_sizes.dequantize_above)
+    caches: list[Any] = [block_sizes.rows_config, block_sizes.sgmv_config, block_sizes.attention_config]
+    caches += [block_sizes.linear_config, block_sizes.dequantize_above]
     built_in = block_sizes.table_of(block_sizes.DEFAULT)
     with mock.patch.object(block_sizes, "table_of", return_value=built_in):
         for cache in caches:

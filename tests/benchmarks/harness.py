@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from adapter_keys import key_of
 from safetensors_bytes import tiled, with_header
 from served import ROOT, serve
 
@@ -55,7 +56,7 @@ START_SECONDS = 300.0
 def adapter_folders(count: int, assets: Path = ASSETS) -> list[Path]:
     """Return PEFT folders of `count` seeded adapters, rank 16 on all linears; make them and the base if missing."""
     if not (assets / "adapters" / f"a{max(1, count) - 1:04d}" / "adapter_config.json").exists():
-        make = [sys.executable, PEERS / "make_assets.py", "--out", assets, "--adapters", str(max(1, count))]
+        make = [sys.executable, str(PEERS / "make_assets.py"), "--out", str(assets), "--adapters", str(max(1, count))]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     return sorted((assets / "adapters").iterdir())[:count]
 
@@ -81,14 +82,14 @@ def register_seeded(
         names: ids; the weights are seeded by the position, so that no two adapters are alike.
         modules: modules that get weights, as `self_attn.q_proj`; None: all of the base.
     """
-    known = {str(record.adapter_id): record.key for record in store.list_adapters()}
+    known = {str(record.adapter_id): key_of(record) for record in store.list_adapters()}
     targets = sorted(modules or store.base.modules)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
     config["target_modules"] = sorted({module.rpartition(".")[2] for module in targets})
     for number, name in enumerate(names):
         if name not in known:
             digest = put_blob(store, seeded_weights(store.base, number, rank, targets))
-            known[name] = store.register(name, config, digest).ref.key
+            known[name] = key_of(store.register(name, config, digest).ref)
     return [known[name] for name in names]
 
 
@@ -159,7 +160,7 @@ def run_json(*words: object) -> dict[str, Any]:
 
 def machine_line() -> str:
     """Return one line about this machine."""
-    told = bench_machine.machine()
+    told: dict[str, Any] = bench_machine.machine()
     instructions = " ".join(told["instructions"])
     return f"{told['cpu']}, {told['cores']} cores, {instructions}, Python {platform.python_version()}"
 
@@ -201,14 +202,14 @@ def revision(root: Path) -> str:
 # Loads.
 
 
-async def closed_loop(ask: Callable[[Any], Awaitable[Any]], asks: Sequence[Any], clients: int) -> list[Any]:
+async def closed_loop(ask: Callable[[Any], Coroutine[Any, Any, Any]], asks: Sequence[Any], clients: int) -> list[Any]:
     """Return the answers of `clients` clients that each send the next request when one is answered."""
     load: Any = Load()
     await bench_load.closed_loop(ask, asks, clients, load)
     return list(load.outcomes)
 
 
-async def open_loop(ask: Callable[[Any], Awaitable[Any]], asks: Sequence[Any]) -> list[Any]:
+async def open_loop(ask: Callable[[Any], Coroutine[Any, Any, Any]], asks: Sequence[Any]) -> list[Any]:
     """Return the answers to requests that are sent at their times (`at_s`), whether others are answered or not."""
     load: Any = Load()
     await bench_load.open_loop(ask, asks, load)

@@ -75,7 +75,7 @@ class StaticBatches:
         ]
 
 
-class _Clock(StoppingCriteria):
+class _Clock(StoppingCriteria):  # type: ignore[misc]
     """Records when each step was done."""
 
     def __init__(self) -> None:

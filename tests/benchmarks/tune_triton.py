@@ -25,7 +25,7 @@ from unittest import mock
 import gpu_cases
 import torch
 import triton
-from bench_gpu import DIM, PAGE, attention_case
+from bench_gpu import DIM, attention_case, attention_us
 from gpu_cases import (
     DRY_RUN,
     FORMATS,
@@ -42,7 +42,6 @@ from gpu_cases import (
     with_config,
 )
 
-from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.group_quant import Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import attention as triton_attention
@@ -60,46 +59,48 @@ from sgmv_kernels.triton_ops.block_sizes import (
 from sgmv_kernels.triton_ops.linear import BITS, through_blas
 
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
-SUMS = {"split_k": (2, 4, 8, 16), "block_k": (64, 128, 256)}
-SHRINK = {"shrink_n": (16, 32), "shrink_warps": (4, 8), "shrink_stages": (3, 4)}
-EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (4, 8)}
+Options = dict[str, tuple[int, ...]]
+Bounds = tuple[tuple[int | None, int], ...]
+SUMS: Options = {"split_k": (2, 4, 8, 16), "block_k": (64, 128, 256)}
+SHRINK: Options = {"shrink_n": (16, 32), "shrink_warps": (4, 8), "shrink_stages": (3, 4)}
+EXPAND: Options = {"expand_n": (64, 128, 256), "expand_warps": (4, 8)}
 """Of many rows. Of few they fix the order of additions, and are the built-in table's for all sites and ranks."""
-FEW = {"split_k": (4, 8), "block_k": (128,)}
-FEW_SHRINK = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
-FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (2, 4)}
+FEW: Options = {"split_k": (4, 8), "block_k": (128,)}
+FEW_SHRINK: Options = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
+FEW_EXPAND: Options = {"expand_n": (64, 128), "expand_warps": (2, 4)}
 FEW_ROWS = 256
 DEFAULT_FEW = next(row for row in table_of(DEFAULT)["tiles"] if row["max_rows"] == FEW_ROWS)
-DECODE = ((1, 1), (32, 8), (32, 32))
+DECODE: tuple[tuple[int, int], ...] = ((1, 1), (32, 8), (32, 32))
 # (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
-ROWS = ((16, 8), (64, 32), (256, 32), (1024, 8), (None, 8))
-LINEAR = {"block_n": (64, 128), "split_k": (1, 2, 4, 8), "warps": (4,), "stages": (3, 4)}
-FEW_LINEAR = {"block_n": (64, 128), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
-RUNS = {"block_n": (64,), "split_k": (1, 2, 4, 8), "warps": (4, 8), "stages": (1, 2)}
+ROWS: Bounds = ((16, 8), (64, 32), (256, 32), (1024, 8), (None, 8))
+LINEAR: Options = {"block_n": (64, 128), "split_k": (1, 2, 4, 8), "warps": (4,), "stages": (3, 4)}
+FEW_LINEAR: Options = {"block_n": (64, 128), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+RUNS: Options = {"block_n": (64,), "split_k": (1, 2, 4, 8), "warps": (4, 8), "stages": (1, 2)}
 """Of q3h, of which a program takes eight groups at a time."""
 MOST_RUN_ROWS = 32
-GROUPS = ((32, 32),)
+GROUPS: Bounds = ((32, 32),)
 """(bound of the bucket, group that it is timed with): what a server takes unless told otherwise, q3h groups of 64."""
 # (bound of the bucket, rows that it is timed with)
-LINEAR_ROWS = ((16, 8), (32, 32), (64, 64), (128, 128), (None, 256))
+LINEAR_ROWS: Bounds = ((16, 8), (32, 32), (64, 64), (128, 128), (None, 256))
 MOST_BLOCK_M = 128
 NARROW_OUT = 8192
 NARROW, WIDE = ("qkv", "o", "down"), ("gate_up", "head")
 CROSSOVER_ROWS = (2,) if DRY_RUN else (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-RANKS = (16, 64)
-DECODE_ATTENTION = {
+RANKS: tuple[int, ...] = (16, 64)
+DECODE_ATTENTION: Options = {
     "split_tokens": (128, 256, 512),
     "decode_n": (16, 32, 64),
     "decode_warps": (1, 2, 4),
     "decode_stages": (2, 3, 4),
 }
-PREFILL_ATTENTION = {
+PREFILL_ATTENTION: Options = {
     "prefill_m": (64, 128),
     "prefill_n": (32, 64, 128),
     "prefill_warps": (4, 8),
     "prefill_stages": (2, 3),
 }
-FEW_DECODE = {"split_tokens": (256,), "decode_n": (16, 32), "decode_warps": (1,), "decode_stages": (4,)}
-FEW_PREFILL = {"prefill_m": (128,), "prefill_n": (32, 64), "prefill_warps": (8,), "prefill_stages": (2,)}
+FEW_DECODE: Options = {"split_tokens": (256,), "decode_n": (16, 32), "decode_warps": (1,), "decode_stages": (4,)}
+FEW_PREFILL: Options = {"prefill_m": (128,), "prefill_n": (32, 64), "prefill_warps": (8,), "prefill_stages": (2,)}
 # (queries of each sequence, keys of each)
 DECODES = (([1] * 2, [40] * 2),) if DRY_RUN else (([1], [2000]), ([1] * 32, [700] * 32))
 PROMPTS = (([20], [20]),) if DRY_RUN else (([512], [512]), ([512], [4096]))
@@ -145,7 +146,7 @@ def microseconds(ops: Ops, case: SiteCase, **changes: Any) -> float:
         return WORST
 
 
-def choices(options: dict[str, tuple[int, ...]]) -> list[dict[str, int]]:
+def choices(options: Options) -> list[dict[str, int]]:
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
@@ -180,14 +181,17 @@ def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick
             base |= {name: DEFAULT_FEW[name] for name in EXPAND}
         # Shrink and expand are separate launches: one after the other, not their product.
         for options in (shrink, expand) if rows > FEW_ROWS else (shrink,):
-            fixed_so_far = dict(base)
-            base |= best(choices(options), lambda c, f=fixed_so_far, case=case: microseconds(ops, case, **f, **c))
+            base |= best(choices(options), partial(_tile_us, ops, case, dict(base)))
         chosen = {name: size for name, size in base.items() if name not in ("split_k", "block_k", "planes")}
         bounds = {"max_rows": bound, "max_rank": rank * len(dims.out_features)}
         tiles.append(bounds | {"max_in": dims.in_features, "max_out": dims.total_out} | chosen)
         emit("tiles", site=name, **tiles[-1], us=microseconds(ops, case, **base))
     tiles.sort(key=lambda row: tuple(WORST if v is None else v for k, v in row.items() if k.startswith("max_")))
-    return tiles + table_of(DEFAULT)["tiles"]
+    return [*tiles, *table_of(DEFAULT)["tiles"]]
+
+
+def _tile_us(ops: Ops, case: SiteCase, fixed: dict[str, int], choice: dict[str, int]) -> float:
+    return microseconds(ops, case, **fixed, **choice)
 
 
 def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float:
@@ -220,7 +224,7 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
         for (bound, rows), sites in itertools.product(LINEAR_ROWS, (NARROW, WIDE)):
             held = [case for site, case in cases.items() if site in sites]
             options = linear_options(levels, bound, quick)
-            chosen = best(options, lambda o, held=held, rows=rows: linear_us(held, rows, o))
+            chosen = best(options, partial(linear_us, held, rows))
             found[bound, sites] = chosen
             row = {"bits": bits, "max_group": most, "max_rows": bound}
             table.append(row | {"max_out": NARROW_OUT if sites == NARROW else None} | asdict(chosen))
@@ -240,7 +244,8 @@ def crossover(cases: dict[str, LinearCase], found: dict[Any, LinearConfig]) -> i
         tiles = sum(
             linear_us([case], rows, found[bound, NARROW if site in NARROW else WIDE]) for site, case in cases.items()
         )
-        if tiles > sum(case.us(rows, through_blas) for case in cases.values()):
+        dequantized = sum(case.us(rows, through_blas) for case in cases.values())
+        if tiles > dequantized:
             break
         last = rows
     return last
@@ -260,7 +265,7 @@ def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
         def us(changes: dict[str, int], cases: Any = cases, first: AttentionConfig = first) -> float:
             with mock.patch.object(triton_attention, "attention_config", return_value=replace(first, **changes)):
                 try:
-                    return sum(_attention_us(ops, *case) for case in cases)
+                    return sum(attention_us(ops, gpu_cases.graph_us, *case) for case in cases)
                 except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
                     print(f"    {changes}: {type(error).__name__}", file=sys.stderr, flush=True)
                     return WORST
@@ -269,11 +274,6 @@ def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
         first = replace(first, **chosen)
         emit("attention", **chosen, us=us(chosen))
     return [{"max_dim": 128, "max_bytes": 2, **asdict(first)}, *table_of(default)["attention"]]
-
-
-def _attention_us(ops: Ops, lens: tuple[list[int], list[int]], made: list[Any]) -> float:
-    plan = ops.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
-    return gpu_cases.graph_us([partial(ops.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
 
 
 def written(table: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from api.cli.bench.client import Ask, RequestOutcome
 class ScheduledCall(Protocol):
     """Send a request; implemented by `BenchClient.ask` and by tests."""
 
-    def __call__(self, ask: Ask) -> Coroutine[Any, Any, RequestOutcome]: ...
+    def __call__(self, ask: Ask, /) -> Coroutine[Any, Any, RequestOutcome]: ...
 
 
 @dataclass

