@@ -36,6 +36,7 @@ from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.linear import through_blas
 
 HEADS, KV_HEADS, DIM, PAGE = (4, 2, 32, 16) if DRY_RUN else (32, 8, 128, 16)
+SCORING = Scoring(DIM**-0.5)
 ROWS = (2,) if DRY_RUN else (1, 16, 32, 64, 128)
 # (format, group): what a server takes unless told otherwise, then the others.
 LINEARS = (("int4", 32), ("int8", 32), *(() if DRY_RUN else (("int4", 128), ("q3h", 64))))
@@ -96,7 +97,7 @@ def attention_us(
 ) -> float:
     """Return the time of one layer's attention."""
     plan = ops.plan_attention(made[0][2], *lens, PAGE, made[0][1].num_pages)
-    return timer([partial(ops.paged_attention, q, kv, plan, Scoring(DIM**-0.5)) for q, kv, _ in made])
+    return timer([partial(ops.paged_attention, q, kv, plan, SCORING) for q, kv, _ in made])
 
 
 def time_attention(ops: Ops, device: torch.device, bandwidth: float) -> None:

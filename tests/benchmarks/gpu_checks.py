@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from bench_gpu import DIM, HEADS, KV_HEADS, LINEARS, PAGE, attention_case
+from bench_gpu import DIM, HEADS, KV_HEADS, LINEARS, PAGE, SCORING, attention_case
 from gpu_cases import DRY_RUN, FORMATS, PAGE_BYTES, SITES, emit, linear_case, need_gpu, site_case
 from gpu_step import MAX_LEN, RANK, Computed, StepCase, random_weights
 
@@ -25,7 +25,6 @@ from lorasrv.scheduler_output import PlannedDrafts
 from lorasrv.worker.cuda_graphs import Recorded, cuda_recorder
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.forward_batch import build_batch
-from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout
 from sgmv_kernels.formats.fp8 import multiplies_fp8, quantize_fp8
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -83,7 +82,7 @@ def attention(ops: Ops, shapes: tuple[tuple[list[int], list[int]], ...]) -> Iter
         made = []
         for on in (plain, *[ops] * (1 + AGAIN)):
             plan = on.plan_attention(tables, *lens, PAGE, kv.num_pages)
-            made.append(on.paged_attention(q, kv, plan, Scoring(DIM**-0.5)))
+            made.append(on.paged_attention(q, kv, plan, SCORING))
         what = f"queries {lens[0][:4]}, keys {lens[1][:4]}"
         yield what, error(made[1], made[0]), MOST_ERROR
         yield f"{what}, again", float(sum(not torch.equal(made[1], one) for one in made[2:])), 0.0
@@ -133,7 +132,7 @@ def codes(ops: Ops, shapes: tuple[tuple[list[int], list[int]], ...]) -> Iterator
             own = KvPages(kv.slab.clone(), kv.format, KV_HEADS, PAGE, DIM)
             plan = on.plan_attention(tables, *lens, PAGE, own.num_pages)
             turned = on.rope_write_kv(qkv.clone(), cos, sin, own, plan)
-            made.append(on.paged_attention(turned, own, plan, Scoring(DIM**-0.5)))
+            made.append(on.paged_attention(turned, own, plan, SCORING))
         what = f"{name} pages, queries {lens[0][:4]}, keys {lens[1][:4]}"
         yield what, error(made[1], made[0]), MOST_ERROR
 
@@ -145,9 +144,7 @@ def drafts(ops: Ops, lens: tuple[list[int], list[int]]) -> Iterator[tuple[str, f
         q, kv, tables = attention_case(*lens, ops.device, name)
         trees = [[chance.randint(-1, at - 1) for at in range(count - 1)] for count in lens[0]]
         plans = [on.plan_attention(tables, *lens, PAGE, kv.num_pages, trees) for on in (plain, ops)]
-        made = [
-            on.paged_attention(q, kv, plan, Scoring(DIM**-0.5)) for on, plan in zip((plain, ops), plans, strict=True)
-        ]
+        made = [on.paged_attention(q, kv, plan, SCORING) for on, plan in zip((plain, ops), plans, strict=True)]
         yield f"trees over {name} pages", error(made[1], made[0]), MOST_ERROR
         moves = np.array([(0, 9, 0, 3), (0, 12, 0, 4), (1, 2, 0, 5)], dtype=np.int32)
         layers = kv.slab.repeat(3).view(3, -1)
